@@ -1,6 +1,4 @@
-"""What a restore promises of a leaf: all bits, a bounded error, or the values of an earlier
-step.
-"""
+"""Contracts: the accuracy that a restore promises for a leaf."""
 
 from __future__ import annotations
 
@@ -8,22 +6,26 @@ from typing import TypeAlias
 
 import msgspec
 
-# Permanent names of norms. ``x'`` is what a restore gives, ``x`` what was live at the step.
+# Permanent names of norms (docs/reference/format.md).
 NORMS = ("lr", "octaves", "max", "l2")
 
 
 class Exact(msgspec.Struct, frozen=True, tag_field="contract", tag="exact"):
-    """Bit for bit."""
+    """A restore returns every bit of the leaf."""
 
 
 class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
-    """Every element within ``limit`` of what it was, measured against the values that a restore
-    gives.
+    """A restore returns values with a bounded error, which the save has measured.
 
-    ``norm``: ``"lr"``: largest ``|x' - x|`` in units of the learning rate; ``"octaves"``: largest
-    ``|log2(x' / x)|``, where first moments below 2^-100 count as zero; ``"max"``: largest ``|x' -
-    x|`` over the largest ``|x|`` of the leaf; ``"l2"``: ``||x' - x|| / ||x||``. Larger limit:
-    smaller checkpoints, a restored run that deviates more.
+    In the formulas, ``x`` is the saved value and ``x'`` the restored one.
+
+    Args:
+        limit: The largest error. Larger: smaller checkpoints; smaller: a restored run that deviates
+            less.
+        norm: The measure of the error. ``"lr"``: the largest ``|x' - x|`` in units of the learning
+            rate. ``"octaves"``: the largest ``|log2(x' / x)|``, with first moments below 2^-100
+            counted as zero. ``"max"``: the largest ``|x' - x|`` divided by the largest ``|x|`` of
+            the leaf. ``"l2"``: ``||x' - x|| / ||x||``.
     """
 
     limit: float
@@ -31,12 +33,12 @@ class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
 
 
 class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="reused"):
-    """The values of an earlier step: at most ``max_age_steps`` old, and drifted by no more than
-    ``max_drift``.
+    """A restore returns the values of an earlier step.
 
-    ``max_drift``: in the median of ``|log2(x' / x)|`` over sampled elements, ``None`` where age
-    alone is promised: a first moment is another one after ten steps. Larger: fewer bytes, an older
-    state.
+    Args:
+        max_age_steps: The largest age of the values. Larger: fewer bytes; smaller: a newer state.
+        max_drift: The largest median of ``|log2(x' / x)|`` over sampled elements. ``None``: only
+            the age is limited, which suits first moments, as they change entirely in ten steps.
     """
 
     max_age_steps: int
@@ -49,14 +51,17 @@ RANK = ("exact", "bounded", "reused")  # from the strongest promise to the weake
 
 
 def name_of(contract: Contract) -> str:
+    """Return the name of the kind of a contract, as in ``RANK``."""
     return RANK[(Exact, Bounded, Reused).index(type(contract))]
 
 
 class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A leaf's contract in one step, and what was measured. Leaves without one are exact.
+    """The contract of a leaf in one step, with the measured error. Leaves without one are exact.
 
-    ``measured``: the error, in the contract's norm; for a reused leaf its drift. ``from_step``: the
-    step whose values a reused leaf holds.
+    Args:
+        terms: The contract.
+        measured: The error in the contract's norm; for a reused leaf, its drift.
+        from_step: The step whose values a reused leaf has.
     """
 
     terms: Bounded | Reused
@@ -64,9 +69,7 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
     from_step: int | None = None
 
     def used(self, step: int) -> float:
-        """The largest share of what the contract allows that ``step`` takes: above 1 it does not
-        hold.
-        """
+        """Return the share of the allowed error that a step uses; above 1, it is exceeded."""
         if isinstance(self.terms, Bounded):
             return self.measured / self.terms.limit
         age = (step - (step if self.from_step is None else self.from_step)) / max(
@@ -78,7 +81,7 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def allowed(self) -> str:
-        """What the contract allows, in words."""
+        """Return a description of the allowed error."""
         if isinstance(self.terms, Bounded):
             return f"{self.terms.limit:g} {self.terms.norm}"
         drift = "" if self.terms.max_drift is None else f"{self.terms.max_drift:g} octaves, "

@@ -1,5 +1,7 @@
-"""Digests of decoded bytes: what binds a restore to the step that was saved
-(``docs/reference/format.md``, section 5).
+"""Digests of decoded bytes, which prove that a restore returns the saved content.
+
+They are defined in ``docs/reference/format.md``, section 5. The hash is xxh3_128 of xxHash
+(https://xxhash.com).
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from deltacheck.leaf.spec import LeafSpec
 def chunk_digests(
     host: NDArray[np.uint8], bounds: NDArray[np.uint64], word_bytes: int, chunks: Iterable[int]
 ) -> NDArray[np.uint64]:
-    """xxh3_128 (high, low) of the named chunks of a leaf's bytes, uint64 ``(chunks, 2)``."""
+    """Return the digests of some chunks.
+
+    Args:
+        host: The bytes of a leaf or of a block, uint8, 1-D.
+        bounds: The offsets of all of its chunks in words, uint64 ``(chunks + 1,)``.
+        word_bytes: Bytes of a word.
+        chunks: Numbers of the chunks.
+
+    Returns:
+        The high and the low half of each digest, uint64 ``(chunks, 2)``.
+    """
     offsets = (bounds * np.uint64(word_bytes)).tolist()
     view = host.data
     values = [xxhash.xxh3_128_digest(view[offsets[c] : offsets[c + 1]]) for c in chunks]
@@ -24,10 +36,10 @@ def chunk_digests(
 
 
 def leaf_digest(digests: NDArray[np.uint64]) -> str:
-    """The digest of a leaf: xxh3_128 of its chunks' digests in order, hexadecimal."""
+    """Return the digest of a leaf: the hash of the digests of its chunks in order, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(digests.astype(">u8").tobytes()))
 
 
 def digest_of(spec: LeafSpec, host: NDArray[np.uint8]) -> str:
-    """The digest of a leaf whose bytes these are."""
+    """Return the digest of a leaf with these bytes."""
     return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))

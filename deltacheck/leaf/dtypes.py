@@ -1,4 +1,4 @@
-"""Element types: the name that a manifest carries, its NumPy type, and how plain zarr stores it."""
+"""Element types: their names in a manifest, their NumPy types and their storage in zarr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from deltacheck.errors import UnsupportedLeaf
 
 _NATIVE = (
-    # Zarr-python has these
+    # zarr-python stores these types as they are.
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64"
     " complex128"
 ).split()
@@ -24,13 +24,15 @@ _EXTENDED = (
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """An element type.
 
-    ``name``: as JAX and ml_dtypes spell it. ``item_bytes``: bytes of one element in memory
-    (sub-byte types take one). ``word_bytes``: what the encoder compares (1, 2, 4 or 8).
-    ``storage``: the zarr data type of a natural array; a type that zarr-python lacks is stored as
-    the unsigned integer of the same size, so that plain zarr opens it and ``.view()`` brings it
-    back.
+    Args:
+        name: The name, as JAX and ml_dtypes spell it.
+        item_bytes: Bytes of one element in memory; a type below 8 bits takes one byte.
+        word_bytes: Bytes of a word, the unit that the encoder compares: 1, 2, 4 or 8.
+        storage: The zarr data type of a natural array. A type that zarr-python lacks is stored as
+            the unsigned integer of the same size, so that plain zarr opens it, and ``.view()``
+            restores the type.
     """
 
     name: str
@@ -40,13 +42,17 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """The NumPy type (from ml_dtypes where NumPy has none)."""
+        """Return the NumPy type, from ml_dtypes if NumPy lacks it."""
         return np.dtype(self.name if self.name in _NATIVE else getattr(ml_dtypes, self.name))
 
 
 @cache
 def dtype_named(name: str) -> DType:
-    """The element type called ``name``; ``UnsupportedLeaf`` where there is none."""
+    """Return the element type of this name.
+
+    Raises:
+        UnsupportedLeaf: The format has no such type.
+    """
     if name in _NATIVE:
         size = np.dtype(name).itemsize
         return DType(name, size, min(size, 8), name)

@@ -1,8 +1,9 @@
-"""Which rank writes which tile of which leaf: decided once for all ranks from what each holds. Pure
-functions over frozen records.
+"""Distribution of tiles over ranks: which rank writes which tile of which leaf.
 
-A run of 1,024 ranks with 1,000 leaves has a million shards, so what grows with ranks times leaves
-is arrays of numbers throughout.
+One rank decides this for all ranks, from the boxes that each holds. All functions are pure.
+
+A run of 1,024 ranks with 1,000 leaves has a million shards. Therefore everything that grows with
+ranks times leaves is an array of numbers.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from deltacheck.leaf.tiles import Box, Cuts
 
 I64: TypeAlias = NDArray[np.int64]
 
-# A leaf that several ranks hold whole is written in parts of at least this size, by as many of them
-# as that gives work to.
+# A leaf that several ranks hold whole is cut into parts of at least this size, so that these ranks
+# share the work. Smaller parts would make more files without saving time.
 _SPREAD_BYTES = 8 << 20
-# After a change of the ranks, old cuts are kept beside the new ones unless that makes more tiles
-# than this for each that is needed.
+# After a change of the ranks, old cuts are kept beside the new ones, so that chains continue. They
+# are dropped if this would give more than this many tiles for each that is needed.
 _MOST_TILES_EACH = 4
 
 
 class Held(NamedTuple):
-    """What a rank holds of a leaf. ``boxes``: one for each shard; all of the leaf is
-    ``whole(shape)``.
+    """The shards of one leaf that a rank holds.
+
+    Attributes:
+        dtype: The element type of the leaf.
+        shape: The shape of the leaf.
+        boxes: One box for each shard. The box of the whole leaf is ``whole(shape)``.
     """
 
     dtype: str
@@ -44,14 +49,17 @@ class Held(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a leaf."""
+    """Return the box of a whole leaf."""
     return tuple(slice(0, size) for size in shape)
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """What a rank holds of all leaves, for its way to rank 0. ``leaves``: path, dtype and shape of
-    each, encoded; ``counts``: boxes of each, int32; ``boxes``: start and stop along each axis,
-    int64.
+    """The shards of all leaves that a rank holds, as a message to rank 0.
+
+    Attributes:
+        leaves: Path, dtype and shape of each leaf, encoded.
+        counts: The number of boxes of each leaf, int32.
+        boxes: Start and stop of each box along each axis, int64.
     """
 
     leaves: bytes
@@ -60,6 +68,7 @@ class Holdings(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, held: Mapping[str, Held]) -> Holdings:
+        """Encode the shards of a rank, given by leaf path."""
         order = sorted(held)
         leaves = msgspec.msgpack.encode(
             [(path, held[path].dtype, held[path].shape) for path in order]
@@ -77,8 +86,13 @@ class Holdings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How a leaf is stored. ``cuts``: ``None`` where it is stored whole. ``owners``: the rank that
-    writes each tile, int64 ``(tiles,)``.
+    """The decision for one leaf.
+
+    Args:
+        dtype: Its element type.
+        shape: Its shape.
+        cuts: The cuts into tiles; ``None``: it is stored whole.
+        owners: The rank that writes each tile, int64 ``(tiles,)``.
     """
 
     dtype: str
@@ -91,27 +105,32 @@ Plan: TypeAlias = Mapping[str, Planned]  # by leaf path, ascending
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What of a plan one rank needs. ``plan``: path and number of its cuts, of every leaf, encoded;
-    ``own``: its tiles, counted through all leaves, int64.
+    """The part of a plan that one rank needs, as a message to it.
+
+    Attributes:
+        plan: For each leaf its path and the number of its cuts, then all different cuts, encoded.
+        own: The tiles that the rank writes, counted through all leaves, int64.
     """
 
     plan: bytes
     own: bytes
 
     def tiles(self) -> dict[str, tuple[Cuts | None, list[int]]]:
-        """The cuts of the leaves that this rank writes tiles of, and the numbers of these, paths
-        ascending.
-        """
+        """Return the cuts and the tile numbers of each leaf of which this rank writes tiles."""
         leaves, cuts = _decoded_plan(self.plan)
-        counts = [1 if (of := cuts[number]) is None else tiles.count(of) for _, number in leaves]
+        counts = [_tile_count(cuts[number]) for _, number in leaves]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
         own = np.frombuffer(self.own, np.int64)
-        found: dict[str, tuple[Cuts | None, list[int]]] = {}
-        at = np.searchsorted(starts, own, "right") - 1
-        for leaf, number in zip(at.tolist(), (own - starts[at]).tolist(), strict=True):
-            path, which = leaves[leaf]
-            found.setdefault(path, (cuts[which], []))[1].append(number)
-        return found
+        numbers: dict[str, tuple[Cuts | None, list[int]]] = {}
+        leaf_of = np.searchsorted(starts, own, "right") - 1
+        for leaf, number in zip(leaf_of.tolist(), (own - starts[leaf_of]).tolist(), strict=True):
+            path, cuts_number = leaves[leaf]
+            numbers.setdefault(path, (cuts[cuts_number], []))[1].append(number)
+        return numbers
+
+
+def _tile_count(cuts: Cuts | None) -> int:
+    return 1 if cuts is None else tiles.count(cuts)
 
 
 def _decoded_plan(plan: bytes) -> tuple[list[tuple[str, int]], list[Cuts | None]]:
@@ -120,8 +139,11 @@ def _decoded_plan(plan: bytes) -> tuple[list[tuple[str, int]], list[Cuts | None]
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What is known of a leaf from an earlier plan or step, so that its chains go on. ``owners``:
-    empty where nobody has them yet.
+    """The plan of a leaf in an earlier step, which is kept if possible so that chains continue.
+
+    Args:
+        cuts: The cuts; ``None``: it was stored whole.
+        owners: The rank that wrote each tile; empty if no rank of this run did.
     """
 
     cuts: Cuts | None
@@ -131,18 +153,28 @@ class Before:
 def plan(
     holdings: Sequence[Holdings], before: Mapping[str, Before] | None = None
 ) -> dict[str, Planned]:
-    """Cut every leaf into tiles that lie whole in some rank's shard, and choose a writer for each.
+    """Cut each leaf into tiles that lie in one shard each, and choose a writer for each tile.
 
-    ``holdings``: by rank. A tile that several ranks hold is written by the one of them that has
-    least to write, or by the one that did before. Raises ``RankFailed`` naming the leaf and the
-    ranks where they disagree on it, or where nobody holds a part of it.
+    A tile that several ranks hold is written by the rank that wrote it before, otherwise by the
+    rank with the fewest bytes to write. Tiles are assigned by decreasing size, which is the greedy
+    algorithm LPT (Graham, 1969).
+
+    Args:
+        holdings: The shards of each rank, by rank.
+        before: The earlier plan of leaves, by path.
+
+    Returns:
+        The decisions by leaf path, ascending.
+
+    Raises:
+        RankFailed: Ranks disagree on a leaf, or no rank holds a part of it; names leaf and ranks.
     """
-    known = before or {}
+    earlier = before or {}
     loads = np.zeros(len(holdings), np.int64)
     planned: dict[str, Planned] = {}
     shared: list[tuple[int, str, int, I64]] = []  # bytes, path, tile, ranks that hold it
     for path, (dtype, shape, ranks, boxes) in sorted(_by_leaf(holdings).items()):
-        prior = known.get(path)
+        prior = earlier.get(path)
         prior_cuts = (
             prior.cuts
             if prior is not None and prior.cuts is not None and tiles.shape_of(prior.cuts) == shape
@@ -154,41 +186,47 @@ def plan(
             )
         except ValueError as error:
             raise RankFailed(f"leaf {path!r} of shape {list(shape)}: {error}") from None
-        count = 1 if cuts is None else tiles.count(cuts)
+        count = _tile_count(cuts)
         sizes = _tile_bytes(cuts, shape, dtype)
         owners = np.full(count, -1, np.int64)
         first = np.searchsorted(numbers, np.arange(count + 1))
         alone = np.flatnonzero(np.diff(first) == 1)
         owners[alone] = holders[first[alone]]
         np.add.at(loads, owners[alone], sizes[alone])
-        kept = (
+        prior_owners = (
             prior.owners
             if prior is not None and prior.cuts == cuts and prior.owners.size == count
             else None
         )
         for number in np.flatnonzero(np.diff(first) > 1).tolist():
-            of = holders[first[number] : first[number + 1]]
-            if kept is not None and kept[number] in of:
-                owners[number] = kept[number]
-                loads[kept[number]] += sizes[number]
+            candidates = holders[first[number] : first[number + 1]]
+            if prior_owners is not None and prior_owners[number] in candidates:
+                owners[number] = prior_owners[number]
+                loads[prior_owners[number]] += sizes[number]
             else:
-                shared.append((int(sizes[number]), path, number, of))
+                shared.append((int(sizes[number]), path, number, candidates))
         planned[path] = Planned(dtype, shape, cuts, owners)
-    for size, path, number, of in sorted(shared, key=lambda one: (-one[0], one[1], one[2])):
-        rank = int(of[np.argmin(loads[of])])
+    for size, path, number, candidates in sorted(shared, key=lambda t: (-t[0], t[1], t[2])):
+        rank = int(candidates[np.argmin(loads[candidates])])
         planned[path].owners[number] = rank
         loads[rank] += max(size, 1)
     return planned
 
 
 def shares(planned: Plan, size: int) -> list[Share]:
-    """What each rank needs of a plan."""
-    kinds: dict[Cuts | None, int] = {}
-    leaves = [(path, kinds.setdefault(one.cuts, len(kinds))) for path, one in planned.items()]
-    common = msgspec.msgpack.encode((leaves, list(kinds)))
-    every = owners_of(planned)
-    order = np.argsort(every, kind="stable")
-    edges = np.searchsorted(every[order], np.arange(size + 1))
+    """Return the part of a plan that each rank needs.
+
+    Args:
+        planned: The plan.
+        size: The number of ranks.
+    """
+    # Many leaves have the same cuts, which are therefore sent once.
+    cuts: dict[Cuts | None, int] = {}
+    leaves = [(path, cuts.setdefault(leaf.cuts, len(cuts))) for path, leaf in planned.items()]
+    common = msgspec.msgpack.encode((leaves, list(cuts)))
+    owners = owners_of(planned)
+    order = np.argsort(owners, kind="stable")
+    edges = np.searchsorted(owners[order], np.arange(size + 1))
     return [
         Share(common, order[edges[rank] : edges[rank + 1]].astype(np.int64).tobytes())
         for rank in range(size)
@@ -196,12 +234,12 @@ def shares(planned: Plan, size: int) -> list[Share]:
 
 
 def owners_of(planned: Plan) -> I64:
-    """The writers of all tiles, leaf by leaf."""
-    return np.concatenate([np.zeros(0, np.int64), *[one.owners for one in planned.values()]])
+    """Return the writers of all tiles, leaf by leaf."""
+    return np.concatenate([np.zeros(0, np.int64), *[leaf.owners for leaf in planned.values()]])
 
 
 def names_of(path: str, cuts: Cuts | None, numbers: Sequence[int]) -> list[str]:
-    """What some tiles of a leaf are stored as."""
+    """Return the stored paths of some tiles of a leaf, or its own path if it is stored whole."""
     return (
         [path]
         if cuts is None
@@ -210,6 +248,7 @@ def names_of(path: str, cuts: Cuts | None, numbers: Sequence[int]) -> list[str]:
 
 
 def _tile_bytes(cuts: Cuts | None, shape: tuple[int, ...], dtype: str) -> I64:
+    """Return the bytes of each tile."""
     item_bytes = dtype_named(dtype).item_bytes
     if cuts is None:
         return np.array([math.prod(shape) * item_bytes], np.int64)
@@ -220,13 +259,17 @@ def _tile_bytes(cuts: Cuts | None, shape: tuple[int, ...], dtype: str) -> I64:
 
 
 def _by_leaf(holdings: Sequence[Holdings]) -> dict[str, tuple[str, tuple[int, ...], I64, I64]]:
-    """Per leaf its dtype, its shape, and for each shard its rank and its box, int64 ``(shards,)``
-    and ``(shards, axes, 2)``.
+    """Return the shards of all ranks by leaf.
+
+    Returns:
+        For each leaf its dtype, its shape, the rank of each shard, int64 ``(shards,)``, and the box
+        of each shard, int64 ``(shards, axes, 2)``.
     """
+    # Ranks usually hold the same leaves with as many shards. These are decoded once, together.
     alike: dict[tuple[bytes, bytes], list[int]] = {}
-    for rank, one in enumerate(holdings):
-        alike.setdefault((one.leaves, one.counts), []).append(rank)
-    what: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for rank, rank_holdings in enumerate(holdings):
+        alike.setdefault((rank_holdings.leaves, rank_holdings.counts), []).append(rank)
+    kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     rows: dict[str, list[tuple[I64, I64]]] = {}
     for (encoded, counted), ranks in alike.items():
         leaves = msgspec.msgpack.decode(encoded, type=list[tuple[str, str, tuple[int, ...]]])
@@ -234,10 +277,10 @@ def _by_leaf(holdings: Sequence[Holdings]) -> dict[str, tuple[str, tuple[int, ..
         numbers = np.stack([np.frombuffer(holdings[rank].boxes, np.int64) for rank in ranks])
         at = 0
         for (path, dtype, shape), count in zip(leaves, counts, strict=True):
-            known = what.setdefault(path, (dtype, shape, ranks[0]))
-            if known[:2] != (dtype, shape):
+            kind = kinds.setdefault(path, (dtype, shape, ranks[0]))
+            if kind[:2] != (dtype, shape):
                 raise RankFailed(
-                    f"leaf {path!r} is {known[0]}{list(known[1])} on rank {known[2]},"
+                    f"leaf {path!r} is {kind[0]}{list(kind[1])} on rank {kind[2]},"
                     f" {dtype}{list(shape)} on rank {ranks[0]}"
                 )
             width = 2 * len(shape) * count
@@ -251,7 +294,7 @@ def _by_leaf(holdings: Sequence[Holdings]) -> dict[str, tuple[str, tuple[int, ..
             np.concatenate([r for r, _ in rows[path]]),
             np.concatenate([b for _, b in rows[path]]),
         )
-        for path, (dtype, shape, _) in what.items()
+        for path, (dtype, shape, _) in kinds.items()
     }
 
 
@@ -263,8 +306,13 @@ def _cut(
     box_bytes: bytes,
     before: Cuts | None,
 ) -> tuple[Cuts | None, I64, I64]:
-    """The cuts of a leaf, and for each tile its number and each rank that holds it, by number and
-    rank.
+    """Return the cuts of a leaf, and the pairs of a tile and a rank that holds it.
+
+    The arrays are passed as bytes, so that the cache can hash them.
+
+    Returns:
+        The cuts, or ``None`` if the leaf is stored whole. Then two arrays of the same length with
+        the tile number and the rank of each pair, sorted.
     """
     ranks = np.frombuffer(rank_bytes, np.int64)
     boxes = np.frombuffer(box_bytes, np.int64).reshape(len(ranks), len(shape), 2)
@@ -281,7 +329,7 @@ def _cut(
         raise ValueError(
             f"the shard of rank {ranks[row]} is {_text(boxes[row])}, which is not in it"
         )
-    present = (boxes[:, :, 0] < boxes[:, :, 1]).all(axis=1)  # a rank may have an empty shard
+    present = (boxes[:, :, 0] < boxes[:, :, 1]).all(axis=1)  # some ranks have empty shards
     ranks, boxes = ranks[present], boxes[present]
     cuts = tuple(
         tuple(np.unique(np.concatenate([[0, size], boxes[:, axis].reshape(-1)])).tolist())
@@ -299,22 +347,27 @@ def _cut(
 
 
 def _with_before(cuts: Cuts, before: Cuts | None) -> Cuts:
-    """The cuts with those of before as well, where tiles of before then stay as they were."""
+    """Return the cuts with the earlier ones added, if earlier tiles then remain as they were."""
     if before is None:
         return cuts
     if all(set(now) <= set(then) for now, then in zip(cuts, before, strict=True)):
         return before
     union = tuple(tuple(sorted({*now, *then})) for now, then in zip(cuts, before, strict=True))
-    stays = all(
+    keeps_tiles = all(
         any(not set(range(a + 1, b)) & set(now) for a, b in itertools.pairwise(then))
         for now, then in zip(cuts, before, strict=True)
     )
-    return union if stays and tiles.count(union) <= _MOST_TILES_EACH * tiles.count(cuts) else cuts
+    return (
+        union
+        if keeps_tiles and tiles.count(union) <= _MOST_TILES_EACH * tiles.count(cuts)
+        else cuts
+    )
 
 
 def _spread(shape: tuple[int, ...], item_bytes: int, holders: int) -> Cuts:
-    """The cuts of a leaf that so many ranks hold whole: along its first axis, a part for each where
-    the parts are large enough.
+    """Return the cuts of a leaf that several ranks hold whole.
+
+    It is cut along its first axis into one part for each rank, or fewer if parts become too small.
     """
     parts = min(holders, math.prod(shape) * item_bytes // _SPREAD_BYTES, shape[0])
     edges = [shape[0] * part // parts for part in range(parts + 1)] if parts > 1 else [0, shape[0]]
@@ -322,7 +375,7 @@ def _spread(shape: tuple[int, ...], item_bytes: int, holders: int) -> Cuts:
 
 
 def _cells(cuts: Cuts, ranks: I64, boxes: I64) -> tuple[I64, I64]:
-    """Each tile of each shard and its rank, by tile and rank, once."""
+    """Return all pairs of a tile and a rank that holds it, sorted, as two arrays."""
     edges = [np.array(along, np.int64) for along in cuts]
     first = np.stack(
         [np.searchsorted(along, boxes[:, axis, 0]) for axis, along in enumerate(edges)], axis=1
@@ -344,17 +397,18 @@ def _cells(cuts: Cuts, ranks: I64, boxes: I64) -> tuple[I64, I64]:
 
 
 def _text(box: I64) -> str:
+    """Return a box as text, for error messages."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box.tolist()) + "]"
 
 
 def find(box: Box, among: Iterable[Box]) -> int | None:
-    """The number of a shard that a tile lies in."""
-    for number, one in enumerate(among):
-        if all(a.start >= b.start and a.stop <= b.stop for a, b in zip(box, one, strict=True)):
+    """Return the number of the first box that contains a box; ``None`` if there is none."""
+    for number, outer in enumerate(among):
+        if all(a.start >= b.start and a.stop <= b.stop for a, b in zip(box, outer, strict=True)):
             return number
     return None
 
 
 def inside(box: Box, of: Box) -> Box:
-    """A box in coordinates of another one that holds it."""
+    """Return a box in coordinates of another box that contains it."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, of, strict=True))

@@ -1,4 +1,4 @@
-"""msgspec's types, looked at before threads use them."""
+"""Preparation of msgspec types for use by several threads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import msgspec
 
 
 def known(*kinds: Any) -> None:
-    """Let msgspec find out now what these types hold, as it does when one is decoded first. Call it
-    where a type is defined.
+    """Let msgspec inspect these types now instead of at their first decoding.
 
-    It keeps what it has found on the class, from before it is complete: of two threads that decode
-    a type first, one may read what the other has not yet written, and the process dies (seen with
-    msgspec 0.22).
+    Call this next to the definition of a type. msgspec stores the result of the inspection on the
+    class before it is complete. If two threads decode a type for the first time at once, one may
+    read the incomplete result, and the process dies (observed with msgspec 0.22).
     """
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)

@@ -1,7 +1,7 @@
-"""Where a leaf that several ranks hold is cut into tiles: pure arithmetic on boxes.
+"""Arithmetic on boxes: the tiles of a leaf that several ranks hold.
 
-A leaf is cut along each of its axes; the tiles are the cells between the cuts, counted in C order.
-Each is stored as a leaf of its own.
+A leaf is cut along each of its axes. The tiles are the cells between the cuts, counted in C order.
+Each tile is stored like a leaf, under a path that names its origin.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ import numpy as np
 Box: TypeAlias = tuple[slice, ...]  # bounded, of step 1, one slice an axis
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]  # per axis, ascending, from 0 to its size
 
-# No leaf path has it: a percent sign of a key stands before two hexadecimal digits or at the end of
-# the key
+# Separates the leaf path from the origin of a tile. No leaf path contains it: in a key, a percent
+# sign is followed by two hexadecimal digits or ends the key.
 _MARK = "%@"
 
 
 class Overlap(NamedTuple):
-    """What of a tile lies in a box: in coordinates of the tile, and in those of the box."""
+    """The intersection of a tile and a box.
+
+    Attributes:
+        number: The number of the tile.
+        in_tile: The intersection in coordinates of the tile.
+        in_box: The intersection in coordinates of the box.
+    """
 
     number: int
     in_tile: Box
@@ -31,37 +37,43 @@ class Overlap(NamedTuple):
 
 
 def shape_of(cuts: Cuts) -> tuple[int, ...]:
-    """The shape of the leaf."""
+    """Return the shape of the leaf."""
     return tuple(along[-1] for along in cuts)
 
 
 def grid_of(cuts: Cuts) -> tuple[int, ...]:
-    """Tiles along each axis."""
+    """Return the number of tiles along each axis."""
     return tuple(len(along) - 1 for along in cuts)
 
 
 def count(cuts: Cuts) -> int:
+    """Return the number of tiles."""
     return math.prod(grid_of(cuts))
 
 
 def box(cuts: Cuts, number: int) -> Box:
-    """The box of one tile."""
+    """Return the box of a tile."""
     at = np.unravel_index(number, grid_of(cuts))
     return tuple(slice(along[i], along[i + 1]) for along, i in zip(cuts, at, strict=True))
 
 
 def name(path: str, origin: Box) -> str:
-    """The path that a tile of the leaf ``path`` is stored under."""
+    """Return the path that a tile is stored under.
+
+    Args:
+        path: The leaf.
+        origin: The box of the tile.
+    """
     return f"{path}{_MARK}{','.join(str(s.start) for s in origin)}"
 
 
 def leaf_of(stored: str) -> str:
-    """The leaf that a stored path is of: itself, or the one that it is a tile of."""
+    """Return the leaf of a stored path: the path itself, or the leaf that it is a tile of."""
     return stored.rpartition(_MARK)[0] if _MARK in stored else stored
 
 
 def origin(stored: str) -> tuple[int, ...]:
-    """Where in its leaf a stored tile begins; a leaf that is stored whole begins at 0."""
+    """Return the position of a tile in its leaf; ``(0,)`` for a leaf that is stored whole."""
     return (
         tuple(int(start) for start in stored.rpartition(_MARK)[2].split(","))
         if _MARK in stored
@@ -70,22 +82,22 @@ def origin(stored: str) -> tuple[int, ...]:
 
 
 def is_name(stored: str) -> bool:
-    """Whether a stored path is that of a tile."""
+    """Return True if a stored path is the path of a tile."""
     return _MARK in stored
 
 
 def about(stored: str) -> str:
-    """Which tile of its leaf a stored path is, for people, before what is said of it; nothing for a
-    leaf that is stored whole.
-    """
+    """Return a prefix for messages that names a tile; empty for a leaf that is stored whole."""
     return (
         f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
     )
 
 
 def numbered(cuts: Cuts, stored: str) -> int:
-    """The number of the tile that is stored under a path. ``LookupError`` where there is none of
-    that origin.
+    """Return the number of the tile that is stored under a path.
+
+    Raises:
+        LookupError: No tile has this origin.
     """
     number = 0
     origin = stored.rpartition(_MARK)[2].split(",")
@@ -101,7 +113,7 @@ def numbered(cuts: Cuts, stored: str) -> int:
 
 
 def is_possible(cuts: Cuts) -> bool:
-    """Whether a leaf can be cut so: at least one axis, and along each from 0 upwards."""
+    """Return True if cuts are valid: at least one axis, and ascending from 0 along each axis."""
     return bool(cuts) and all(
         len(along) > 1 and along[0] == 0 and all(a < b for a, b in itertools.pairwise(along))
         for along in cuts
@@ -109,7 +121,7 @@ def is_possible(cuts: Cuts) -> bool:
 
 
 def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
-    """The tiles that a box touches, ascending."""
+    """Yield the intersections of a box with the tiles that it touches, ascending by tile."""
     spans = []
     for along, s in zip(cuts, of, strict=True):
         first, stop = bisect.bisect_right(along, s.start) - 1, bisect.bisect_left(along, s.stop)
@@ -125,11 +137,10 @@ def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
 
 
 def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """The elements ``first`` to ``stop`` of a leaf in C order as boxes, one after the other, as few
-    as it takes.
-    """
+    """Yield the elements ``first`` to ``stop`` in C order as the smallest number of boxes."""
     while first < stop:
-        inner = 1  # elements of the largest trailing block that begins here and ends in the range
+        # Elements of the largest block of whole trailing axes that begins here and fits.
+        inner = 1
         axis = len(shape)
         while (
             axis > 0
@@ -143,7 +154,7 @@ def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]
         for size in reversed(shape[:axis]):
             rest, i = divmod(rest, size)
             at.append(slice(i, i + 1))
-        if axis > 0:  # as many of these blocks as fit along the axis outside of them
+        if axis > 0:  # take as many of these blocks as fit along the next outer axis
             i = at[0].start
             times = min(shape[axis - 1] - i, (stop - first) // inner)
             at[0] = slice(i, i + times)

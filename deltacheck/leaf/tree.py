@@ -1,11 +1,12 @@
-"""Nested state <-> ordered leaf paths and a JSON skeleton: the same paths for the same structure in
-both frameworks.
+"""Conversion of a nested state into leaf paths and a JSON skeleton, and back.
 
-A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``,
-``%`` or a control character, and where it could be taken for an integer key, so two different key
-sequences never share a path. The skeleton is the rest: containers, key order, Python scalars, ties.
-It is plain JSON (``docs/reference/format.md``, section 3); reading it builds dicts, lists, tuples
-and scalars and nothing else.
+A path joins the keys from the root with ``/``. A text key is percent-escaped if it contains ``/``,
+``%`` or a control character, or if it looks like an integer key, so that two different key
+sequences never have the same path. The skeleton has the rest: containers, key order, Python scalars
+and ties. It is plain JSON (``docs/reference/format.md``, section 3). Reading it creates dicts,
+lists, tuples and scalars only, so no code of a checkpoint runs.
+
+All frameworks use the same paths for the same structure.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Node: TypeAlias = "dict[str, Json]"
 
-NUMPY_ARRAY, NUMPY_SCALAR = (
-    "numpy.array",
-    "numpy.scalar",
-)  # permanent tags: restored as NumPy in every framework
-# Permanent, too: stored as one run of elements in C order; the shape follows, as in "flat:32,16"
+# Permanent tags of leaves that every framework restores as NumPy.
+NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"
+# Permanent prefix of the tag of a leaf that is stored 1-D; the shape follows, as in "flat:32,16".
 _FLAT = "flat:"
-MAX_DEPTH = 128  # containers in each other; a deeper tree is refused on both sides
+# Nested containers, refused beyond this when saving and restoring: the walks are recursive.
+MAX_DEPTH = 128
 _LOOKS_LIKE_INTEGER = re.compile(r"-?[0-9]+\Z")
 _UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
 
 
 class ArrayLeaf(NamedTuple):
-    """What a backend says of a leaf that is an array.
+    """A backend's description of an array.
 
-    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties
-    mean nothing. ``tag``: what a backend needs to give the array its own type again
-    (``"jax.key:threefry2x32"``), ``None`` for a plain array.
+    Attributes:
+        shape: The length of each axis.
+        dtype: The name of the element type.
+        identity: Equal for two arrays that share their memory (tied weights); ``None`` if ties do
+            not matter.
+        tag: Information for the backend to restore the type of the array
+            (``"jax.key:threefry2x32"``); ``None`` for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -53,8 +57,12 @@ class ArrayLeaf(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A flattened tree. ``arrays``: path -> the backend's array, paths ascending, ties once;
-    ``leaves``: the same keys, described.
+    """A flattened tree.
+
+    Attributes:
+        skeleton: The tree without its arrays.
+        arrays: The arrays by path, ascending; tied arrays once.
+        leaves: Their descriptions by path.
     """
 
     skeleton: Node
@@ -67,8 +75,10 @@ Expand: TypeAlias = Callable[[object], "Sequence[tuple[object, object]] | None"]
 
 
 def escape_key(key: object) -> str:
-    """One key as a path component; ``UnsupportedLeaf`` for a key that is neither text nor an
-    integer.
+    """Return a key as a path component.
+
+    Raises:
+        UnsupportedLeaf: The key is neither text nor an integer.
     """
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise UnsupportedLeaf(
@@ -90,30 +100,39 @@ def _escaped(key: str) -> str:
 
 
 def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
-    """Take ``tree`` apart.
+    """Flatten a nested state.
 
-    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything
-    else, which must then be a Python scalar, text, bytes or ``None``. Containers: dict and its
-    subclasses that optree knows, list, tuple, named tuple, deque; what else the backend's framework
-    takes for a container, ``expand(container)`` gives as (key, child) pairs. Tied leaves are held
-    by the least of their paths, whatever the order of the keys.
+    Containers are dict and its subclasses that optree supports, list, tuple, named tuple and deque.
+    Tied leaves are stored under the smallest of their paths, whatever the order of the keys.
 
-    Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
+    Args:
+        tree: The state.
+        describe: Returns a description of an array, and ``None`` for anything else, which must
+            then be a container, a Python scalar, text, bytes or ``None``.
+        expand: Returns the (key, child) pairs of a container of the backend's framework, and
+            ``None`` for anything else.
+
+    Returns:
+        The skeleton and the arrays by path.
+
+    Raises:
+        UnsupportedLeaf: A leaf, key or container cannot be kept exactly; names path and type.
+        DuplicatePath: Two leaves have the same path.
     """
-    taken = _Taken(describe, expand, {}, {}, {})
-    skeleton = _take_apart(tree, "", 0, taken)
-    for places in taken.ties.values():
+    walk = _Walk(describe, expand, {}, {}, {})
+    skeleton = _flatten(tree, "", 0, walk)
+    for places in walk.ties.values():
         owner = min(path for path, _ in places)
         for path, node in places:
             if path != owner:
                 node["of"] = owner
-                del taken.arrays[path], taken.leaves[path]
-    order = sorted(taken.arrays)
-    return Flat(skeleton, {p: taken.arrays[p] for p in order}, {p: taken.leaves[p] for p in order})
+                del walk.arrays[path], walk.leaves[path]
+    order = sorted(walk.arrays)
+    return Flat(skeleton, {p: walk.arrays[p] for p in order}, {p: walk.leaves[p] for p in order})
 
 
-class _Taken(NamedTuple):
-    """What a walk has found so far. ``ties``: identity -> the places that share it."""
+class _Walk(NamedTuple):
+    """The functions and the results of a walk. ``ties`` has the places of each identity."""
 
     describe: Describe
     expand: Expand
@@ -122,20 +141,21 @@ class _Taken(NamedTuple):
     ties: dict[Hashable, list[tuple[str, Node]]]
 
 
-def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
+def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
+    """Return the node of a value, and add its arrays to the walk."""
     if depth > MAX_DEPTH:
         raise UnsupportedLeaf(f"leaf {path!r}: containers are nested deeper than {MAX_DEPTH}")
     try:
-        array = taken.describe(value)
+        array = walk.describe(value)
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
     if array is not None:
-        if path in taken.arrays:
+        if path in walk.arrays:
             raise DuplicatePath(f"two leaves have the path {path!r}; rename one of them")
-        taken.arrays[path], taken.leaves[path] = value, array
+        walk.arrays[path], walk.leaves[path] = value, array
         node: Node = {"t": "array"} if array.tag is None else {"t": "array", "tag": array.tag}
         if array.identity is not None:
-            taken.ties.setdefault((array.identity, array.shape, array.dtype), []).append(
+            walk.ties.setdefault((array.identity, array.shape, array.dtype), []).append(
                 (path, node)
             )
         return node
@@ -146,10 +166,10 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
     below = f"{path}/" if depth else ""
 
     def child(key: object, item: object) -> Node:
-        return _take_apart(item, below + escape_key(key), depth + 1, taken)
+        return _flatten(item, below + escape_key(key), depth + 1, walk)
 
     def entry(key: object, item: object) -> list[Json]:
-        node = child(key, item)  # refuses what is neither text nor an integer
+        node = child(key, item)  # refuses a key that is neither text nor an integer
         return [str(key) if isinstance(key, str) else int(cast("int", key)), node]
 
     if isinstance(value, OrderedDict):
@@ -166,7 +186,7 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
         return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
     if isinstance(value, tuple) and not optree.is_namedtuple(value):
         return {"t": "tuple", "n": [child(i, v) for i, v in enumerate(value)]}
-    pairs = _fields_of(value, taken.expand)
+    pairs = _fields_of(value, walk.expand)
     if pairs is None:
         raise UnsupportedLeaf(
             f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which"
@@ -178,30 +198,29 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
 
 
 def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]] | None:
-    """The named fields of a named tuple, or of any other container that the backend or optree's
-    registry can take apart.
-    """
+    """Return the fields of a named tuple, or of a container that backend or optree can expand."""
     pairs = None if optree.is_namedtuple(value) else expand(value)
     if pairs is not None:
         return pairs
     try:
-        one = optree.tree_flatten_one_level(cast("optree.PyTree[object]", value), none_is_leaf=True)
+        level = optree.tree_flatten_one_level(
+            cast("optree.PyTree[object]", value), none_is_leaf=True
+        )
     except ValueError:
         return None
-    return list(zip(getattr(value, "_fields", None) or one.entries, one.children, strict=True))
+    return list(zip(getattr(value, "_fields", None) or level.entries, level.children, strict=True))
 
 
 def _scalar_node(value: object, path: str) -> Node | None:
+    """Return the node of a Python scalar; ``None`` for any other value."""
     kind = type(value)
     if value is None:
         return {"t": "none"}
     if kind is bool:
         return {"t": "bool", "v": cast("bool", value)}
     if kind is int:
-        return {
-            "t": "int",
-            "v": _digits(cast("int", value)),
-        }  # as text: JSON readers need not keep more than 53 bits
+        # As text: JSON readers may keep only 53 bits of a number.
+        return {"t": "int", "v": _digits(cast("int", value))}
     if kind is float:
         return {"t": "float", "v": _float_text(cast("float", value))}
     if kind is complex:
@@ -216,17 +235,18 @@ def _scalar_node(value: object, path: str) -> Node | None:
     return None
 
 
-def _require_utf8(text: str, what: str) -> None:
+def _require_utf8(text: str, subject: str) -> None:
+    """Raise ``UnsupportedLeaf`` for text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UnsupportedLeaf(
-            f"{what} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes"
+            f"{subject} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes"
         ) from None
 
 
 def _digits(value: int) -> str:
-    """In decimal; ``UnsupportedLeaf`` where Python itself would refuse to read it again."""
+    """Return an integer in decimal; raise ``UnsupportedLeaf`` if Python could not parse it."""
     try:
         return str(value)
     except ValueError as error:
@@ -236,11 +256,12 @@ def _digits(value: int) -> str:
 
 
 def _float_text(value: float) -> str:
-    """Exact and readable: C99 hexadecimal, or the bit pattern of a NaN."""
+    """Return a float as exact, readable text: C99 hexadecimal, or the bit pattern of a NaN."""
     return value.hex() if value == value else "nan:" + struct.pack(">d", value).hex()
 
 
 def _float_of(text: str) -> float:
+    """Return the float of a text that ``_float_text`` wrote."""
     if text.startswith("nan:"):
         bits = bytes.fromhex(text[4:])
         if len(bits) != 8:
@@ -253,16 +274,24 @@ Place: TypeAlias = Callable[[str, str, "str | None"], object]
 
 
 def unflatten(skeleton: Node, place: Place) -> object:
-    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``: the bytes of
-    the
-    leaf ``owner`` (itself, but for ties).
+    """Build a tree from its skeleton.
 
-    Raises ``Damaged`` where the skeleton is not one.
+    Args:
+        skeleton: The skeleton.
+        place: Called with path, owner and tag of each array; returns the array. The owner is the
+            path of the leaf that holds the bytes: the path itself, except for ties.
+
+    Returns:
+        The tree.
+
+    Raises:
+        Damaged: The skeleton does not follow the format.
     """
     return _build(skeleton, (), place)
 
 
 def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
+    """Build the value of a node."""
     path = "/".join(keys)
     if len(keys) > MAX_DEPTH:
         raise Damaged(f"tree skeleton is nested deeper than {MAX_DEPTH} at {path!r}")
@@ -286,7 +315,7 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
         raise Damaged(
             f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}"
         ) from error
-    if kind == "array":  # out of the handler's reach: what place() raises is no damage
+    if kind == "array":  # outside of the try: an error of place() is not damage
         return place(path, owner, tag)
     values = [(key, _build(item, (*keys, name), place)) for name, key, item in pairs]
     if kind == "odict":
@@ -300,7 +329,7 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
 
 
 def _maxlen_of(node: Node, items: int) -> int | None:
-    """The greatest length of a deque of so many items."""
+    """Return the maximal length of a deque node with this number of items."""
     maxlen = node.get("maxlen")
     if maxlen is not None and not (type(maxlen) is int and items <= maxlen <= sys.maxsize):
         raise ValueError(f"a deque of {items} items cannot have the greatest length {maxlen!r}")
@@ -319,7 +348,7 @@ _SCALARS: Mapping[str, Callable[[Json], object]] = {
 
 
 def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
-    """The (key, child) pairs of a container node."""
+    """Yield the (key, child) pairs of a container node."""
     if node["t"] in ("dict", "odict", "fields"):
         yield from cast("list[tuple[str | int, Json]]", node["k"])
     elif node["t"] in ("list", "tuple", "deque"):
@@ -329,57 +358,60 @@ def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
 
 
 def merged(skeletons: Sequence[Node]) -> Node:
-    """One skeleton of trees that several processes have parts of: of dicts every key, of all else
-    what
-    they agree on.
+    """Merge the skeletons of several processes into one.
 
-    Raises ``UnsupportedLeaf`` naming the place, both numbers of the processes and both values where
-    they do not agree.
+    Dicts are united. Everything else must be equal in all processes.
+
+    Args:
+        skeletons: The skeletons by process number.
+
+    Raises:
+        UnsupportedLeaf: Two processes disagree; names the path and both values.
     """
-    found = skeletons[0]
+    union = skeletons[0]
     for number, other in enumerate(skeletons[1:], 1):
-        found = _merged(found, other, (), number)
-    return found
+        union = _merged(union, other, (), number)
+    return union
 
 
-def _merged(one: Node, other: Node, keys: tuple[str, ...], number: int) -> Node:
-    if one == other:
-        return one
-    if one["t"] == other["t"] and one["t"] in ("dict", "odict"):
-        pairs = {escape_key(key): (key, cast("Node", item)) for key, item in _children(one)}
+def _merged(union: Node, other: Node, keys: tuple[str, ...], number: int) -> Node:
+    """Merge the node of process ``number`` into the node of the processes before it."""
+    if union == other:
+        return union
+    if union["t"] == other["t"] and union["t"] in ("dict", "odict"):
+        pairs = {escape_key(key): (key, cast("Node", item)) for key, item in _children(union)}
         for key, item in _children(other):
             name = escape_key(key)
-            known = pairs.get(name)
             child = cast("Node", item)
-            pairs[name] = (
-                key,
-                child if known is None else _merged(known[1], child, (*keys, name), number),
-            )
-        return {"t": one["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
+            if name in pairs:
+                child = _merged(pairs[name][1], child, (*keys, name), number)
+            pairs[name] = (key, child)
+        return {"t": union["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
     raise UnsupportedLeaf(
-        f"leaf {'/'.join(keys)!r} is {_shown(one)} in an earlier process and {_shown(other)} in"
-        f" process {number}; save what each has for itself under a key of its own, such as f'rank"
+        f"leaf {'/'.join(keys)!r} is {_text_of(union)} in an earlier process and {_text_of(other)}"
+        f" in process {number}; save what each has for itself under a key of its own, such as f'rank"
         " {rank}'"
     )
 
 
-def _shown(node: Node) -> str:
+def _text_of(node: Node) -> str:
+    """Return a node in words, for error messages."""
     return f"{node['t']} {node['v']}" if "v" in node else f"a {node['t']}"
 
 
 def pruned(skeleton: Node, like: Node) -> Node:
-    """A skeleton without the keys of its dicts that another one does not have in the same place."""
+    """Return a skeleton without dict keys that another skeleton lacks in the same place."""
     if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict"):
-        kept = {escape_key(key): cast("Node", item) for key, item in _children(like)}
+        others = {escape_key(key): cast("Node", item) for key, item in _children(like)}
         pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
         return {
             "t": skeleton["t"],
             "k": cast(
                 "Json",
                 [
-                    [key, pruned(item, kept[escape_key(key)])]
+                    [key, pruned(item, others[escape_key(key)])]
                     for key, item in pairs
-                    if escape_key(key) in kept
+                    if escape_key(key) in others
                 ],
             ),
         }
@@ -387,33 +419,42 @@ def pruned(skeleton: Node, like: Node) -> Node:
 
 
 def array_paths(skeleton: Node) -> dict[str, str]:
-    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for
-    a
-    tie).
+    """Return the owner of each array of a tree: the path of the leaf that holds its bytes.
 
-    Raises ``Damaged`` where any part of the skeleton is not one: what it has taken, ``unflatten``
-    and ``scalars`` take, too.
+    The owner is the path itself, except for tied arrays. A skeleton that this function accepts is
+    also accepted by ``unflatten`` and ``scalars``.
+
+    Raises:
+        Damaged: The skeleton does not follow the format.
     """
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
-        if found.setdefault(path, owner) != owner:
+        if owners.setdefault(path, owner) != owner:
             raise Damaged(f"tree skeleton has two arrays at {path!r}")
 
     unflatten(skeleton, place)
-    return found
+    return owners
 
 
 def flat_tag(shape: Sequence[int]) -> str:
-    """The tag of a leaf of this shape that is stored flat, 1-D."""
+    """Return the tag of a leaf of this shape that is stored 1-D."""
     return _FLAT + ",".join(map(str, shape))
 
 
 def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | None:
-    """The shape that a leaf of so many elements is given by its tag; ``None`` where it has the one
-    that it is stored with.
+    """Return the shape that a tag gives to a leaf.
 
-    Raises ``Damaged`` for a shape of another size.
+    Args:
+        tag: The tag of the leaf.
+        elements: The number of its elements.
+        path: Its path, for error messages.
+
+    Returns:
+        The shape; ``None`` if the leaf has the shape that it is stored with.
+
+    Raises:
+        Damaged: The shape has another number of elements.
     """
     if tag is None or not tag.startswith(_FLAT):
         return None
@@ -429,30 +470,28 @@ def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | Non
 
 
 def flat_tags(skeleton: Node) -> dict[str, str]:
-    """Every array place whose leaf is stored flat: path -> tag."""
-    found: dict[str, str] = {}
+    """Return the tags of all leaves that are stored 1-D, by path."""
+    tags: dict[str, str] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
         if tag is not None and tag.startswith(_FLAT):
-            found[path] = tag
+            tags[path] = tag
 
     unflatten(skeleton, place)
-    return found
+    return tags
 
 
 def scalars(skeleton: Node) -> dict[str, object]:
-    """Every Python scalar of the tree: path -> value. REQUIRES: ``array_paths`` takes the
-    skeleton.
-    """
-    found: dict[str, object] = {}
+    """Return all Python scalars of a tree by path. ``array_paths`` must accept the skeleton."""
+    values: dict[str, object] = {}
 
     def visit(node: Json, keys: tuple[str, ...]) -> None:
         fields = cast("Node", node)
         if fields["t"] in _SCALARS:
-            found["/".join(keys)] = _SCALARS[cast("str", fields["t"])](fields.get("v"))
+            values["/".join(keys)] = _SCALARS[cast("str", fields["t"])](fields.get("v"))
         elif fields["t"] != "array":
             for key, item in _children(fields):
                 visit(item, (*keys, escape_key(key)))
 
     visit(skeleton, ())
-    return found
+    return values

@@ -222,8 +222,8 @@ def write_npz(
     dtype_entries = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
     if collisions := dtype_entries & leaves.keys():
         raise UnsupportedLeaf(
-            f"leaf {min(collisions)!r} has the name that npz needs for the type of another; leave it"
-            " out"
+            f"leaf {min(collisions)!r} has the name that npz needs for the type of another; leave"
+            " it out"
         )
     pieces = stream(leaves, progress)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:

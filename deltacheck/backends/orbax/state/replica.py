@@ -19,7 +19,7 @@ from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore import proof, replay
+from deltacheck.restore import replay
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.fill import StepReader
 from deltacheck.store.manifest import Manifest, Replay
@@ -105,7 +105,7 @@ def replayed(
         ) from None
     replica = Replica(update, memory)
     del memory  # so that an update that donates it frees it
-    content = proof.replay_updates(
+    content = replay.replay_updates(
         root,
         manifest,
         plan,
@@ -142,7 +142,7 @@ def _with_digests(flat: Flat) -> tuple[dict[str, Loaded], dict[str, str]]:
     """Return the bytes and the leaf digest of every array."""
     with leaves.own_rules():
         content = {path: as_loaded(value) for path, value in flat.arrays.items()}
-    hashed = proof.leaf_digests((item.spec, item.data) for item in content.values())
+    hashed = replay.leaf_digests((item.spec, item.data) for item in content.values())
     return content, dict(zip(content, hashed, strict=True))
 
 

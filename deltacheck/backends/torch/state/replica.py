@@ -21,7 +21,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore import proof
+from deltacheck.restore import replay
 from deltacheck.restore.content import Loaded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
@@ -184,7 +184,7 @@ def replayed(
     def place(path: str, device: torch.device) -> torch.Tensor:
         return leaves.tensor_of(stored[plan.places[path]]).to(device, copy=True)
 
-    memory = proof.replay_updates(
+    memory = replay.replay_updates(
         root,
         manifest,
         plan,
@@ -213,7 +213,7 @@ def digests(flat: Flat) -> dict[str, str]:
         return spec, leaves.bytes_of(flat.arrays[path])
 
     on_host = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
-    by_path = dict(zip(on_host, proof.leaf_digests(map(leaf, on_host)), strict=True))
+    by_path = dict(zip(on_host, replay.leaf_digests(map(leaf, on_host)), strict=True))
     return {path: by_path.get(path) or digest_of(*leaf(path)) for path in flat.arrays}
 
 
