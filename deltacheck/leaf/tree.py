@@ -389,8 +389,8 @@ def _merged(union: Node, other: Node, keys: tuple[str, ...], number: int) -> Nod
         return {"t": union["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is {_text_of(union)} in an earlier process and {_text_of(other)}"
-        f" in process {number}; save what each has for itself under a key of its own, such as f'rank"
-        " {rank}'"
+        f" in process {number}; save what each has for itself under a key of its own, such as"
+        " f'rank {rank}'"
     )
 
 
