@@ -1,4 +1,4 @@
-"""The native extension (xla_ffi/module.cc)."""
+"""Types of the native extension, which xla_ffi/module.cc implements and documents."""
 
 from typing import Any
 
@@ -71,15 +71,16 @@ def write_stream_file(
     level: int,
     number: int,
 ) -> int: ...
-def read_stream_file(
+def read_array_file(
     descriptor: int,
     chunk_bytes: int,
     chunks_per_file: int,
     sharded: bool,
-    compressed: bool,
+    codec: str,
     begin: int,
     out: NDArray[np.uint8],
 ) -> str: ...
+def readable_codecs() -> list[str]: ...
 def crc32c(data: NDArray[np.uint8], by_table: bool) -> int: ...
 def registrations() -> list[tuple[str, Any, str]]: ...
 def threads() -> int: ...

@@ -1,4 +1,7 @@
-"""The CUDA encoder (xla_ffi/module_cuda.cc). Addresses are of device memory, but for that of a table to encode."""
+"""Types of the CUDA encoder, which xla_ffi/module_cuda.cc implements and documents.
+
+All addresses are device memory, except for that of a table to encode.
+"""
 
 from typing import Any
 

@@ -160,7 +160,7 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
 constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
     {"store", ChunkCodec::kStore}, {"stream", ChunkCodec::kZstd}, {"values", ChunkCodec::kBlosc}};
 
-// Returns the codecs that this build can decode; store/files/arrays.py leaves the others to
+// Returns the codecs that this build can decode; store/files/native_files.py leaves the others to
 // TensorStore.
 std::vector<std::string> readable_codecs() {
   std::vector<std::string> names;
@@ -331,57 +331,57 @@ NB_MODULE(_native, m) {
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         nb::arg("method") = static_cast<uint32_t>(kUnchanged),
-        "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes "
-        "current, in place. "
-        "method: for tests and measurements; 0 chooses.");
+        "Return (rows, streams): uint32 (stored chunks, 5), and the bytes of every stream or None. "
+        "base becomes equal to current, in place. method: for tests and measurements; 0 selects "
+        "the cheapest.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        "None, or why the first bad chunk was refused.");
+        "Apply a delta to base. Return None, or the reason why the first bad chunk was refused.");
   m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("bytes"), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        "(what apply would refuse, None), or (None, where each row's part of every stream begins: "
-        "uint64 (rows * "
-        "streams)).");
-  m.def(
-      "statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
-      nb::arg("bounds").noconvert(), nb::arg("elements"),
-      "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
+        "Return (the refusal of apply, None), or (None, the offset of each row in every stream: "
+        "uint64 (rows * streams)).");
+  m.def("statistics", statistics_arrays, nb::arg("current").noconvert(),
+        nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("elements"),
+        "Return (changed, nonfinite, squared_difference, squared_base, largest_difference), each "
+        "with "
+        "a number for every chunk.");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(), "(refused, largest error, sum of their squares).");
+        nb::arg("out").noconvert(), "Return (refused, largest error, sum of squared errors).");
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert());
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
         nb::arg("band"), nb::arg("out").noconvert(),
-        "(refused, zeroed, largest ratio, sum of distances on the scale). base, out: bytes of "
-        "codes.");
+        "Return (refused, zeroed, largest ratio, sum of distances on the scale). base, out: the "
+        "bytes of codes.");
   m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("out").noconvert(),
-        "How many codes no value has; they become 0.");
+        "Return the number of codes that no value has; they become 0.");
 #ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
         nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),
         nb::arg("number"),
-        "0, or the errno of the write that failed. Only in builds with libzstd.");
+        "Return 0, or the errno of the write that failed. Only in builds with libzstd.");
   m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"),
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"),
         nb::arg("out").noconvert(),
-        "'', or what is wrong with the file. Only in builds with libzstd.");
+        "Return '', or the damage of the file. Only in builds with libzstd.");
   m.def("readable_codecs", readable_codecs,
-        "Codecs of `read_array_file`. Only in builds with libzstd.");
+        "Return the codecs that read_array_file decodes. Only in builds with libzstd.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {
         return by_table ? crc32c_by_table(data.data(), data.size())
                         : crc32c(data.data(), data.size());
       },
-      nb::arg("data"), nb::arg("by_table"), "For tests.");
+      nb::arg("data"), nb::arg("by_table"), "Return the checksum of data, for tests.");
 #endif
   m.def("registrations", registrations,
-        "[(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built "
-        "without.");
+        "Return [(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty in "
+        "builds without handlers.");
   m.def("threads", threads);
   m.def("set_threads", set_threads, nb::arg("count"));
   m.def("instruction_sets", instruction_sets);

@@ -93,16 +93,16 @@ NB_MODULE(DELTACHECK_MODULE, m) {
   m.attr("INTERFACE") = kInterface;
   m.attr("CHUNK_BYTES") = sizeof(device::Chunk);
   m.attr("HEAD_ENTRIES") = static_cast<int>(kHeadEntries);
-  m.def("problem", problem, "Why no device can be used; None if one can.");
+  m.def("problem", problem, "Return the reason why no device is usable, or None.");
   m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"));
   m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"),
         nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"),
         nb::arg("payload_bytes"), nb::arg("digests"), nb::arg("stream"),
-        "As device::encode in cuda/device.h; only `table` is host memory.");
+        "Enqueue device::encode of cuda/device.h. Only table is host memory.");
   m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"),
-        nb::arg("stream"), "As device::digest; everything is device memory.");
+        nb::arg("stream"), "Enqueue device::digest. All addresses are device memory.");
   m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"),
         nb::arg("streams"), nb::arg("offsets"), nb::arg("stream"),
-        "As device::apply; everything is device memory.");
-  m.def("registrations", registrations, "As in deltacheck._native.");
+        "Enqueue device::apply. All addresses are device memory.");
+  m.def("registrations", registrations, "Return the handlers, as deltacheck._native does.");
 }

@@ -196,8 +196,8 @@ def _moments(
     if constants is None or not 0 <= constants[0] ** 2 < constants[1] < 1:
         return {}
     dead_band = _dead_band(hidden.moment_error_octaves)
-    # A code errs by half of its cell. A quarter of the dead band is left for the change of the value
-    # while its code stays.
+    # A code errs by half of its cell. A quarter of the dead band is left for changes of the value
+    # that keep its code.
     fraction_bits = next((bits for bits in range(7) if 0.5 ** (bits + 1) <= 0.75 * dead_band), 7)
     tolerance = Bounded(hidden.moment_error_octaves, "octaves")
     coarse = Decision("octaves", tolerance, fraction_bits=fraction_bits, dead_band=dead_band)

@@ -40,6 +40,7 @@ def exact_bytes(
 
 def _planes(words: NDArray[np.unsignedinteger]) -> float:
     """Return the entropy of all byte planes in bytes per element."""
+    # Byte planes are compressed separately, so the entropy is the sum over planes.
     planes = np.ascontiguousarray(words).view(np.uint8).reshape(words.size, -1)
     return (
         sum(_entropy(np.bincount(planes[:, i], minlength=256)) for i in range(planes.shape[1])) / 8

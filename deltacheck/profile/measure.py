@@ -173,7 +173,7 @@ def measure(
 
 
 def _in_rates(before: NDArray[np.generic], after: NDArray[np.generic], rate: float | None) -> float:
-    """Return the root mean square change over the learning rate, or the relative change without one."""
+    """Return the root mean square change over the learning rate, else the relative change."""
     if not rate:
         return _relative(before, after)
     change = after.astype(np.float64) - before.astype(np.float64)
@@ -188,7 +188,8 @@ def _relative(before: NDArray[np.generic], after: NDArray[np.generic]) -> float:
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 1e300  # JSON has no infinity
+    # JSON has no infinity; the value must still compare as larger than every limit.
+    return value if math.isfinite(value) else 1e300
 
 
 def _second_moment(

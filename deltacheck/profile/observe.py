@@ -252,7 +252,7 @@ class Observer(ABC):
         return any(o.leaves[path].density > 0 for o in self._observed if path in o.leaves)
 
     def _rule_of_all(self) -> AdamRule | None:
-        """Return the constants that all parameters share, ``None`` unless all have the same Adam."""
+        """Return the constants of Adam that all parameters share, ``None`` if they differ."""
         distinct = {rule for rule, _ in self._rules.values()}
         return distinct.pop() if len(distinct) == 1 else None
 

@@ -208,8 +208,9 @@ def plan(
         run: The training run.
         max_chain_depth: As in ``Policy``.
         max_restore_ratio: As in ``Policy``.
-        max_restore_seconds: The limit of a restore; the chain is shortened until it is met. Smaller:
-            more keyframes to write, faster restores; larger: the opposite. ``None``: no limit.
+        max_restore_seconds: The limit of a restore; the chain is shortened until it is met.
+            Smaller: more keyframes to write, faster restores; larger: the opposite. ``None``: no
+            limit.
         interval_steps: The interval to judge; ``None`` to find the best one.
 
     Raises:
@@ -421,8 +422,8 @@ def _reasons(
         )
     if delta_share > 0.9 and projected.interval_steps > rates.interval_steps:
         reasons.append(
-            f"{projected.interval_steps:g} steps are so long that nearly everything has changed: a delta"
-            " is as large as a whole leaf"
+            f"{projected.interval_steps:g} steps are so long that nearly everything has changed:"
+            " a delta is as large as a whole leaf"
         )
     if encode >= writing:
         reasons.append(
@@ -439,19 +440,20 @@ def _reasons(
         )
     else:
         reasons.append(
-            f"{deltas.waste:.3%} of the time is lost with deltas, {asynchronous.waste:.3%} with whole"
-            " checkpoints written behind training"
+            f"{deltas.waste:.3%} of the time is lost with deltas, {asynchronous.waste:.3%} with"
+            " whole checkpoints written behind training"
         )
     reasons.append(
-        f"whole checkpoints of as many bytes would come every {equal_bytes.interval_steps} steps instead"
-        f" of {deltas.interval_steps}, and a failure would lose {equal_bytes.interval_steps / 2:g} steps"
-        f" instead of {deltas.interval_steps / 2:g} in the mean"
+        f"whole checkpoints of as many bytes would come every {equal_bytes.interval_steps} steps"
+        f" instead of {deltas.interval_steps}, and a failure would lose"
+        f" {equal_bytes.interval_steps / 2:g} steps instead of {deltas.interval_steps / 2:g} in"
+        " the mean"
     )
     factor = projected.interval_steps / rates.interval_steps
     # The laws of growth were measured within a factor of four, see planning.md.
     if not 0.25 <= factor <= 4:
         reasons.append(
-            f"observed were {rates.interval_steps:g} steps, not {projected.interval_steps:g}: the bytes"
-            " are an extrapolation"
+            f"observed were {rates.interval_steps:g} steps, not {projected.interval_steps:g}: the"
+            " bytes are an extrapolation"
         )
     return tuple(reasons)

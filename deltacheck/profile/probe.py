@@ -33,7 +33,7 @@ def measure(folder: Path) -> Machine:
 
     The state that is encoded is float32 with every word changed by about one part in a thousand,
     which is the most work for the encoder. Before a file is read, the system is asked to drop it
-    from its cache; where it does not (``tmpfs``), the result is the speed of memory.
+    from its cache. If it does not (``tmpfs``), the result is the speed of memory.
 
     Raises:
         OSError: If the folder cannot be written to.
@@ -50,6 +50,7 @@ def measure(folder: Path) -> Machine:
 
 
 def _best_seconds(action: Callable[[], object]) -> float:
+    """Return the duration of the fastest of ``ROUNDS`` calls."""
     durations = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -61,6 +62,7 @@ def _best_seconds(action: Callable[[], object]) -> float:
 def _write(path: Path, content: U8) -> None:
     with path.open("wb", buffering=0) as file:
         file.write(content.data)
+        # Without it, the speed would be that of the page cache.
         os.fsync(file.fileno())
 
 
@@ -88,6 +90,7 @@ def _codec_rates(root: Path, write: float) -> tuple[float, float]:
     encode_seconds: list[float] = []
     apply_seconds: list[float] = []
     for seq in range(ROUNDS):
+        # The encoder updates the base, so every round needs a copy.
         base = before.copy().view(np.uint8)
         start = time.perf_counter()
         encoded, _ = codec.encode(after.view(np.uint8), base, spec.bounds(), 4)
