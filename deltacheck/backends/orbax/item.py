@@ -1,6 +1,4 @@
-"""One item's chain over the steps of a manager: its saver, the step it goes on from, and the commit
-that Orbax waits for.
-"""
+"""The chain of one item over the steps of a manager, and the commits that Orbax waits for."""
 
 from __future__ import annotations
 
@@ -44,15 +42,16 @@ log = logging.getLogger("deltacheck")
 
 
 class Log(load.Log, Protocol):
-    """What may keep an item as gradients: a ``GradientLog``."""
+    """An object that may keep an item as gradients: a ``GradientLog``."""
 
     def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
-        """What a save of ``state`` stores."""
+        """Return what a save of ``state`` stores."""
         ...
 
     def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that this save has begun as planned; seconds that the training has lost to the log
-        since the last save.
+        """Record that a save has begun as planned.
+
+        Returns the seconds that training has lost to the log since the last save.
         """
         ...
 
@@ -60,8 +59,14 @@ class Log(load.Log, Protocol):
 class Item:
     """The chain of one item.
 
-    Nothing is written and no lease is taken before the first save: a process that only restores
-    locks nobody out. ``name``: of the item.
+    Nothing is written and no lease is taken before the first save, so a process that only restores
+    locks no other process out.
+
+    Args:
+        root: The manager's directory.
+        name: The name of the item.
+        options: The options of all saves.
+        lazy: Read arrays in host memory behind the training.
     """
 
     def __init__(
@@ -85,8 +90,9 @@ class Item:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Where several processes save: what fails in here before ``begin`` fails the save in all.
-        REQUIRES: ``begin`` follows.
+        """Return a context in which a failure of this process fails the save in all processes.
+
+        The caller must call ``begin`` afterwards.
         """
         if jax.process_count() == 1:
             yield
@@ -99,7 +105,7 @@ class Item:
             yield
 
     def flatten(self, state: object) -> Flat:
-        """Take a state apart that is saved."""
+        """Return the leaves and the skeleton of a state to save."""
         describe = leaves.describe if jax.process_count() == 1 else pieces.describe
         return tree.flatten(state, describe, leaves.expand)
 
@@ -109,22 +115,22 @@ class Item:
         state: object,
         flat: Flat,
         metrics: Mapping[str, float],
-        began: float,
+        start_time: float,
         log: Log | None = None,
     ) -> Commit:
-        """Begin to save ``state``; returns when everything that is not read later is captured.
+        """Begin a save, and return once all that is not read lazily is captured.
 
-        ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this
-        save (``perf_counter``).
+        ``flat``: the flattened state. ``start_time``: the time (``perf_counter``) at which the
+        training thread began to wait for this save.
         """
         if self._together is not None:
-            return self._begin_together(self._together, place, flat, metrics, began, log)
+            return self._begin_together(self._together, place, flat, metrics, start_time, log)
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()
             self._settle(saver)
         epoch = saver.standing()[0]
-        # Not by our own rules: a log calls the training's update.
+        # Outside of ``own_rules``: a log calls the training's update, under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
@@ -144,10 +150,12 @@ class Item:
         except BaseException:
             gate.abandon("Orbax could not wait for it")
             raise
-        # The epoch of before: a save that has failed since is no base.
-        spent = 0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
+        # With the epoch from before the save: if the save has failed since, it is no base.
+        log_seconds = (
+            0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
+        )
         progress_of(handle).add_blocking(
-            max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds)
+            max(0.0, time.perf_counter() - start_time + log_seconds - handle.blocking_seconds)
         )
         return self._last
 
@@ -157,11 +165,12 @@ class Item:
         place: ItemPlace,
         flat: Flat,
         metrics: Mapping[str, float],
-        began: float,
+        start_time: float,
         log: Log | None,
     ) -> Commit:
-        """As ``begin``, with the other processes: what fails here before the save has begun is
-        raised in all of them.
+        """Begin a save with the other processes.
+
+        A failure of one process before the save has begun is raised in all of them.
         """
         from deltacheck.backends.orbax.group.collective import names_of
 
@@ -171,7 +180,7 @@ class Item:
                     raise ValueError(
                         "several processes save with an exact policy and without a gradient log"
                     )
-                is_committed = self._saver is None or self._settled(self._saver)
+                is_committed = self._saver is None or self._last_step_exists()
                 if self._saver is not None:
                     self._saver.raise_unseen()
             adopted, self._adopted = self._adopted, None
@@ -186,7 +195,7 @@ class Item:
                 together.joint.resume(adopted[1], None)
             begun = together.begin(place.step, opened.seq, flat)
             if opened.resumes and adopted is not None:
-                self._go_on(saver, (adopted[0].of(names_of(begun)), adopted[1]))
+                self._continue_from(saver, (adopted[0].of(names_of(begun)), adopted[1]))
             saver.number_from(opened.seq)
             gate = (
                 Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
@@ -205,7 +214,7 @@ class Item:
                     abandon=attempt.abandon,
                 )
             except Exception as error:
-                # The others wait for what this process reports.
+                # The other processes have begun the save, and wait for what this one reports.
                 Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
                 raise
         try:
@@ -215,32 +224,30 @@ class Item:
                 gate.abandon("Orbax could not wait for it")
             raise
         progress_of(handle).add_blocking(
-            max(0.0, time.perf_counter() - began - handle.blocking_seconds)
+            max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
         )
         return self._last
 
     def _take(self, is_committed: bool) -> tuple[int, bool]:
-        """On process 0: the next save's number, of a root that is this run's from now on."""
+        """Take the root on process 0, and return the next sequence number and ``is_committed``."""
         if self.writer is None:
             self.writer = writer_of(self.root, self, self._options.durability)
         assert isinstance(self.writer, Writer)
         return self.writer.take_seq(), is_committed
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
-        """Go on from a restored step, so that the next save is a delta to it."""
-        self._adopted = (
-            restored._replace(tree=None),
-            manifest,
-        )  # the tree is the caller's, and may be large
-        if (
-            self._saver is not None and self._together is None
-        ):  # with others: when they agree on the next save
+        """Continue from a restored step, so that the next save is a delta to it."""
+        # Without the tree: it is the caller's and may be large.
+        self._adopted = (restored._replace(tree=None), manifest)
+        # Several processes continue only once they agree on the next save.
+        if self._saver is not None and self._together is None:
             self._settle(self._saver)
-            self._go_on(self._saver, self._taken())
+            self._continue_from(self._saver, self._take_adopted())
 
     def close(self) -> None:
-        """Finish the save under way, stop the threads, give the root back. A failure was told
-        through Orbax, or is logged.
+        """Finish the save under way, stop the threads and give the root back.
+
+        A failure has been raised through Orbax, or is logged here.
         """
         self._adopted = None
         holders.discard(self)
@@ -262,7 +269,7 @@ class Item:
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or not isinstance(self.writer, Writer):
             self.writer = writer_of(self.root, self, self._options.durability)
-            self._go_on(self._saver_of(self.writer), self._taken())
+            self._continue_from(self._saver_of(self.writer), self._take_adopted())
         assert self._saver is not None
         return self._saver, self.writer
 
@@ -278,22 +285,22 @@ class Item:
         return self._saver
 
     def _settle(self, saver: Saver) -> None:
-        """Learn what became of the last save, and go on from it only if its step exists. REQUIRES:
-        Orbax has done with it.
+        """Drop the base of the next save if the step of the last save does not exist.
+
+        Orbax has finished with the last save.
         """
-        if not self._settled(saver):
+        if not self._last_step_exists():
             saver.forget()
 
-    def _settled(self, saver: Saver) -> bool:
-        """As ``_settle``; whether its step exists, or there is none."""
+    def _last_step_exists(self) -> bool:
+        """Wait for the last save. Return ``False`` if Orbax did not commit its step."""
         last, self._last = self._last, None
         if last is None:
             return True
         last.abandon("Orbax gave the step up")
         error = last.handle.exception(self._options.io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
-            # Orbax knows of failed saves only: this one is raised by the save that is about to
-            # begin
+            # Orbax raises failed saves only; the save that is about to begin raises this one.
             progress_of(last.handle).unsee_error()
         if error is None and not last.place.is_committed():
             log.warning(
@@ -303,23 +310,23 @@ class Item:
             return False
         return True
 
-    def _taken(self) -> tuple[Restored, Manifest] | None:
+    def _take_adopted(self) -> tuple[Restored, Manifest] | None:
         adopted, self._adopted = self._adopted, None
         return adopted
 
-    def _go_on(self, saver: Saver, adopted: tuple[Restored, Manifest] | None) -> None:
-        """Make a restored step the saver's base, if its segments are still there."""
+    def _continue_from(self, saver: Saver, adopted: tuple[Restored, Manifest] | None) -> None:
+        """Make a restored step the base of the next save, if its segments still exist."""
         if adopted is None or self.writer is None:
             return
         restored, manifest = adopted
         refs = manifest.segments
-        if self._together is not None:  # else all of them
-            own = {
+        if self._together is not None:  # this process builds on the segments of its tiles only
+            own_segments = {
                 name
                 for chain in restored.chains.values()
                 for name in (chain.key[0].id, *chain.delta_segments)
             }
-            refs = tuple(ref for ref in refs if ref.id in own)
+            refs = tuple(ref for ref in refs if ref.id in own_segments)
         try:
             for ref in refs:
                 self.writer.store.segment(ref)
@@ -333,17 +340,19 @@ class Item:
         saver.adopt(restored.chains, restored.stored, manifest)
 
     def protected(self) -> set[str]:
-        """The segments that the next save may build on."""
-        found = set() if self._saver is None else self._saver.protected_segments()
+        """Return the segments that the next save may build on."""
+        segments = set() if self._saver is None else self._saver.protected_segments()
         if self._together is not None:
-            found |= self._together.segments
+            segments |= self._together.segments
         adopted = self._adopted
-        return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
+        return segments if adopted is None else segments | {ref.id for ref in adopted[1].segments}
 
 
 def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
-    """``lazy``: read what lies whole in host memory behind the training. JAX neither changes nor
-    frees it while it is viewed.
+    """Return the sources of all leaves.
+
+    With ``lazy``, arrays that are whole in host memory are read behind the training. JAX neither
+    changes nor frees an array while it is viewed.
     """
     views = {path: leaves.view_of(value) if lazy else None for path, value in flat.arrays.items()}
     return {
@@ -361,7 +370,7 @@ def _itself(value: object) -> object:
 
 
 class Gate:
-    """What holds a manifest back until Orbax has created the directory that it belongs to."""
+    """A gate that holds a manifest back until Orbax has created the item's directory."""
 
     def __init__(
         self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER
@@ -371,15 +380,16 @@ class Gate:
         self.timeout_seconds = timeout_seconds
         self._changed = threading.Event()
         self._lock = threading.Lock()
-        self._verdict = ""  # of the first to speak; "" until then
+        self._verdict = ""  # the first decision; "" until then
 
     def open(self) -> None:
-        """The directory exists."""
+        """Let the manifest be written: the directory exists."""
         self._decide("open")
 
     def abandon(self, reason: str) -> bool:
-        """It never will, for this save. Does nothing once the gate is open; returns whether it was
-        not.
+        """Refuse the manifest: the directory will never exist for this save.
+
+        Does nothing once the gate is open. Returns whether the save is abandoned.
         """
         return self._decide(reason) != "open"
 
@@ -390,10 +400,10 @@ class Gate:
             return self._verdict
 
     def commit(self, manifest: Manifest) -> Written:
-        """Write the manifest into the item's directory, durably. The step exists when Orbax renames
-        that.
+        """Write the manifest durably into the item's directory.
 
-        Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
+        This runs on the committer thread. The step exists once Orbax has renamed the directory.
+        Raises ``SaveFailed`` if Orbax does not create the directory in time.
         """
         if not self._changed.wait(self.timeout_seconds):
             raise SaveFailed(
@@ -414,12 +424,14 @@ class Gate:
 
 
 class Commit:
-    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in
-    the
-    item's directory.
+    """Orbax's future of one save, an ``ocp.future.Future``.
 
-    ``gate``: ``None`` in a process that leaves the manifest to another; the save is done there when
-    that one says so.
+    It is done when the manifest is durable in the item's directory.
+
+    Args:
+        handle: The handle of the save.
+        gate: The gate of the manifest. ``None`` in a process that leaves the manifest to process 0.
+        place: The item's directory.
     """
 
     def __init__(self, handle: SaveHandle, gate: Gate | None, place: ItemPlace) -> None:
@@ -433,14 +445,15 @@ class Commit:
             )
 
     def abandon(self, reason: str) -> None:
-        """Give the save up, if its directory does not exist yet."""
+        """Give the save up if its directory does not exist yet."""
         if self.gate is not None and self.gate.abandon(reason):
-            # Orbax's thread may wait for the directory for minutes yet, and will not run it
+            # Orbax's thread may wait minutes for the directory, and never runs the coroutine.
             self._opening.close()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed
-        it, ``TimeoutError``.
+        """Wait for the commit; without ``timeout``, as long as the save gets on.
+
+        Raises what failed the save, or ``TimeoutError``.
         """
         deadline = Deadline.after(timeout)
         if self.gate is not None:
@@ -450,7 +463,7 @@ class Commit:
         self.handle.result(deadline.left)
 
     def cancel(self) -> None:
-        """Give the save up, if its directory does not exist yet."""
+        """Give the save up if its directory does not exist yet."""
         self.abandon("it was cancelled")
         if self.gate is not None:
             self._directory_created.cancel()

@@ -1,11 +1,10 @@
-"""Steps of a ``CheckpointManager`` that survive a power cut: Orbax syncs neither its own files nor
-the
-renames that make a step exist.
+"""Steps of a ``CheckpointManager`` that survive a power cut.
 
-Orbax lets its users choose the class that makes a directory and renames it when it is done. Ours is
-Orbax's own, with a sync before the rename, so that no step exists before its content, and one after
-it, so that nothing which follows (the return of ``wait_until_finished``, the deletion of older
-steps) comes before the step itself is safe.
+Orbax syncs neither its own files nor the renames that make a step exist. It lets its users choose
+the class that makes a directory and renames it when it is done. The class made here is Orbax's own
+with two syncs. The one before the rename makes the content durable before the step exists. The one
+after it makes the step durable before anything that follows, such as the return of
+``wait_until_finished`` or the deletion of older steps.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from deltacheck.store.files.durability import sync_directory
 
 
 def with_durable_steps(root: Path, options: Any) -> Any:
-    """``CheckpointManagerOptions`` whose steps and items are durable when they exist; those given
-    stay as they are.
-    """
+    """Return a copy of ``CheckpointManagerOptions`` whose steps are durable when they exist."""
     options = ocp.CheckpointManagerOptions() if options is None else copy.copy(options)
     chosen = (
         options.temporary_path_class
@@ -40,7 +37,7 @@ def with_durable_steps(root: Path, options: Any) -> Any:
 
 @functools.cache
 def _durable(kind: Any) -> Any:
-    """A subclass of one of Orbax's classes for directories under way."""
+    """Return a subclass of one of Orbax's classes for unfinished directories."""
 
     class Durable(kind):  # type: ignore[misc]
         async def finalize(self) -> None:
@@ -55,8 +52,9 @@ def _durable(kind: Any) -> Any:
 
 
 def _sync_files(path: Path) -> None:
-    """fsync what lies in a directory under way, files and directories: a few small ones, since our
-    segments lie elsewhere.
+    """Sync all files and directories below a path.
+
+    They are few and small, because the segments are in the store and not in the step.
     """
     for directory, _, names in os.walk(path):
         for name in names:

@@ -1,6 +1,4 @@
-"""One process's right to write to a manager root, shared by its handlers: the lease, sequence
-numbers, collections.
-"""
+"""The right of a process to write to a manager root, shared by the handlers of the process."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ _lock = threading.Lock()
 
 
 class Holder(Protocol):
-    """What stands on segments of a root, whether it writes or has only restored so far."""
+    """An object that builds on segments of a root: it writes, or has restored a step."""
 
     root: Path
 
     def protected(self) -> set[str]:
-        """The segments that its next save may build on."""
+        """Return the segments that its next save may build on."""
         ...
 
 
-holders: weakref.WeakSet[Holder] = weakref.WeakSet()  # all of this process
+holders: weakref.WeakSet[Holder] = weakref.WeakSet()  # all holders of this process
 
 
 class Writer:
-    """Made by ``writer_of``, one a root and process; released by every handler that has it."""
+    """The writer of one manager root. ``writer_of`` makes it; each handler that has it releases it."""
 
     def __init__(self, path: Path, durability: Durability) -> None:
         self.store: Store = create_manager_store(path, durability=durability)
@@ -51,19 +49,22 @@ class Writer:
         self._collector = Background(1, "deltacheck-collector")
 
     def take_seq(self) -> int:
-        """A sequence number that no save of this root has."""
+        """Return a sequence number that no save of this root has."""
         with _lock:
             self._next_seq += 1
             return self._next_seq - 1
 
     def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
-        """Remove segments that no step, saved or under way, stands on. Never fails, nor waits for a
-        hanging storage: a step is about to be committed, and garbage can wait.
+        """Remove the segments that no step and no save under way needs.
+
+        A failure is only logged, and a hanging storage is not waited for: a step is about to be
+        committed, and unneeded segments can wait.
         """
         if not wait(
             [self._collector.start(partial(self._collect, grace_seconds))], timeout_seconds
         ).done:
-            # It may go on at any time and do no harm: what no step needs, no later one will.
+            # The hanging collection may continue at any time: a segment that no step needs now, no
+            # later step will need.
             self._collector = Background(1, "deltacheck-collector")
             log.warning(
                 "segments of %s were not collected within %.0f s; the storage may hang",
@@ -88,7 +89,7 @@ class Writer:
         )
 
     def release(self, user: object) -> None:
-        """Give up a share; the last one gives the root back."""
+        """Release the share of a user. The last release gives the root back."""
         with _lock:
             self._users.discard(user)
             if not self._users:
@@ -99,25 +100,32 @@ class Writer:
 
 
 class Guest:
-    """What a process has that saves together with process 0, whose ``Writer`` has the lease,
-    numbers the saves and collects.
+    """The store of a process that saves together with process 0.
+
+    The ``Writer`` of process 0 has the lease, numbers the saves and collects segments.
     """
 
     def __init__(self, path: Path, durability: Durability) -> None:
         self.store: Store = create_manager_store(path, durability=durability)
 
     def release(self, user: object) -> None:
-        """As of ``Writer``."""
+        """End the threads that write."""
         self.store.close()
 
 
 def writer_of(path: Path, user: object, durability: Durability = Durability.POWER) -> Writer:
-    """The right of this process to write to the root ``path``, taken where it does not have it yet;
-    ``user`` must release it.
+    """Return the writer of a root, which ``user`` must release.
 
-    Raises ``RootBusy`` naming the holder where another process has it, ``OSError`` where the root
-    cannot be written, ``UnsupportedFormat``, ``ValueError`` where another handler of this process
-    writes to it with another ``durability``.
+    Args:
+        path: The root.
+        user: The item that will write.
+        durability: The durability of what it writes.
+
+    Raises:
+        RootBusy: Another process, which the message names, writes to the root.
+        OSError: The root cannot be written.
+        UnsupportedFormat: A newer version wrote the root.
+        ValueError: Another handler of this process writes to it with another durability.
     """
     with _lock:
         writer = _writers.get(path)
@@ -133,5 +141,5 @@ def writer_of(path: Path, user: object, durability: Durability = Durability.POWE
 
 
 def has_store(root: Path) -> bool:
-    """Whether a manager root has a store of ours."""
+    """Return whether a manager root has a store of this package."""
     return (root / MANAGER_STORE / "zarr.json").is_file()

@@ -1,5 +1,6 @@
-"""What we know of JAX beyond its public interface: where the client of its coordination service is.
-Nothing else imports from ``jax._src``.
+"""The use of JAX beyond its public interface: the client of its coordination service.
+
+No other module imports from ``jax._src``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from jax._src import distributed
 
 
 def coordination_client() -> Any:
-    """The client of the coordination service, whose store of keys all processes of the run share.
+    """Return the client of the coordination service, whose key-value store all processes share.
 
-    Raises ``RuntimeError`` where there is none: several processes, and
-    ``jax.distributed.initialize`` was not called.
+    Raises ``RuntimeError`` if ``jax.distributed.initialize`` was not called.
     """
     client = distributed.global_state.client
     if client is None:

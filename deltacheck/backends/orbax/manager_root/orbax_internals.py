@@ -1,10 +1,9 @@
-"""What we know of Orbax beyond its handler interface: how its directories are called, and when one
-exists for good.
+"""The use of Orbax beyond its handler interface: the names of its directories, and its commits.
 
 Orbax writes item ``<item>`` of step 30 to
-``<root>/30.orbax-checkpoint-tmp/<item>.orbax-checkpoint-tmp`` and renames both, the item first.
-Where its ``CommitFile`` mode is asked for, it writes in place instead and ends with a file
-``commit_success.txt``. Nothing here imports from ``orbax._src``.
+``<root>/30.orbax-checkpoint-tmp/<item>.orbax-checkpoint-tmp`` and renames both, the item first. In
+its ``CommitFile`` mode it writes in place instead and ends with a file ``commit_success.txt``.
+Nothing here imports from ``orbax._src``.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ _STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """Where one item of one step is being written, or was."""
+    """The directory of one item of one step, finished or not."""
 
     directory: Path
 
     @classmethod
     def of(cls, directory: str | os.PathLike[str]) -> ItemPlace:
-        """From what Orbax hands to a handler. Raises ``ValueError`` where it is not in this
-        machine's file system.
+        """Return the place of a directory that Orbax passes to a handler.
+
+        Raises ``ValueError`` if it is not in the file system of this machine.
         """
         path = os.fspath(directory)
         if "://" in path:
@@ -46,32 +46,34 @@ class ItemPlace:
 
     @property
     def item(self) -> str:
+        """The name of the item."""
         return _final_name(self.directory)
 
     @property
     def root(self) -> Path:
+        """The manager's directory."""
         return self.directory.parent.parent
 
     @property
     def step(self) -> int:
         """The training step, from the last digits of the step directory's name.
 
-        Raises ``ValueError`` where it has none: then this is not the directory of a
-        ``CheckpointManager``'s step.
+        Raises ``ValueError`` if it has none: then this is no step of a ``CheckpointManager``.
         """
         name = _final_name(self.directory.parent)
-        found = _STEP.match(name)
-        if found is None:
+        match = _STEP.match(name)
+        if match is None:
             raise ValueError(
                 f"{self.directory} does not lie in a step of a CheckpointManager ({name!r} ends in"
                 " no step number): which directory is the root, and where the segments go, cannot"
                 " be known. Save through deltacheck.backends.orbax.manager(root)"
             )
-        return int(found[1])
+        return int(match[1])
 
     def is_committed(self) -> bool:
-        """Whether Orbax has made the step exist, now that it is no longer writing it; it may have
-        deleted it again since.
+        """Return whether Orbax has committed the step, even if it has deleted it since.
+
+        Orbax must have finished writing the step.
         """
         step = self.directory.parent
         final = step.with_name(_final_name(step))
@@ -83,9 +85,9 @@ class ItemPlace:
 def await_directories(timeout_seconds: float = 30.0) -> None:
     """Wait until Orbax has created the directories of the save that it is beginning.
 
-    For a handler that is about to refuse that save: Orbax does not wait for its own threads then, a
-    retry races with them for the same directory, and the loser blocks the end of the program for
-    minutes (seen in 0.12.8).
+    A handler that is about to refuse the save calls this. Orbax does not wait for its own threads
+    then: a retry races with them for the same directory, and the loser blocks the end of the
+    program for minutes (seen in 0.12.8).
     """
 
     async def nothing() -> None: ...
@@ -97,18 +99,18 @@ def await_directories(timeout_seconds: float = 30.0) -> None:
 
 
 def await_renames(deadline: Deadline) -> bool:
-    """Wait until Orbax has ended, well or not, what it does after a save's futures are done;
-    whether
-    it has in time.
+    """Wait until Orbax has finished, well or not, its work after the futures of a save are done.
 
-    Its managers have a thread each for that, known by its name (0.11.30 to 0.12.8). Under another
-    name it is not found here, and ``wait_until_finished`` waits for it as long as it takes.
+    Each manager has a thread for that work, with a fixed name (0.11.30 to 0.12.8). If a release
+    renames it, ``wait_until_finished`` waits for it without a deadline.
+
+    Returns:
+        False if the time ran out.
     """
     for thread in threading.enumerate():
         if thread.name == "save_finalize":
-            threading.Thread.join(
-                thread, deadline.left
-            )  # Orbax's own would raise here, and not where it is looked for
+            # Orbax's own ``join`` would raise the failure here, and the manager would not.
+            threading.Thread.join(thread, deadline.left)
             if thread.is_alive():
                 return False
     return True
