@@ -1,9 +1,8 @@
-"""Lightning's ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of one root, written
-behind the training.
+"""A plugin for Lightning, ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of a root.
 
 Lightning names files, looks for them and removes them. So each path that it saves to becomes a
 *pointer* (``pointer.py``), which appears when the step is committed. Removing or replacing the file
-deletes the step that it stood for.
+deletes the step that it points to.
 """
 
 from __future__ import annotations
@@ -34,13 +33,19 @@ _RNG = "deltacheck.rng"  # permanent: key of the random states in a checkpoint
 class DeltaCheckIO:
     """A ``CheckpointIO`` for Lightning.
 
-    ``root``: where to (default: ``deltacheck`` beside the first file that is saved). ``rng``: save
-    the random states, too, and put them back when a checkpoint is loaded, so that a resumed
-    training goes on bit for bit; Lightning saves none. Without it, loading leaves the generators
-    alone. All else: options of ``Engine``, but for ``keep_last``: Lightning says what is removed.
+    ``save_checkpoint`` returns while the checkpoint is written. The next call, or the end of the
+    training, raises its failure.
 
-    ``save_checkpoint`` returns while the checkpoint is written. What fails it is raised by the next
-    call, or at the end of the training. Raises ``ModuleNotFoundError`` without Lightning.
+    Args:
+        root: The root of the steps. Default: ``deltacheck`` beside the first file that is saved.
+        rng: Save the random states too, and set them when a checkpoint is loaded, so that a resumed
+            training is equal bit for bit. Default: the generators are not touched, and Lightning
+            saves none of them.
+        **engine: Options of ``Engine``, except ``keep_last``: Lightning removes checkpoints.
+
+    Raises:
+        ValueError: ``keep_last`` is given.
+        ModuleNotFoundError: Lightning is not installed.
     """
 
     def __init__(
@@ -65,11 +70,18 @@ class DeltaCheckIO:
         path: str | os.PathLike[str],
         storage_options: object = None,
     ) -> None:
-        """Save a checkpoint as Lightning made it.
+        """Begin to save a checkpoint.
 
-        Raises ``UnsupportedLeaf`` naming what of it cannot be kept exactly (a hyperparameter that
-        is an object, say), ``TypeError`` for ``storage_options``, which has no meaning here, and
-        what failed an earlier save.
+        Args:
+            checkpoint: The checkpoint as Lightning made it.
+            path: The file that will point to the step.
+            storage_options: Must be ``None``.
+
+        Raises:
+            UnsupportedLeaf: A value cannot be kept exactly, such as a hyperparameter that is an
+                object.
+            TypeError: ``storage_options`` is given.
+            SaveFailed: An earlier save failed.
         """
         if storage_options is not None:
             raise TypeError(
@@ -83,7 +95,7 @@ class DeltaCheckIO:
             self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
         whole = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
         handle = self._engine.save(int(checkpoint.get("global_step", 0)), whole)
-        self._later(_publish, self._engine, handle, target)
+        self._enqueue(_publish, self._engine, handle, target)
 
     def load_checkpoint(
         self,
@@ -91,33 +103,53 @@ class DeltaCheckIO:
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What was saved to ``path``; ``map_location`` as ``torch.load`` has it. No code of the
-        checkpoint is run.
+        """Load a checkpoint. No code of it is run.
 
-        Raises ``FileNotFoundError``, ``NotACheckpointRoot`` for a file that ``DeltaCheckIO`` did
-        not make, and what ``load`` raises.
+        Args:
+            path: The file that points to the step.
+            map_location: The device of the tensors, as for ``torch.load``. Default: the host.
+            weights_only: Ignored: no checkpoint holds code.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            NotACheckpointRoot: ``DeltaCheckIO`` did not make the file.
+            Damaged: The step is damaged.
         """
         self._settle()
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        found: dict[str, Any] = load(path, map_location=map_location)
-        states = found.pop(_RNG, None)
+        checkpoint: dict[str, Any] = load(path, map_location=map_location)
+        states = checkpoint.pop(_RNG, None)
         if self._rng and states is not None:
             rng.restore(states)
-        return found
+        return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete the file and the step that it stands for, once what is under way is done."""
+        """Delete a file and the step that it points to, once the saves under way are done.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SaveFailed: An earlier save failed.
+        """
         self._settle(wait=False)
         target = Path(path).absolute()
         if self._engine is not None:
-            self._later(_remove, self._engine, target)
+            self._enqueue(_remove, self._engine, target)
         elif target.exists():
             with Engine(pointer.read(target).root, **self._options) as engine:
                 _remove(engine, target)
 
     def teardown(self) -> None:
-        """Wait for what is under way and give the root back. Raises what failed."""
+        """Wait for the saves under way and give the root back.
+
+        Raises:
+            SaveFailed: A save failed and no call has raised it.
+        """
         worker, engine, self._worker, self._engine = self._worker, self._engine, None, None
         try:
             self._settle()
@@ -127,14 +159,14 @@ class DeltaCheckIO:
             if engine is not None:
                 engine.close()
 
-    def _later(self, do: Callable[..., None], *arguments: object) -> None:
-        """Do it behind the training, after all that was asked for before."""
+    def _enqueue(self, action: Callable[..., None], *arguments: object) -> None:
+        """Run an action behind the training, after all earlier ones."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
-        self._under_way.append(self._worker.submit(do, *arguments))
+        self._under_way.append(self._worker.submit(action, *arguments))
 
     def _settle(self, wait: bool = True) -> None:
-        """Raise what failed, once. ``wait``: for what is under way, too."""
+        """Raise the first failure, once. ``wait``: wait for the actions under way first."""
         done = [task for task in self._under_way if wait or task.done()]
         self._under_way = [task for task in self._under_way if task not in done]
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -143,7 +175,7 @@ class DeltaCheckIO:
 
 
 def _register(kind: type) -> None:
-    """Be a ``CheckpointIO`` to every Lightning that is imported, or to the one that is there."""
+    """Register a class as a ``CheckpointIO`` of every imported Lightning, or of the installed one."""
     if not any(name in sys.modules for name in _INTERFACES):
         for name in _INTERFACES:
             try:
@@ -161,11 +193,12 @@ def _register(kind: type) -> None:
 
 
 def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
-    """Let the file stand for the step, once that is committed."""
+    """Make a file point to a step once the step is committed."""
     report = handle.result()
-    if report is None:  # skipped, as on_busy="skip" wants it
+    if report is None:  # skipped by on_busy="skip"
         return
-    engine.persist()  # a file stands for what is on the disk
+    # With a memory tier: a file must not point to a step that a power cut would take.
+    engine.persist()
     before = pointer.read(path) if pointer.is_pointer(path) else None
     pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
     if before is not None:
