@@ -109,7 +109,7 @@ class DrainState:
         if error is not None:
             raise error
 
-    def await_change(self, purpose: str, left: float | None = None) -> None:
+    def await_change(self, purpose: str, seconds_left: float | None = None) -> None:
         """Wait for a change, briefly. Raises ``StorageTimeout`` if nothing happens any more."""
         if self.pulse.left <= 0:
             raise StorageTimeout(
@@ -117,7 +117,9 @@ class DrainState:
                 f" {self.pulse.patience_seconds:g} s; it may hang"
             )
         with self.changed:
-            self.changed.wait(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
+            self.changed.wait(
+                _LOOK_SECONDS if seconds_left is None else min(seconds_left, _LOOK_SECONDS)
+            )
 
     def await_copies(self, is_done: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``is_done``, and raise what failed the drain.

@@ -150,10 +150,10 @@ class Tier:
         Returns:
             The written bytes, and the digest of the manifest as it is, or would be, on the disk.
         """
-        written = self._writer.commit(manifest)
+        result = self._writer.commit(manifest)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.drain.state.wake()
-        return Written(written.stored_bytes, durable_digest(self._durable.root, manifest))
+        return Written(result.stored_bytes, durable_digest(self._durable.root, manifest))
 
     def make_room(
         self,
@@ -182,8 +182,8 @@ class Tier:
             while True:
                 # First: a save that has ended since then has woken the drain before.
                 saves = pending_saves()
-                is_idle, needed = state.is_idle, save_bytes * (saves + self._saves_at_once)
-                if self.used_bytes() + needed <= self.memory_bytes:
+                is_idle, needed_bytes = state.is_idle, save_bytes * (saves + self._saves_at_once)
+                if self.used_bytes() + needed_bytes <= self.memory_bytes:
                     return True
                 if not wait:
                     return False
@@ -193,7 +193,7 @@ class Tier:
                         raise SaveFailed(
                             f"step {step} is not saved: memory_bytes of {self.root.path} is"
                             f" {self.memory_bytes:,}, of which {self.used_bytes():,} are in use,"
-                            f" and one save may take {needed:,}. Give the tier more memory_bytes"
+                            f" and one save may take {needed_bytes:,}. Give the tier more memory_bytes"
                         )
                     start_over()
                     self.drain.is_emptying = True

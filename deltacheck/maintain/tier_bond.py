@@ -90,8 +90,10 @@ def stale(
                 "the run on the disk has lost the steps that this memory continues from", False
             )
         )
-    seen = {*held, (bond.seq, bond.nonce)}
-    if newest in seen or (not newest[1] and newest[0] in {seq for seq, _ in seen}):
+    known_checkpoints = {*held, (bond.seq, bond.nonce)}
+    if newest in known_checkpoints or (
+        not newest[1] and newest[0] in {seq for seq, _ in known_checkpoints}
+    ):
         return None
     why = (
         f"the run on the disk went on without it: this memory does not know checkpoint {newest[0]},"

@@ -83,9 +83,9 @@ class Item:
         self._lazy = lazy
         self._saver: Saver | None = None
         self._last: Commit | None = None
-        self._adopted: tuple[Restored, Manifest] | None = None
+        self._base: tuple[Restored, Manifest] | None = None
         self.writer: Writer | Guest | None = None
-        self._together: Together | None = None
+        self._group: Together | None = None
         holders.add(self)
 
     @contextlib.contextmanager
@@ -97,11 +97,11 @@ class Item:
         if jax.process_count() == 1:
             yield
             return
-        if self._together is None:
+        if self._group is None:
             from deltacheck.backends.orbax.group.collective import Together
 
-            self._together = Together(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
-        with self._together.telling():
+            self._group = Together(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
+        with self._group.telling():
             yield
 
     def flatten(self, state: object) -> Flat:
@@ -123,8 +123,8 @@ class Item:
         ``flat``: the flattened state. ``start_time``: the time (``perf_counter``) at which the
         training thread began to wait for this save.
         """
-        if self._together is not None:
-            return self._begin_together(self._together, place, flat, metrics, start_time, log)
+        if self._group is not None:
+            return self._begin_together(self._group, place, flat, metrics, start_time, log)
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()
@@ -161,7 +161,7 @@ class Item:
 
     def _begin_together(
         self,
-        together: Together,
+        group: Together,
         place: ItemPlace,
         flat: Flat,
         metrics: Mapping[str, float],
@@ -175,7 +175,7 @@ class Item:
         from deltacheck.backends.orbax.group.collective import names_of
 
         with leaves.own_rules():
-            with together.telling():
+            with group.telling():
                 if log is not None or not self._options.policy.is_exact:
                     raise ValueError(
                         "several processes save with an exact policy and without a gradient log"
@@ -183,32 +183,32 @@ class Item:
                 is_committed = self._saver is None or self._last_step_exists()
                 if self._saver is not None:
                     self._saver.raise_unseen()
-            adopted, self._adopted = self._adopted, None
-            opened = together.open(
-                flat, "" if adopted is None else adopted[1].nonce, partial(self._take, is_committed)
+            base, self._base = self._base, None
+            opened = group.open(
+                flat, "" if base is None else base[1].nonce, partial(self._take, is_committed)
             )
-            with together.telling():
+            with group.telling():
                 saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
             if not opened.is_committed:
                 saver.forget()
-            if opened.resumes and adopted is not None:
-                together.joint.resume(adopted[1], None)
-            begun = together.begin(place.step, opened.seq, flat)
-            if opened.resumes and adopted is not None:
-                self._continue_from(saver, (adopted[0].of(names_of(begun)), adopted[1]))
+            if opened.resumes and base is not None:
+                group.joint.resume(base[1], None)
+            assignment = group.begin(place.step, opened.seq, flat)
+            if opened.resumes and base is not None:
+                self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
             saver.number_from(opened.seq)
             gate = (
                 Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
-                if together.joint.is_first
+                if group.joint.is_first
                 else None
             )
-            make = _nothing_to_make if gate is None else together.maker(gate.commit)
-            attempt = Attempt(together.joint)
+            make = _nothing_to_make if gate is None else group.maker(gate.commit)
+            attempt = Attempt(group.joint)
             try:
                 handle = saver.save(
                     place.step,
-                    begun.tree,
-                    pieces.sources(flat, begun.tiles, self._lazy),
+                    assignment.tree,
+                    pieces.sources(flat, assignment.tiles, self._lazy),
                     partial(attempt.commit, make),
                     metrics=metrics,
                     abandon=attempt.abandon,
@@ -238,18 +238,18 @@ class Item:
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Continue from a restored step, so that the next save is a delta to it."""
         # Without the tree: it is the caller's and may be large.
-        self._adopted = (restored._replace(tree=None), manifest)
+        self._base = (restored._replace(tree=None), manifest)
         # Several processes continue only once they agree on the next save.
-        if self._saver is not None and self._together is None:
+        if self._saver is not None and self._group is None:
             self._settle(self._saver)
-            self._continue_from(self._saver, self._take_adopted())
+            self._continue_from(self._saver, self._take_base())
 
     def close(self) -> None:
         """Finish the save under way, stop the threads and give the root back.
 
         A failure has been raised through Orbax, or is logged here.
         """
-        self._adopted = None
+        self._base = None
         holders.discard(self)
         if self.writer is None:
             return
@@ -269,7 +269,7 @@ class Item:
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or not isinstance(self.writer, Writer):
             self.writer = writer_of(self.root, self, self._options.durability)
-            self._continue_from(self._saver_of(self.writer), self._take_adopted())
+            self._continue_from(self._saver_of(self.writer), self._take_base())
         assert self._saver is not None
         return self._saver, self.writer
 
@@ -310,17 +310,17 @@ class Item:
             return False
         return True
 
-    def _take_adopted(self) -> tuple[Restored, Manifest] | None:
-        adopted, self._adopted = self._adopted, None
-        return adopted
+    def _take_base(self) -> tuple[Restored, Manifest] | None:
+        base, self._base = self._base, None
+        return base
 
-    def _continue_from(self, saver: Saver, adopted: tuple[Restored, Manifest] | None) -> None:
+    def _continue_from(self, saver: Saver, base: tuple[Restored, Manifest] | None) -> None:
         """Make a restored step the base of the next save, if its segments still exist."""
-        if adopted is None or self.writer is None:
+        if base is None or self.writer is None:
             return
-        restored, manifest = adopted
+        restored, manifest = base
         refs = manifest.segments
-        if self._together is not None:  # this process builds on the segments of its tiles only
+        if self._group is not None:  # this process builds on the segments of its tiles only
             own_segments = {
                 name
                 for chain in restored.chains.values()
@@ -342,10 +342,10 @@ class Item:
     def protected(self) -> set[str]:
         """Return the segments that the next save may build on."""
         segments = set() if self._saver is None else self._saver.protected_segments()
-        if self._together is not None:
-            segments |= self._together.segments
-        adopted = self._adopted
-        return segments if adopted is None else segments | {ref.id for ref in adopted[1].segments}
+        if self._group is not None:
+            segments |= self._group.segments
+        base = self._base
+        return segments if base is None else segments | {ref.id for ref in base[1].segments}
 
 
 def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:

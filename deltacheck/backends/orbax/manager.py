@@ -231,8 +231,8 @@ def _finish_all() -> None:
         (saves, open_manager.directory, Deadline.after(saves.seconds))
         for open_manager, saves in list(_last_saves.items())
     ]
-    for saves, where, deadline in deadlines:
-        message = f"{where}: the last save did not become a checkpoint"
+    for saves, directory, deadline in deadlines:
+        message = f"{directory}: the last save did not become a checkpoint"
         exits.forget(saves)
         try:
             saves.wait(deadline.left)

@@ -193,9 +193,9 @@ class Engine:
         """
         begin = time.perf_counter()
         flat = self._session.flatten(state)
-        flattened = time.perf_counter() - begin
+        flattening_seconds = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
-        progress_of(handle).add_blocking(flattened)
+        progress_of(handle).add_blocking(flattening_seconds)
         return handle
 
     def _save(
@@ -204,27 +204,27 @@ class Engine:
         flat: tree.Flat,
         metrics: Mapping[str, float] | None,
         *,
-        more: Mapping[str, LeafSource] | None = None,
+        extra_sources: Mapping[str, LeafSource] | None = None,
         replay: Replay | None = None,
         note: str = "",
     ) -> SaveHandle:
         """Save a flattened state.
 
-        ``more``: leaves beside those of ``flat``. ``replay``: the computation of the tree's leaves
+        ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the tree's leaves
         from all of these.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        attempt = self._session.begin(step, flat, is_whole=not more and replay is None)
+        attempt = self._session.begin(step, flat, is_whole=not extra_sources and replay is None)
         if attempt is None:
             return skipped(step)
         try:
             guarded = Guarded() if self._is_eager else self._guard.guarded()
-            sources = self._capture.sources(attempt.flat, guarded) | dict(more or {})
+            sources = self._capture.sources(attempt.flat, guarded) | dict(extra_sources or {})
             if not self._session.make_room(step, sources.values()):
                 return skipped(step)
-            planned = time.perf_counter() - begin
+            planning_seconds = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
                 attempt.flat.skeleton,
@@ -240,7 +240,7 @@ class Engine:
             if attempt.abandon is not None:
                 attempt.abandon(error)
             raise
-        progress_of(handle).add_blocking(planned)
+        progress_of(handle).add_blocking(planning_seconds)
         return handle
 
     def before_update(self) -> None:

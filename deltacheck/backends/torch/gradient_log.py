@@ -114,7 +114,7 @@ class GradientLog:
         # Read before the save: a save that fails from here on must not become a base.
         epoch = engine._saver.standing()[0]
         handle = engine._save(
-            step, plan.rest, metrics, more=plan.sources, replay=plan.replay, note=plan.note
+            step, plan.rest, metrics, extra_sources=plan.sources, replay=plan.replay, note=plan.note
         )
         if handle.state != "skipped":
             standing = (epoch, engine._saver.standing()[1])

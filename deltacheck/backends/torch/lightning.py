@@ -93,8 +93,8 @@ class DeltaCheckIO:
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
             self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
-        whole = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
-        handle = self._engine.save(int(checkpoint.get("global_step", 0)), whole)
+        content = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
+        handle = self._engine.save(int(checkpoint.get("global_step", 0)), content)
         self._enqueue(_publish, self._engine, handle, target)
 
     def load_checkpoint(

@@ -25,13 +25,13 @@ from deltacheck.store.files.durability import sync_directory
 def with_durable_steps(root: Path, options: Any) -> Any:
     """Return a copy of ``CheckpointManagerOptions`` whose steps are durable when they exist."""
     options = ocp.CheckpointManagerOptions() if options is None else copy.copy(options)
-    chosen = (
+    path_class = (
         options.temporary_path_class
         or ocp.path.atomicity_defaults.get_default_temporary_path_class(
             epath.Path(root), atomicity_options=options.atomicity_options
         )
     )
-    options.temporary_path_class = _durable(chosen)
+    options.temporary_path_class = _durable(path_class)
     return options
 
 

@@ -134,7 +134,7 @@ class DeltaStorageWriter(StorageWriter):
         self._default_step = None if step is None else names.step_of(step)
         self._next_step: int | None = None  # from a checkpoint_id
         self._step = -1
-        self._planned: _PlannedSave | None = None
+        self._planned_save: _PlannedSave | None = None
 
     def close(self) -> None:
         """Release the shadow and the root, for all writers of this root in this process.
@@ -183,7 +183,7 @@ class DeltaStorageWriter(StorageWriter):
                 "the step is not known: give save() a checkpoint_id that is or ends in the step's"
                 " number, or the writer a step="
             )
-        self._step, self._planned = step, None
+        self._step, self._planned_save = step, None
         if is_coordinator:
             self._stream.lead()
 
@@ -214,13 +214,13 @@ class DeltaStorageWriter(StorageWriter):
         """
         plans = _made_usable(plans, self._stream.plans)
         kinds: dict[str, _Content] = {}
-        held = [_held(plan, kinds) for plan in plans]
+        boxes_by_rank = [_held(plan, kinds) for plan in plans]
         tree = names.skeleton_of(
             (content.keys, names.OBJECT if content.shape is None else None)
             for content in kinds.values()
         )
-        tasks = self._stream.plan(self._step, held)
-        self._planned = _PlannedSave(kinds, tree)
+        tasks = self._stream.plan(self._step, boxes_by_rank)
+        self._planned_save = _PlannedSave(kinds, tree)
         self._stream.plans = [weakref.ref(plan) for plan in plans]
         return [
             dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(task))
@@ -273,16 +273,16 @@ class DeltaStorageWriter(StorageWriter):
             RankFailed: A rank reports another step.
             RootBusy: Another process writes to the root.
         """
-        planned, self._planned = self._planned, None
-        if planned is None:
+        planned_save, self._planned_save = self._planned_save, None
+        if planned_save is None:
             raise SaveFailed(f"step {self._step} was finished, but not planned, by this writer")
-        _check(planned.kinds, metadata, self._step)
-        nothing = Part(Report(self._step, (), ""), {})
+        _check(planned_save.kinds, metadata, self._step)
+        empty_part = Part(Report(self._step, (), ""), {})
         parts = [
-            msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else nothing
+            msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else empty_part
             for of_rank in results
         ]
-        self._stream.commit(parts, planned.tree)
+        self._stream.commit(parts, planned_save.tree)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -367,7 +367,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
     """
     parts: dict[str, list[shards.Shard]] = {}
     arrays: dict[str, object] = {}
-    described: dict[str, ArrayLeaf] = {}
+    array_leaves: dict[str, ArrayLeaf] = {}
     for item in plan.items:
         content = _content(item, plan.planner_data)
         path = names.path_of(content.keys)
@@ -380,7 +380,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
                 )
             pickled = data.getvalue()
             arrays[path] = np.frombuffer(pickled, np.uint8)
-            described[path] = ArrayLeaf((len(pickled),), "uint8", None, names.OBJECT)
+            array_leaves[path] = ArrayLeaf((len(pickled),), "uint8", None, names.OBJECT)
             continue
         box = _box(item)
         tensor = _tensor_of(item, data, content, [s.stop - s.start for s in box])
@@ -388,24 +388,20 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
             shards.Shard(tensor, content.shape, tuple(s.start for s in box))
         )
         arrays[path] = shards.Shards(tuple(parts[path]))
-        described[path] = ArrayLeaf(content.shape, content.dtype)
+        array_leaves[path] = ArrayLeaf(content.shape, content.dtype)
     tiles = task.share.tiles()
     if tiles.keys() - arrays.keys():
         raise SaveFailed(
             f"step {task.step}: this rank was to write {min(tiles.keys() - arrays.keys())!r}, which"
             " is not in its plan"
         )
-    return shards.local_flat(Flat(_NO_TREE, arrays, described), tiles, _NO_TREE)
+    return shards.local_flat(Flat(_NO_TREE, arrays, array_leaves), tiles, _NO_TREE)
 
 
 def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int]) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
-        described = leaves.describe(data)
-        if (
-            described is not None
-            and described.dtype == content.dtype
-            and list(described.shape) == sizes
-        ):
+        leaf = leaves.describe(data)
+        if leaf is not None and leaf.dtype == content.dtype and list(leaf.shape) == sizes:
             return data
         raise SaveFailed(
             f"{item.index.fqn!r} was planned as {content.dtype}{sizes}, but the planner gives"
@@ -426,16 +422,16 @@ def _bytes_of(item: WriteItem) -> int:
 
 def _check(kinds: Mapping[str, _Content], metadata: Metadata, step: int) -> None:
     """Raise ``SaveFailed`` if the planned save is not the one that DCP finishes."""
-    finished = {
-        fqn: None if isinstance(stored, BytesStorageMetadata) else tuple(stored.size)
-        for fqn, stored in metadata.state_dict_metadata.items()
+    finished_shapes = {
+        fqn: None if isinstance(entry, BytesStorageMetadata) else tuple(entry.size)
+        for fqn, entry in metadata.state_dict_metadata.items()
     }
-    planned = {fqn: content.shape for fqn, content in kinds.items()}
-    if finished != planned:
+    planned_shapes = {fqn: content.shape for fqn, content in kinds.items()}
+    if finished_shapes != planned_shapes:
         wrong = sorted(
             fqn
-            for fqn in finished.keys() | planned.keys()
-            if finished.get(fqn, ...) != planned.get(fqn, ...)
+            for fqn in finished_shapes.keys() | planned_shapes.keys()
+            if finished_shapes.get(fqn, ...) != planned_shapes.get(fqn, ...)
         )
         raise SaveFailed(
             f"step {step} was planned without {wrong[0]!r}, or with another shape of it, as cached"

@@ -96,7 +96,7 @@ class Stream:
         self._last_seq = -1
         self._committed = -1
         # The sequence number of the save that the shadow is of; -1 if there is none.
-        self._written = -1
+        self._last_written = -1
         self._manifest: Manifest | None = None
         self._newest: frozenset[str] = frozenset()  # segments of the step being committed
 
@@ -137,12 +137,12 @@ class Stream:
         assert self._writer is not None
         return self._writer
 
-    def plan(self, step: int, held: Sequence[Mapping[str, Held]]) -> list[Task]:
+    def plan(self, step: int, boxes_by_rank: Sequence[Mapping[str, Held]]) -> list[Task]:
         """Return the task of each rank. The coordinator calls this.
 
-        ``held``: the boxes that each rank has. Raises ``RankFailed`` if they do not fit together.
+        ``boxes_by_rank``: the boxes that each rank has. Raises ``RankFailed`` if they do not fit together.
         """
-        holdings = [Holdings.of(boxes) for boxes in held]
+        holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
         if holdings != self._holdings:
             restored = _restored.get(str(self.path))
             before = (
@@ -174,10 +174,10 @@ class Stream:
                 " written later ones: the plan is not of this save. Start the run again from its"
                 " newest step"
             )
-        if self._written not in (-1, task.committed):
+        if self._last_written not in (-1, task.committed):
             # The segments of a save without a step may be collected, so nothing may build on them.
             saver.forget()
-        self._written, self._manifest = task.seq, None
+        self._last_written, self._manifest = task.seq, None
         restored = _restored.pop(str(self.path), None)
         if restored is not None and not saver.has_chains:
             names = [
@@ -185,11 +185,11 @@ class Stream:
             ]
             chains = {name: restored.chains[name] for name in names}
             saver.adopt(chains, {name: restored.stored[name] for name in names}, restored.manifest)
-        written: list[Manifest] = []
+        manifests: list[Manifest] = []
 
         # The coordinator commits the step of all ranks; here a save ends once it is durable.
         def record(manifest: Manifest) -> Written:
-            written.append(manifest)
+            manifests.append(manifest)
             return Written(0, "")
 
         owned = {
@@ -200,7 +200,7 @@ class Stream:
         # DCP changes no tensor before this call returns, so all of them can be read lazily.
         sources = self.capture.sources(flat, Guarded(owned))
         saver.save(task.step, flat.skeleton, sources, record).wait("committed")
-        self._manifest = manifest = written[0]
+        self._manifest = manifest = manifests[0]
         digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
         return Part(Report(task.step, manifest.segments, digests), sizes)
@@ -213,12 +213,12 @@ class Stream:
         own_manifest = self._manifest
         assert own_manifest is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
-        planned = {
+        plan = {
             path: dataclasses.replace(tiling, shape=(sizes[path],)) if path in sizes else tiling
             for path, tiling in self._plan.items()
         }
         manifest = msgspec.structs.replace(
-            merged(own_manifest, planned, [part.report for part in parts]), tree=tree
+            merged(own_manifest, plan, [part.report for part in parts]), tree=tree
         )
         self._newest = frozenset(ref.id for ref in manifest.segments)
         self._root_writer.commit(manifest)

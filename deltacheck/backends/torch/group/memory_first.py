@@ -165,12 +165,12 @@ class MemoryFirstSession(SingleProcessSession):
         root: Root,
         manifest: Manifest,
         chains: Mapping[str, Chain],
-        stored: Mapping[str, NDArray[np.uint8]],
+        bases: Mapping[str, NDArray[np.uint8]],
     ) -> None:
         # Segments of the durable root are no base for saves in memory: chains begin anew there.
         if root is not self.live:
-            chains, stored = {}, {}
-        self.saver.adopt(chains, stored, manifest)
+            chains, bases = {}, {}
+        self.saver.adopt(chains, bases, manifest)
 
     def close(self, timeout: float | None) -> None:
         """Finish the saves under way, copy the newest step and give both roots back."""

@@ -84,9 +84,9 @@ class ProcessGroupSession(SingleProcessSession):
         if request.fallback or request.optimizer is not None:
             raise ValueError("a process group restores without fallback= and optimizer=")
         target = None
-        if request.into is not None:
+        if request.target is not None:
             self._settle_reads()
-            target = self.group.flatten(request.into, target=True)
+            target = self.group.flatten(request.target, target=True)
         manifest, state = self.group.restore(
             self.root,
             self.saver,
@@ -96,7 +96,7 @@ class ProcessGroupSession(SingleProcessSession):
             request.max_bytes,
             request.expected_digest,
         )
-        return manifest, state if target is None else self.group.given(request.into, state)
+        return manifest, state if target is None else self.group.given(request.target, state)
 
     def release(self) -> None:
         """Give the groups back, and on rank 0 the root."""

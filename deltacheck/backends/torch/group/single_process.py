@@ -57,7 +57,7 @@ class RestoreRequest:
     """The arguments of ``Engine.restore``."""
 
     step: int | str | None
-    into: object
+    target: object
     contract: str | None
     optimizer: torch.optim.Optimizer | None
     max_bytes: int | None
@@ -187,18 +187,18 @@ class SingleProcessSession:
     def _load(self, root: Root, manifest: Manifest, request: RestoreRequest) -> Any:
         """Return the state of a step, verified, and make the step the base of the next save."""
         require_contract(manifest, request.contract)
-        target = None if request.into is None else tree.flatten(request.into, leaves.describe)
-        chosen = None if target is None else match_targets(manifest, target)
+        target = None if request.target is None else tree.flatten(request.target, leaves.describe)
+        saved_paths = None if target is None else match_targets(manifest, target)
 
         def target_memory() -> dict[str, NDArray[np.uint8]]:
-            if target is None or chosen is None:
+            if target is None or saved_paths is None:
                 return {}
             self._settle_reads()
             # A replay computes leaves in an order of its own, so it does not fill targets directly.
             if manifest.replay is not None:
                 return {}
             memory = {
-                chosen[path]: leaves.memory_of(value) for path, value in target.arrays.items()
+                saved_paths[path]: leaves.memory_of(value) for path, value in target.arrays.items()
             }
             return {path: array for path, array in memory.items() if array is not None}
 
@@ -208,14 +208,15 @@ class SingleProcessSession:
         if manifest.replay is not None and request.optimizer is not None:
             loaded |= replica.replayed(root, manifest, manifest.replay, loaded, request.optimizer)
             inputs = manifest.replay.inputs
-        if target is None or chosen is None:
+        if target is None or saved_paths is None:
             state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
         else:
-            filled = {
-                path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()
+            values = {
+                path: _fill(value, loaded[saved_paths[path]])
+                for path, value in target.arrays.items()
             }
             owners = tree.array_paths(target.skeleton)
-            state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
+            state = tree.unflatten(manifest.tree, lambda path, owner, tag: values[owners[path]])
         chains = {
             name: chain
             for name, chain in reader.chains.items()
@@ -229,9 +230,9 @@ class SingleProcessSession:
         root: Root,
         manifest: Manifest,
         chains: Mapping[str, Chain],
-        stored: Mapping[str, NDArray[np.uint8]],
+        bases: Mapping[str, NDArray[np.uint8]],
     ) -> None:
-        self.saver.adopt(chains, stored, manifest)
+        self.saver.adopt(chains, bases, manifest)
 
     # --- the end ----------------------------------------------------------------------------------
 
