@@ -219,7 +219,7 @@ class Drain:
             is_last = self.state.await_work()
             try:
                 self._drain()
-            except BaseException as error:  # noqa: BLE001 - if the thread died, memory would fill up
+            except BaseException as error:  # noqa: BLE001 - a dead thread would fill the memory
                 failure = error
                 if not isinstance(failure, SaveFailed):
                     failure = SaveFailed(f"draining {self._memory.root.path} failed: {error}")

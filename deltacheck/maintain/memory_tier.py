@@ -193,7 +193,8 @@ class Tier:
                         raise SaveFailed(
                             f"step {step} is not saved: memory_bytes of {self.root.path} is"
                             f" {self.memory_bytes:,}, of which {self.used_bytes():,} are in use,"
-                            f" and one save may take {needed_bytes:,}. Give the tier more memory_bytes"
+                            f" and one save may take {needed_bytes:,}. Give the tier more"
+                            " memory_bytes"
                         )
                     start_over()
                     self.drain.is_emptying = True

@@ -130,7 +130,7 @@ class Item:
             saver, writer = self._open()
             self._settle(saver)
         epoch = saver.standing()[0]
-        # Outside of ``own_rules``: a log calls the training's update, under the training's settings.
+        # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)

@@ -1,4 +1,4 @@
-"""A ``CheckpointManager`` with the handler of this package, whose last save ends with the program."""
+"""A ``CheckpointManager`` with this package's handler, whose last save is finished at exit."""
 
 from __future__ import annotations
 

@@ -210,8 +210,8 @@ class Engine:
     ) -> SaveHandle:
         """Save a flattened state.
 
-        ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the tree's leaves
-        from all of these.
+        ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the
+        leaves of the tree from all of these.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
@@ -253,7 +253,11 @@ class Engine:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Return a context for updates of the state that no save under way sees."""
+        """Return a context for updates of the state that no save under way sees.
+
+        Returns:
+            The context manager.
+        """
         self.before_update()
         yield
 

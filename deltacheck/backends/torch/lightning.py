@@ -1,4 +1,4 @@
-"""A plugin for Lightning, ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of a root.
+"""A plugin for Lightning, ``Trainer(plugins=[DeltaCheckIO()])``, that saves steps of a root.
 
 Lightning names files, looks for them and removes them. So each path that it saves to becomes a
 *pointer* (``pointer.py``), which appears when the step is committed. Removing or replacing the file
@@ -175,7 +175,7 @@ class DeltaCheckIO:
 
 
 def _register(kind: type) -> None:
-    """Register a class as a ``CheckpointIO`` of every imported Lightning, or of the installed one."""
+    """Register a ``CheckpointIO`` with every imported Lightning, or with the installed one."""
     if not any(name in sys.modules for name in _INTERFACES):
         for name in _INTERFACES:
             try:

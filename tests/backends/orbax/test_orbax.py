@@ -71,7 +71,7 @@ def bits(value: Any) -> bytes:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Where two trees differ: in type, structure, dtype, shape, or in a single bit."""
+    """Return where two trees differ: in type, structure, dtype, shape, or in a single bit."""
     if isinstance(a, jax.Array | np.ndarray | np.generic):
         if not isinstance(b, jax.Array | np.ndarray | np.generic) or isinstance(
             a, jax.Array
@@ -127,7 +127,7 @@ def save(mngr: Any, step: int, tree: Any, **more: Any) -> None:
 
 
 def is_delta(root: Path, step: int) -> bool:
-    """Whether a step stands on segments of earlier saves."""
+    """Return whether a step needs segments of earlier saves."""
     return len(deltacheck.open(root).manifest(step).segments) > 1
 
 
@@ -155,7 +155,8 @@ def test_a_manager_saves_and_restores_in_a_new_process_with_and_without_argument
         with manager({str(tmp_path / "run")!r}) as mngr:
             assert mngr.latest_step() == 3 and mngr.all_steps() == [3]
             print(mngr.item_metadata(3)["params"]["w"])
-            for restored in (mngr.restore(3), mngr.restore(3, args=DeltaRestoreArgs()), mngr.restore(None)):
+            by_arguments = mngr.restore(3, args=DeltaRestoreArgs())
+            for restored in (mngr.restore(3), by_arguments, mngr.restore(None)):
                 print(restored["step"])
                 np.save({str(tmp_path / "w.npy")!r}, restored["params"]["w"])
     """

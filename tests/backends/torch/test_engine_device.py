@@ -111,7 +111,7 @@ Device: TypeAlias = Emulated | Real
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Where all tensors of the engine's tests lie."""
+    """Return the device of all tensors in these tests."""
     found = Real() if request.param == "cuda" else Emulated()
     held_there = "cuda" if request.param == "cuda" else "cpu"
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ holders: weakref.WeakSet[Holder] = weakref.WeakSet()  # all holders of this proc
 
 
 class Writer:
-    """The writer of one manager root. ``writer_of`` makes it; each handler that has it releases it."""
+    """The writer of one manager root. ``writer_of`` makes it, and each of its users releases it."""
 
     def __init__(self, path: Path, durability: Durability) -> None:
         self.store: Store = create_manager_store(path, durability=durability)

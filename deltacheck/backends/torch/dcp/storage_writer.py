@@ -1,4 +1,4 @@
-"""The writer for ``torch.distributed.checkpoint``: each rank saves tiles, the coordinator commits."""
+"""The writer for ``torch.distributed.checkpoint``: ranks save tiles, the coordinator commits."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class Stream:
     def plan(self, step: int, boxes_by_rank: Sequence[Mapping[str, Held]]) -> list[Task]:
         """Return the task of each rank. The coordinator calls this.
 
-        ``boxes_by_rank``: the boxes that each rank has. Raises ``RankFailed`` if they do not fit together.
+        ``boxes_by_rank``: the boxes that each rank has of each leaf. Raises ``RankFailed`` if they
+        do not fit together.
         """
         holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
         if holdings != self._holdings:
@@ -275,8 +276,8 @@ def stream_of(path: Place, options: SaveOptions) -> Stream:
             if getattr(options, field.name) != getattr(stream.options, field.name)
         ]
         raise ValueError(
-            f"{path} is already written with another {differing[0]}; writers of one root share their"
-            " options. Close the first one before"
+            f"{path} is already written with another {differing[0]}; writers of one root share"
+            " their options. Close the first one before"
         )
     return stream
 
