@@ -14,7 +14,7 @@ import msgspec
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.restore.chain import Chain, resolve_chains
-from deltacheck.save.whole_leaves import manifest_on, write_whole
+from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest

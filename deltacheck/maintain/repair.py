@@ -17,7 +17,7 @@ from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
 from deltacheck.maintain.survey import Survey, survey
-from deltacheck.save.whole_leaves import WholeLeaves, manifest_on
+from deltacheck.save.chains.whole_leaves import WholeLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest

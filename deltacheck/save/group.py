@@ -100,15 +100,6 @@ class Tile(NamedTuple):
         return tuple(s.stop - s.start for s in self.box)
 
 
-def stored_names(own: Mapping[str, tuple[Cuts | None, list[int]]]) -> list[str]:
-    """Return the paths that this rank's tiles are stored under."""
-    return [
-        name
-        for path, (cuts, numbers) in own.items()
-        for name in sharding.names_of(path, cuts, numbers)
-    ]
-
-
 def pieces_held(flat: Flat, pieces_of: Callable[[str], Iterable[Piece]]) -> dict[str, Held]:
     """Return the boxes of each leaf that this process holds.
 

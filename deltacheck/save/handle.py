@@ -22,6 +22,8 @@ class SaveHandle:
             ``None``: waits without a timeout have no end.
     """
 
+    # The state itself is in Progress, which the saver's threads share. The handle keeps nothing of
+    # the save alive: a caller may hold thousands of handles.
     def __init__(self, step: int, pulse: Pulse | None = None) -> None:
         self.step = step
         self._progress = Progress(step, pulse)
@@ -57,6 +59,7 @@ class SaveHandle:
             The report with the present ``blocking_seconds``; ``None`` before the commit.
         """
         report = self._progress.report
+        # Waits before the next optimizer step may still add to the blocking time.
         return (
             None
             if report is None

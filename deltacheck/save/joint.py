@@ -144,11 +144,7 @@ class _Exchange:
 
     def tile_names(self) -> list[str]:
         """Return the names of this rank's tiles, in the order of the plan."""
-        return [
-            name
-            for path, (cuts, numbers) in self.tiles.items()
-            for name in sharding.names_of(path, cuts, numbers)
-        ]
+        return stored_names(self.tiles)
 
 
 class Attempt:
@@ -228,6 +224,7 @@ class Joint:
             RankFailed: The ranks disagree. It is raised on every rank, and names a rank and the
                 cause.
         """
+        # In the common case nothing has changed, and only the digest of the tree is sent.
         holdings = Holdings.of(held)
         is_known = self._exchange is not None and self._exchange.holdings == holdings
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
@@ -313,10 +310,10 @@ class Joint:
         def decide(messages: list[bytes]) -> Sequence[bytes]:
             assert exchange.plan is not None
             reports = [decoded(message, Report) for message in messages]
-            written = make(merged(manifest, exchange.plan, reports))
+            result = make(merged(manifest, exchange.plan, reports))
             # The bytes are counted once, in the report of rank 0.
             return [
-                encoded((written.stored_bytes if rank == 0 else 0, written.digest))
+                encoded((result.stored_bytes if rank == 0 else 0, result.digest))
                 for rank in range(len(messages))
             ]
 
@@ -337,8 +334,8 @@ class Joint:
             before = self._before
             if self._exchange is not None and self._exchange.plan is not None:
                 before = {
-                    path: Before(planned.cuts, planned.owners)
-                    for path, planned in self._exchange.plan.items()
+                    path: Before(leaf_plan.cuts, leaf_plan.owners)
+                    for path, leaf_plan in self._exchange.plan.items()
                 }
             self._plan = sharding.plan(holdings, before)
             _check_copies([c.copies for c in contributions])
@@ -399,6 +396,7 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
         if report.step != manifest.step:
             raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {manifest.step}")
     owners = sharding.owners_of(plan)
+    # Vectorized: a model on thousands of ranks has millions of tiles.
     digests = np.zeros(owners.size, f"S{_DIGITS}")
     order = np.argsort(owners, kind="stable")
     edges = np.searchsorted(owners[order], np.arange(len(reports) + 1))
@@ -413,17 +411,17 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
     refs = {ref.id: ref for report in reports for ref in report.segments}
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
     leaves, tiles, first = {}, {}, 0
-    for path, planned in plan.items():
-        stop = first + planned.owners.size
+    for path, leaf_plan in plan.items():
+        stop = first + leaf_plan.owners.size
         leaf_digests = digests[first:stop].tobytes().decode("ascii")
         first = stop
-        if planned.cuts is None:
-            spec = LeafSpec.of(path, planned.shape, planned.dtype)
-            owner = int(planned.owners[0])
+        if leaf_plan.cuts is None:
+            spec = LeafSpec.of(path, leaf_plan.shape, leaf_plan.dtype)
+            owner = int(leaf_plan.owners[0])
             leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf_digests, owner)
         else:
             tiles[path] = Tiles(
-                planned.dtype, planned.cuts, leaf_digests, tuple(planned.owners.tolist())
+                leaf_plan.dtype, leaf_plan.cuts, leaf_digests, tuple(leaf_plan.owners.tolist())
             )
     manifest_of_all: Manifest = msgspec.structs.replace(
         manifest,
@@ -436,6 +434,15 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
         must_understand=(TILES,),
     )
     return manifest_of_all
+
+
+def stored_names(tiles: RankTiles) -> list[str]:
+    """Return the names under which one rank's tiles are stored."""
+    return [
+        name
+        for path, (cuts, numbers) in tiles.items()
+        for name in sharding.names_of(path, cuts, numbers)
+    ]
 
 
 def encoded(value: object) -> bytes:

@@ -157,6 +157,7 @@ class Logbook:
         try:
             self._base.updates.append(make(len(self._base.updates)))
         except UnsupportedLeaf as error:
+            # Training must not stop for an update that cannot be stored.
             self.spoil(str(error))
 
     def spoil(self, reason: str) -> None:
@@ -230,6 +231,7 @@ class Logbook:
             The digest of each leaf that the updates write, by path, and ``None``; or no digests
             and the reason why the updates cannot be replayed.
         """
+        # Arrays that were added or moved have no counterpart in the replica.
         if places(live, state) != base.places:
             return (
                 {},
@@ -252,8 +254,8 @@ class Logbook:
                     {},
                     (
                         f"leaf {base.places[path]!r} has digest {digest}, replaying"
-                        f" {len(base.updates)} updates gives {replayed.get(path)}: another kernel, or"
-                        " something else than the updates wrote to it"
+                        f" {len(base.updates)} updates gives {replayed.get(path)}: another kernel,"
+                        " or something else than the updates wrote to it"
                     ),
                 )
         self._mismatches = 0

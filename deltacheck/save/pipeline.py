@@ -21,7 +21,7 @@ from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.restore import receipt
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.adaptive_effort import EffortChoice
-from deltacheck.save.chain_state import ChainState
+from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
@@ -180,10 +180,10 @@ class Pipeline:
             # Before the commit: a collection after it must not take what is still to be read.
             self._chains.await_receipt(job, manifest)
             progress.awaits_receipt = True
-        written = self._on_disk(job, partial(job.request.commit, manifest))
+        result = self._on_disk(job, partial(job.request.commit, manifest))
         self._chains.committed(job, manifest)
-        stored_bytes = written.stored_bytes + (0 if ref is None else ref.stored_bytes)
-        progress.advance("committed", job.report(stored_bytes, written.digest))
+        stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
+        progress.advance("committed", job.report(stored_bytes, result.digest))
         self._release(job)
         if verify == "receipt":
             self._to_check.put((job, manifest))

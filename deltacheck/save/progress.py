@@ -71,6 +71,7 @@ class Progress:
             )
         deadline = Deadline.after(timeout)
         with self._changed:
+            # The pulse is read again after every wait: any save of this saver may have renewed it.
             while not condition():
                 seconds_left, patience = deadline.left, self._pulse.left
                 if seconds_left == 0:
@@ -143,6 +144,7 @@ class Progress:
         """Enter a state, unless the save was given up before."""
         self._pulse.beat()
         with self._changed:
+            # A save that was given up stays failed, although its thread may still finish it.
             if self.error is None:
                 self.state = state
                 self.report = report or self.report
@@ -151,6 +153,7 @@ class Progress:
     def fail(self, error: Exception) -> None:
         """End the save with an error, unless it has ended already."""
         with self._changed:
+            # A committed step exists, whatever fails afterwards.
             if not self.done():
                 self.state = "failed"
                 self._set_error(error)

@@ -1,6 +1,6 @@
 """Begin saves on the training thread, one after the other, and wait for them.
 
-The chains that a save goes on from are in ``chain_state.py``, the threads that finish it in
+The chains that a save goes on from are in ``chains/chain_state.py``, the threads that finish it in
 ``pipeline.py``, and its steps in ``job/save_job.py``.
 """
 
@@ -17,8 +17,8 @@ from deltacheck.codec.base import Codec
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.tree import Node
 from deltacheck.restore.chain import Chain
-from deltacheck.save.chain_state import ChainState
-from deltacheck.save.compactor import Compactor
+from deltacheck.save.chains.chain_state import ChainState
+from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.exits import undisturbed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.manifest_builder import SaveRequest
@@ -138,16 +138,18 @@ class Saver:
             self._block_until(earlier, "encoded")
         if self._pipeline.stuck:
             self._raise_failures()
-        kept, terms = self._treatment.plan(request.step, sources, request.tree, request.metrics)
+        stored_sources, terms = self._treatment.plan(
+            request.step, sources, request.tree, request.metrics
+        )
         job = self._chains.begin(
-            kept.keys(),
+            stored_sources.keys(),
             self.options,
             self._pipeline.effort.current,
-            lambda turn: SaveJob(self._setup, request, turn, kept, terms, progress),
+            lambda turn: SaveJob(self._setup, request, turn, stored_sources, terms, progress),
         )
         try:
             self._handles.append(handle)
-            job.capture(deque(source for source in kept.values() if not source.lazy))
+            job.capture(deque(source for source in stored_sources.values() if not source.lazy))
             self._pipeline.start(job)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._pipeline.fail(job, error)

@@ -17,7 +17,7 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.save import compactor, whole_leaves
+from deltacheck.save.chains import compactor, whole_leaves
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same, kinds

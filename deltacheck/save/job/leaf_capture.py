@@ -85,30 +85,34 @@ class LeafCapture:
     def _capture_leaf(self, source: LeafSource) -> _GroupMember | None:
         """Capture one leaf; return it if it is to be encoded together with others."""
         self._progress.beat()
+        # `source` is the last reference to lazy content, and ends with this call.
         setup, codec = self._setup, self._setup.codec
         path = source.spec.path
         leaf, state = self._leaves[path], self._states.get(path)
         if state is not None:
+            # The last keyframe may still be written from the memory that is updated now.
             state.free_base(setup.options.io_timeout_seconds)
         current, spec = source.current(), source.spec
         if isinstance(current, Coded):
             if current.spec is None:
+                # A derived leaf has no chain: its next stored form must be a keyframe.
                 self._states.pop(path, None)
                 return None
             spec, current = current.spec, current.data
-        leaf.stored = spec
+        leaf.stored_spec = spec
         has_state = state is not None and state.spec == spec
         if current is None and not has_state:
             raise SaveFailed(
                 f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
             )
+        # Hashed here and not later: memory that is damaged on the way to the disk must not match.
         if current is not None and setup.options.verify != "none":
             leaf.live_digest = digest_of(spec, codec.host(current))
-        whole = source.whole and spec.raw_bytes > 0
-        if state is None or whole or not has_state:
+        is_whole = source.whole and spec.raw_bytes > 0
+        if state is None or is_whole or not has_state:
             state = self._states[path] = LeafState(spec, spec.bounds())
         leaf.state = state
-        if whole:
+        if is_whole:
             state.digests = np.zeros((spec.chunk_count, 2), np.uint64)
             self._encode(default_codec(), leaf, state, current)
             return None
@@ -118,6 +122,7 @@ class LeafCapture:
             state.base = codec.copy(current, state.base)
             self.keyframes.append(leaf)
         elif isinstance(codec, GroupCodec) and codec.grouped(current, state.base):
+            # One call for many leaves: each call of a device costs more than a small leaf.
             return _GroupMember(leaf, state, source, current)
         else:
             self._encode(codec, leaf, state, current)
@@ -154,6 +159,7 @@ class LeafCapture:
         step = max(1, chunks)
         if codec.run_bytes is not None:
             longest = max(1, int(np.diff(bounds).max(initial=1)) * word_bytes)
+            # A run must fit into a part, and ends at a chunk.
             step = max(1, min(codec.run_bytes, self._parts.part_bytes) // longest)
         for first in range(0, chunks, step):
             yield first, min(chunks, first + step)
@@ -163,6 +169,8 @@ class LeafCapture:
         codec = self._setup.codec
         assert isinstance(codec, GroupCodec)
 
+        # The codec calls this as soon as the device has all reads. Training waits for it, while
+        # the encoding goes on.
         def check_reads() -> None:
             for member in group:
                 if member.source.recheck is not None:

@@ -39,6 +39,7 @@ class LeafState:
     digests: U64 = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
     digest: str = ""
     key_segment: str = ""
+    # Replaced and never changed in place: other threads read them without a lock.
     delta_segments: list[str] = field(default_factory=list)
     delta_bytes: list[int] = field(default_factory=list)
     base_write: Pending | None = None
@@ -87,7 +88,7 @@ class LeafSave:
     Args:
         number: Position of the leaf among the sources; index rows refer to it.
         source: The leaf as the training has it.
-        stored: The form of what is stored. ``None``: nothing is, the leaf is derived from others.
+        stored_spec: The form of what is stored. ``None``: nothing is, the leaf is derived from others.
         state: The leaf's chain, set by the capture.
         runs: The encoded rows, in the order of their chunks.
         changed_words: Words that differ from the base, as the report counts them.
@@ -98,7 +99,7 @@ class LeafSave:
 
     number: int
     source: LeafSpec
-    stored: LeafSpec | None = None
+    stored_spec: LeafSpec | None = None
     state: LeafState | None = None
     runs: list[RowRun] | None = None
     changed_words: int = 0

@@ -93,6 +93,7 @@ def build_manifest(
         version=layout.VERSION,
         seq=seq,
         step=request.step,
+        # Tags name a save by its nonce: steps and sequence numbers can be used again.
         nonce=secrets.token_hex(8),
         time=time.time(),
         writer=f"process {os.getpid()} on {socket.gethostname()}",
@@ -121,13 +122,13 @@ def leaf_reports(leaves: Iterable[LeafSave]) -> tuple[LeafReport, ...]:
 
 
 def _leaf_report(leaf: LeafSave) -> LeafReport:
-    if leaf.stored is None:
+    if leaf.stored_spec is None:
         kind = LeafKind.DERIVED
     elif leaf.entry is None:
         kind = LeafKind.UNCHANGED
     else:
         kind = LeafKind.KEYFRAME if leaf.entry.is_whole else LeafKind.DELTA
-    form = leaf.stored or leaf.source
+    form = leaf.stored_spec or leaf.source
     return LeafReport(
         leaf.source.path,
         kind,

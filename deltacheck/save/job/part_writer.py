@@ -135,6 +135,7 @@ class PartWriter:
                     leaf.runs = []
                 leaf.runs.append(RowRun(part, row, rows[:, CHUNK], digests))
                 row += count
+        # One array per stream name and part, whatever the number of leaves: files are expensive.
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
         streams = {
             name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams]
@@ -152,12 +153,12 @@ class PartWriter:
 
     def _count(self, table: U32) -> None:
         """Add a part's index to the figures of its leaves."""
-        stored = np.sum(list(stream_sizes(table).values()), axis=0)
+        encoded_sizes = np.sum(list(stream_sizes(table).values()), axis=0)
         # The rows of a leaf are consecutive, so sums between the changes of the number suffice.
         numbers = table[:, segment.LEAF]
         starts = np.flatnonzero(np.diff(numbers, prepend=np.uint32(0xFFFFFFFF)))
         changed = np.add.reduceat(table[:, segment.CHANGED].astype(np.uint64), starts)
-        sizes = np.add.reduceat(stored, starts)
+        sizes = np.add.reduceat(encoded_sizes, starts)
         for number, words, size in zip(
             numbers[starts].tolist(), changed.tolist(), sizes.tolist(), strict=True
         ):

@@ -72,7 +72,9 @@ class SaveJob:
         self.seq, self.epoch = turn.seq, turn.epoch
         self.progress = progress
         self.begin = time.perf_counter()
+        # From the first attempt to commit on, the manifest may exist even if the commit fails.
         self.may_be_committed = False
+        # A queue, so that each source is released when it is captured.
         self.lazy = deque(source for source in sources.values() if source.lazy)
         self.writer = setup.store.writer(turn.seq, turn.effort)
         self.leaves = {
@@ -113,6 +115,7 @@ class SaveJob:
 
     def encode(self) -> None:
         """Hand everything that was captured to the disk, and make the segment's table."""
+        # The last part first: it is written while keyframes are hashed.
         self._parts.seal()
         self._segment.put_keyframes(self._capture.keyframes)
         self._segment.put_rows(self.leaves.values())

@@ -53,7 +53,7 @@ class SegmentBuilder:
             [
                 _path(leaf)
                 for leaf in leaves
-                if leaf.stored is not None and not is_packed(leaf.stored)
+                if leaf.stored_spec is not None and not is_packed(leaf.stored_spec)
             ]
         )
         window_bytes = min(KEYFRAME_WINDOW_BYTES, setup.options.host_cache_bytes)
@@ -69,6 +69,7 @@ class SegmentBuilder:
             )
             if not setup.options.keeps_shadow:
                 state.base = None
+                # The content stands in an earlier segment, and without a delta chain on it.
                 if state.key_segment and np.array_equal(digests, state.digests):
                     continue
             state.digests = digests
@@ -79,6 +80,7 @@ class SegmentBuilder:
                 state.base_write = write if setup.options.keeps_shadow else None
                 key = KeyframeAt(array=names[spec.path])
                 window.append((host.nbytes, write))
+                # One write at least stays under way: a single leaf may exceed the window.
                 while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
                     await_write(window.popleft()[1], setup.options.io_timeout_seconds)
             leaf.changed_words, leaf.encoded_bytes = int(state.bounds[-1]), host.nbytes
@@ -117,7 +119,7 @@ class SegmentBuilder:
     def record(self, leaves: Iterable[LeafSave]) -> None:
         """Record every stored leaf, changed or not, with the segments that its chain needs."""
         for leaf in leaves:
-            spec, state = leaf.stored, leaf.state
+            spec, state = leaf.stored_spec, leaf.state
             if spec is None or state is None:
                 continue
             self.segments.add(state.key_segment)

@@ -23,15 +23,15 @@ def sample(values: Array) -> Array:
     return blocks
 
 
-def octaves_apart(left: Array, right: Array) -> float | None:
-    """Return the median ``|log2(left / right)|`` of the elements that are positive in both.
+def octaves_apart(first: Array, second: Array) -> float | None:
+    """Return the median ``|log2(first / second)|`` of the elements that are positive in both.
 
     ``None`` if there are no such elements.
     """
-    mask = (left > 0) & (right > 0) & np.isfinite(left) & np.isfinite(right)
+    mask = (first > 0) & (second > 0) & np.isfinite(first) & np.isfinite(second)
     if not mask.any():
         return None
-    logs = [np.log2(values[mask].astype(np.float64)) for values in (left, right)]
+    logs = [np.log2(values[mask].astype(np.float64)) for values in (first, second)]
     return float(np.median(np.abs(logs[0] - logs[1])))
 
 

@@ -93,10 +93,10 @@ class LossySave:
 
     def _capture_watched(self, source: LeafSource, rescale: float) -> Any:
         spec = source.spec
-        stored = self.reader.stored(spec.path, spec)
-        if stored is not None and spec.dtype == "float32":
+        shadow_values = self.reader.stored(spec.path, spec)
+        if shadow_values is not None and spec.dtype == "float32":
             drift = octaves_apart(
-                sample(self.reader.live(source)), sample(stored) * np.float32(rescale)
+                sample(self.reader.live(source)), sample(shadow_values) * np.float32(rescale)
             )
             if drift is not None:
                 self.run.drifts.append(drift)
@@ -142,13 +142,14 @@ class ParameterSave:
 
 
 def read_together(
-    source: LeafSource, current: Callable[[], Any], others: Sequence[LeafSource]
+    source: LeafSource, current: Callable[[], Any], group: Sequence[LeafSource]
 ) -> LeafSource:
-    """Return ``source`` with another capture, which reads ``others`` with it.
+    """Return ``source`` with another capture, which reads the ``group`` with it.
 
     It is read as early as the first of them must be read.
     """
-    return replace(source, current=current, lazy=all(other.lazy for other in others))
+    # If one of them were read later, training could change it between the two reads.
+    return replace(source, current=current, lazy=all(member.lazy for member in group))
 
 
 def value_digest(spec: LeafSpec, values: Array) -> str:

@@ -49,6 +49,7 @@ class MomentCapture:
             for path, decision in group.decisions.items()
             if decision.how == "octaves"
         }
+        # If either moment breaks its contract, both are exact: an update mixes the two.
         exactly = {path: group.exactly(path) for path in decisions}
         if self._breaks_adam_law():
             return exactly
@@ -109,7 +110,7 @@ class MomentCapture:
         if np.any((codes[second] == 0) & (group.live(second) > 0)):
             return None
         restored = self._restored(
-            decisions, {path: sample(stored) for path, stored in codes.items()}
+            decisions, {path: sample(values) for path, values in codes.items()}
         )
         live = {path: sample(group.live(path)) for path in (first, second)}
         drift = octaves_apart(live[second], restored[second])

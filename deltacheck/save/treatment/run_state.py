@@ -49,7 +49,7 @@ class LeafReader:
 
 @dataclass(slots=True)
 class RunState:
-    """What is known of a run between its saves.
+    """The knowledge of a run between its saves.
 
     Args:
         stage: The stage of the policy.
@@ -73,6 +73,7 @@ class RunState:
 
     def reset(self) -> None:
         """Forget the course of the run after a restore; scales and spacings stay valid."""
+        # The run that goes on may be another one, with other data or another learning rate.
         self.stage, self.detector = Stage(), Detector()
         self.drifts.clear()
         self.stored_steps.clear()

@@ -87,12 +87,15 @@ class Treatment:
             group: values if values.lr is not None else replace(values, lr=metric_rate)
             for group, values in groups.items()
         }
+        # Before any decision: an event of this very step must already end the stable stage.
         self._observe(step, rates, metrics, specs)
         stage = self._run.stage.name
         if stage == STABLE:
             leaf_roles = self._prove(leaf_roles, sources)
         save = LossySave(self._policy, step, stage, self._run, self._reader)
-        kept = save.share_equal({path: sources[path] for path in numbers if path in sources})
+        replacements = save.share_equal(
+            {path: sources[path] for path in numbers if path in sources}
+        )
         for parameter in leaf_roles.parameters:
             situation = Situation(
                 rates[parameter.group or ""],
@@ -101,8 +104,8 @@ class Treatment:
                 self._scale(parameter.master, sources),
             )
             decisions = decide(self._policy, stage, parameter, specs, situation)
-            kept |= self._parameter_sources(save, parameter, situation, decisions, sources)
-        return dict(sources) | kept, save.terms
+            replacements |= self._parameter_sources(save, parameter, situation, decisions, sources)
+        return dict(sources) | replacements, save.terms
 
     def _parameter_sources(
         self,
@@ -117,12 +120,13 @@ class Treatment:
         group_sources = {path: sources[path] for path in paths if path is not None}
         group = ParameterSave(save, parameter, situation, decisions, group_sources)
         weights, moments = WeightCapture(group), MomentCapture(group)
-        together = list(group_sources.values())
-        kept = {}
+        members = list(group_sources.values())
+        replacements = {}
         for path, decision in decisions.items():
             capture = _capture_of(path, decision, weights, moments)
-            kept[path] = read_together(group_sources[path], capture, together)
+            replacements[path] = read_together(group_sources[path], capture, members)
         second = parameter.second
+        # Called at every save, since it remembers the step count for the next one.
         rescale = moments.rescale_since_last()
         # Before the stable stage the drift of second moments decides when that stage begins.
         if (
@@ -131,8 +135,8 @@ class Treatment:
             and self._policy.hidden is not None
             and save.stage != STABLE
         ):
-            kept[second] = save.watch(sources[second], rescale)
-        return kept
+            replacements[second] = save.watch(sources[second], rescale)
+        return replacements
 
     def _observe(
         self,

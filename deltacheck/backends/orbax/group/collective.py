@@ -17,8 +17,8 @@ from deltacheck.backends.orbax.state import pieces
 from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.group import Group, stored_names
-from deltacheck.save.joint import AgreedSave, Joint
+from deltacheck.save.group import Group
+from deltacheck.save.joint import AgreedSave, Joint, stored_names
 
 
 class Opening(msgspec.Struct, frozen=True):

@@ -61,6 +61,7 @@ class WholeLeaves:
             key = self._writer.put_packed(spec, data)
         else:
             write = self._writer.put_natural(spec, self._names[spec.path], data)
+            # Leaf by leaf, so that memory holds one batch and not the whole model.
             await_write(write, self._timeout_seconds)
             key = KeyframeAt(array=self._names[spec.path])
         self._entries[spec.path] = LeafEntry(
@@ -94,7 +95,7 @@ def write_whole(
         ChainBroken: A segment of a chain is missing.
         SaveFailed: The storage hangs, or ``give_up`` returned true.
     """
-    whole = WholeLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
+    segment = WholeLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
     for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
         if give_up():
             raise SaveFailed("the compaction was given up")
@@ -102,8 +103,8 @@ def write_whole(
         all_chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
         data = read.read_chunks(batch, all_chunks)
         for path, chain in batch.items():
-            whole.add(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
-    return whole.finish()
+            segment.add(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
+    return segment.finish()
 
 
 def manifest_on(

@@ -15,7 +15,7 @@ from typing import Any
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.policy.keyframes import due_for_reads
 from deltacheck.restore.chain import Chain
-from deltacheck.save.compactor import CompactionPlan, Compactor, attach
+from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
 from deltacheck.save.save_options import SaveOptions
@@ -47,7 +47,7 @@ class ChainState:
         self._plans: dict[int, CompactionPlan] = {}
         # Segments of saves under way, of saves that were given up while they were committed, and
         # manifests that are still to be read back, by sequence number.
-        self._written: set[str] = set()
+        self._segments_under_way: set[str] = set()
         self._uncertain: set[str] = set()
         self._unchecked: dict[int, Manifest] = {}
         # Reentrant: a signal handler may interrupt its holder and ask for what is protected.
@@ -109,7 +109,12 @@ class ChainState:
     def protected_segments(self) -> set[str]:
         """Return the segments that the shadow or a save under way needs."""
         with self._lock:
-            names = self._refs.keys() | self._uncertain | self._compacted.keys() | self._written
+            names = (
+                self._refs.keys()
+                | self._uncertain
+                | self._compacted.keys()
+                | self._segments_under_way
+            )
             for manifest in self._unchecked.values():
                 names |= {ref.id for ref in manifest.segments}
             if self.compactor is not None:
@@ -146,7 +151,7 @@ class ChainState:
             job = make_job(ChainTurn(self._next_seq, self.epoch, self.leaves, due, effort))
             if compaction is not None:
                 self._plans[job.seq] = compaction
-            self._written.add(job.writer.id)
+            self._segments_under_way.add(job.writer.id)
             self._next_seq += 1
             return job
 
@@ -200,14 +205,14 @@ class ChainState:
         plan = self._plans.pop(job.seq, None)
         if plan is not None and previous is not None and self.compactor is not None:
             self.compactor.start(plan, previous)
-        self._written.discard(job.writer.id)
+        self._segments_under_way.discard(job.writer.id)
 
     def failed(self, job: SaveJob) -> None:
         """Drop the shadow if the failed save has updated it."""
         with self._lock:
             if job.epoch == self.epoch:
                 self.drop()
-            self._written.discard(job.writer.id)
+            self._segments_under_way.discard(job.writer.id)
             self._plans.pop(job.seq, None)
 
     def protect_uncertain(self, job: SaveJob) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltacheck.restore.chain import resolve_chains
+from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
-from deltacheck.save.whole_leaves import write_whole
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
@@ -134,6 +134,7 @@ class Compactor:
             manifest: The committed manifest of the save after which the plan was made.
         """
         with self._lock:
+            # The last result may not be taken yet, and its segments must stay protected.
             if self._running.thread is not None or self._stop.is_set():
                 return
             segments = {name for key, deltas in plan.links.values() for name in (key, *deltas)}
@@ -171,20 +172,21 @@ class Compactor:
     def _run(self, plan: CompactionPlan, manifest: Manifest) -> None:
         writer = self._store.writer(plan.seq)
         running = self._running
+        # Replaced, not updated: `segments` may be copying the set.
         running.segments = running.segments | {writer.id}
         try:
             root = Root(self._store.path, self._store).afresh()
-            stored = [path for path in plan.links if path in manifest.stored]
+            stored_paths = [path for path in plan.links if path in manifest.stored]
             # The plan was made before its save was committed, so its chains may differ.
             chains = {
                 path: chain
-                for path, chain in resolve_chains(root, manifest, stored).items()
+                for path, chain in resolve_chains(root, manifest, stored_paths).items()
                 if (chain.key[0].id, tuple(chain.delta_segments)) == plan.links[path]
             }
             if chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
                 running.result = CompactedChains(ref, {path: plan.links[path] for path in chains})
-        except BaseException as error:  # noqa: BLE001 - training goes on with the chains as they are
+        except BaseException as error:  # noqa: BLE001 - training goes on with the old chains
             remove_tree(writer.path, ignore_errors=True)
             if not self._stop.is_set():
                 log.warning(

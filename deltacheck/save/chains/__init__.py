@@ -1,0 +1,1 @@
+"""Chains of deltas between saves: their state, and leaves that are written whole again."""
