@@ -22,8 +22,8 @@ class SaveHandle:
             ``None``: waits without a timeout have no end.
     """
 
-    # The state itself is in Progress, which the saver's threads share. The handle keeps nothing of
-    # the save alive: a caller may hold thousands of handles.
+    # The state is in Progress, which the saver's threads share. It refers to no leaf, so that a
+    # caller may keep handles.
     def __init__(self, step: int, pulse: Pulse | None = None) -> None:
         self.step = step
         self._progress = Progress(step, pulse)

@@ -85,7 +85,7 @@ class LeafCapture:
     def _capture_leaf(self, source: LeafSource) -> _GroupMember | None:
         """Capture one leaf; return it if it is to be encoded together with others."""
         self._progress.beat()
-        # `source` is the last reference to lazy content, and ends with this call.
+        # `source` is the last reference to lazy content. It ends with this call, or with the group.
         setup, codec = self._setup, self._setup.codec
         path = source.spec.path
         leaf, state = self._leaves[path], self._states.get(path)
