@@ -1,6 +1,6 @@
-"""deltacheck: delta checkpoints for LLM post-training.
+"""Delta checkpoints for LLM post-training.
 
-``open(root)`` reads any checkpoint without a framework; ``deltacheck.backends.torch.Engine`` and
+``open(root)`` reads all checkpoints without a framework. ``deltacheck.backends.torch.Engine`` and
 ``deltacheck.backends.orbax.manager`` write them.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> module. Resolved on first use: `import deltacheck` alone must stay fast and pull in
-# no framework.
+# The module of each public name. Modules are imported at the first use of a name, because
+# `import deltacheck` must be fast and must not import a framework.
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.maintain.verify",

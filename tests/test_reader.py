@@ -1,4 +1,4 @@
-"""Reading without a framework: any step, any leaf, any box, and plain zarr."""
+"""Reading without a framework: any step, leaf or box, and plain zarr."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BIG = "optimizer/state/0/master"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A root with a keyframe and three deltas, and the states that were saved."""
+    """Save a keyframe and three deltas; return the root and the saved states."""
     import copy
 
     root = tmp_path_factory.mktemp("root")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-def known(*kinds: Any) -> None:
+def inspect_types(*kinds: Any) -> None:
     """Let msgspec inspect these types now instead of at their first decoding.
 
     Call this next to the definition of a type. msgspec stores the result of the inspection on the

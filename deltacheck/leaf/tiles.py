@@ -86,7 +86,7 @@ def is_name(stored: str) -> bool:
     return _MARK in stored
 
 
-def about(stored: str) -> str:
+def message_prefix(stored: str) -> str:
     """Return a prefix for messages that names a tile; empty for a leaf that is stored whole."""
     return (
         f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""

@@ -180,7 +180,7 @@ class Reconstructor:
             if missing
             else "its tables cannot be read, and no other leaf of this root has its digest"
         )
-        return Irrecoverable(tuple(missing), tiles.about(leaf) + problem)
+        return Irrecoverable(tuple(missing), tiles.message_prefix(leaf) + problem)
 
     def needed_segments(self, manifest: Manifest, lost: list[str]) -> set[str]:
         """Return the segments that the other leaves of a step need."""
@@ -341,7 +341,9 @@ def _cuts(manifest: Manifest, path: str) -> tiles.Cuts | None:
 def _describe(stored_path: str) -> str:
     """Name a leaf, and its tile if it is one."""
     tile = (
-        f"{tiles.about(stored_path).removesuffix(': ')} of " if tiles.is_name(stored_path) else ""
+        f"{tiles.message_prefix(stored_path).removesuffix(': ')} of "
+        if tiles.is_name(stored_path)
+        else ""
     )
     return f"{tile}leaf {tiles.leaf_of(stored_path)!r}"
 

@@ -223,7 +223,7 @@ def _reconstruct_step(
         if isinstance(content, Irrecoverable):
             lost.append(Lost(manifest.step, leaf, content.chunks, content.problem))
         else:
-            source = tiles.about(stored_path) + content.source
+            source = tiles.message_prefix(stored_path) + content.source
             healed.append(Healed(manifest.step, leaf, source))
     return healed, lost
 

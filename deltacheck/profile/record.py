@@ -12,7 +12,7 @@ import msgspec
 
 from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 from deltacheck.policy.events import Event
 
 FORMAT, VERSION = "deltacheck.profile", 1
@@ -187,4 +187,4 @@ class _Header(msgspec.Struct):
     version: int
 
 
-known(Profile, _Header)
+inspect_types(Profile, _Header)

@@ -23,7 +23,7 @@ from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tiles import Cuts
 from deltacheck.leaf.tree import Node
 from deltacheck.save.channel import Ranks, consult
@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True):
     digests: str
 
 
-known(SaveProposal, Agreement, Contribution, Assignment, Report)
+inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
 
 
 class AgreedSave(NamedTuple):

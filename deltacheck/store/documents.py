@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from deltacheck.errors import Damaged, SaveFailed, UnsupportedFormat, UnsupportedLeaf
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 from deltacheck.store import layout, validation
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
@@ -225,4 +225,4 @@ _CHECKS: Mapping[type[Any], Any] = {
 }
 
 
-known(*_CHECKS)
+inspect_types(*_CHECKS)

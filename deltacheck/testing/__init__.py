@@ -1,12 +1,13 @@
-"""Contract suites: what every implementation of a plug-in point must do, as pytest classes to
-subclass. Needs pytest.
+"""Contract suites for the implementations of plug-in points, as pytest classes to subclass.
 
-from deltacheck.testing.codec import CodecContract
+They need pytest:
 
-class TestMyCodec(CodecContract):
-    @pytest.fixture
-    def codec(self):
-        return MyCodec()
+    from deltacheck.testing.codec import CodecContract
+
+    class TestMyCodec(CodecContract):
+        @pytest.fixture
+        def codec(self):
+            return MyCodec()
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""What every codec must do, whatever it runs on: the contract of ``deltacheck.codec.base.Codec``.
+"""The contract of ``deltacheck.codec.base.Codec`` as tests.
 
-Subclass ``CodecContract``, give it a ``codec`` fixture and, where bases are not NumPy arrays,
-override ``held``.
+Subclass ``CodecContract`` and give it a ``codec`` fixture. Override ``held`` if the bases of the
+codec are not NumPy arrays.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ WORD_BYTES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run to encode. ``current``, ``base``: uint8, 1-D; ``base`` is ``None`` for a first save.
-    ``why``: what it is chosen for.
+    """A run of chunks to encode.
+
+    Args:
+        why: The reason for the case, as its name.
+        current: The bytes to encode, uint8, 1-D.
+        base: The bytes before; ``None`` for a first save.
+        bounds: The offsets of the chunks in words.
+        word_bytes: Bytes of a word.
     """
 
     why: str
@@ -56,7 +62,7 @@ class Case:
 
 
 def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
-    """Words as training leaves them: a bell curve where the type has one, all bits in use."""
+    """Return words like those of a training: normally distributed floats, or random bits."""
     random = np.random.default_rng(seed)
     match word_bytes:
         case 2:
@@ -70,7 +76,7 @@ def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
 
 
 def moved(base: NDArray[Any], density: float, most: int, seed: int = 1) -> NDArray[Any]:
-    """A copy of ``base`` in which that share of the words went up or down by 1 to ``most``."""
+    """Return a copy in which a share of the words changed by 1 to ``most``, up or down."""
     random = np.random.default_rng(seed)
     current = base.copy()
     chosen = random.random(base.size) < density
@@ -80,7 +86,7 @@ def moved(base: NDArray[Any], density: float, most: int, seed: int = 1) -> NDArr
 
 
 def cases() -> Iterator[Case]:
-    """Runs that together use every method, every stream and every kind of tile."""
+    """Yield runs that together use all methods, all streams and all kinds of tiles."""
     for w in WORD_BYTES:
         tile = TILE_BYTES // w
         whole = words(3 * tile + 37, w)
@@ -150,7 +156,7 @@ CASES = tuple(cases())
 
 
 def same(one: Encoded, other: Encoded) -> bool:
-    """Whether two encodings are equal to the byte."""
+    """Return True if two encodings are equal to the byte."""
     return (
         np.array_equal(one.rows, other.rows)
         and one.streams.keys() == other.streams.keys()
@@ -163,8 +169,15 @@ def same(one: Encoded, other: Encoded) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that must be refused. ``base``: what it would be applied to. ``says``: what the
-    error's text must hold, the chunk included.
+    """A chunk that a decoder must refuse.
+
+    Args:
+        why: The reason for the case, as its name.
+        encoded: The chunk.
+        base: The bytes that it is applied to.
+        bounds: The offsets of the chunks in words.
+        word_bytes: Bytes of a word.
+        says: Text that the error must contain.
     """
 
     why: str
@@ -179,9 +192,7 @@ class Damage:
 
 
 def damages() -> Iterator[Damage]:
-    """Encodings with one thing wrong in each, and what a decoder must say of it: every check of
-    format.md 4.3.
-    """
+    """Yield encodings with one error each, for all checks of section 4.3 of format.md."""
     # Chunk 0 is sound; chunk 1 has two whole tiles and one of 100 words and is the one to suffer.
     w, tile = 2, TILE_BYTES // 2
     base = words(2 * tile + 2 * tile + 100, w)
@@ -406,9 +417,7 @@ def damages() -> Iterator[Damage]:
 
 
 def _push_over(start: int, count: int) -> Any:
-    """An edit that makes the gaps of a tile as large as their bytes allow, each still one byte
-    where it was.
-    """
+    """Return an edit that makes the gaps of a tile as large as their bytes allow."""
 
     def edit(content: U8) -> None:
         part = content[start : start + count]
@@ -423,9 +432,7 @@ def _flip_clear_bit(content: U8) -> None:
 
 
 def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
-    """Two chunks of 16-bit words under a method of our choice: the reference's parts, put together
-    by hand.
-    """
+    """Encode two chunks of 16-bit words by a given method, with parts of the reference codec."""
     from deltacheck.codec import reference
 
     # Chosen so that gaps above 255 and wide differences occur in every tile but the last, which has
@@ -496,13 +503,11 @@ class CodecContract:
         raise NotImplementedError("give the suite a `codec` fixture")
 
     def held(self, data: U8) -> Any:
-        """A new array of the codec's own kind with these bytes."""
+        """Return a new array of the codec's own kind with these bytes."""
         return data.copy()
 
     def encoded(self, codec: Codec[Any], case: Case) -> tuple[Encoded, Any]:
-        """The encoding of a case and the new base, as ``Codec.encode`` gives them for memory of the
-        codec's kind (``held``).
-        """
+        """Return the encoding of a case and the new base, in memory of the codec's kind."""
         base = None if case.base is None else self.held(case.base)
         return codec.encode(self.held(case.current), base, case.bounds, case.word_bytes)
 

@@ -1,14 +1,13 @@
-"""What every place that a root may lie in must do: a local directory, a mounted one, a prefix of an
-object store.
+"""The contract of a place for roots, as tests: a local or mounted directory, or an object store.
 
-Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty place (``pathlib.Path`` of an
-existing directory, or what ``deltacheck.store.files.storage.of`` makes of an address). To try a store of
-your own:
+Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty existing directory, or an
+address in an object store. To test a store:
 
-class TestMyStore(PlaceContract):
-    @pytest.fixture
-    def folder(self):
-        return place.of(f"s3://bucket/{secrets.token_hex(8)}", ObjectStore(endpoint="https://..."))
+    class TestMyStore(PlaceContract):
+        @pytest.fixture
+        def folder(self):
+            store = ObjectStore(endpoint="https://...")
+            return storage.of(f"s3://bucket/{secrets.token_hex(8)}", store)
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MOST = 1 << 20
 
 
 def made(folder: Place, *names: str) -> Place:
-    """A directory below ``folder``."""
+    """Create a directory below ``folder``."""
     for name in names:
         folder = folder / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,7 @@ def made(folder: Place, *names: str) -> Place:
 
 
 def at_once(work: Callable[[int], object], count: int = WRITERS) -> list[object]:
-    """The results of ``work(0)``, ..., called by as many threads at the same moment."""
+    """Call ``work(0)``, ``work(1)``, ... in threads at the same moment; return the results."""
     start = threading.Barrier(count)
 
     def wait(number: int) -> object:
@@ -53,7 +52,7 @@ def at_once(work: Callable[[int], object], count: int = WRITERS) -> list[object]
 
 
 class PlaceContract:
-    """The fixture ``folder``: an empty place."""
+    """Tests that each place must pass. The fixture ``folder`` is an empty place."""
 
     def test_a_file_is_created_once_and_keeps_what_it_was_created_with(self, folder: Place) -> None:
         assert arrays.create_file(folder, "a", b"first")

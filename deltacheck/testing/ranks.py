@@ -1,6 +1,4 @@
-"""Ranks that are threads of one process: for tests of what several ranks do together, without
-starting any.
-"""
+"""Ranks that are threads of one process, for tests and simulations."""
 
 from __future__ import annotations
 
@@ -12,15 +10,17 @@ from deltacheck.save.channel import Channel, Ranks
 
 
 class Threads:
-    """Channels between threads of one process that stand for ranks: for tests and simulations."""
+    """Channels between threads of one process that stand for ranks."""
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         self._size = size
         self._timeout_seconds = timeout_seconds
 
     def ranks(self) -> list[Ranks]:
-        """One ``Ranks`` for each thread, in order. Its calls raise ``RankFailed`` where a rank does
-        not come in ``timeout_seconds``.
+        """Return one ``Ranks`` for each thread, in order.
+
+        Args:
+            timeout_seconds: Calls raise ``RankFailed`` if a rank is absent for this time.
         """
         begins, ends = self._channels(), self._channels()
         return [Ranks(begin, end) for begin, end in zip(begins, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Chunk grids: consecutive in memory, the right size, every element once."""
+"""Chunk grids: consecutive in memory, of the right size, each element once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_chunks_are_consecutive_runs_that_cover_the_leaf(
 
 
 def small_chunk(shape: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """``grid.chunk_shape`` with a target of ``budget`` elements."""
+    """Return ``grid.chunk_shape`` for a target of ``budget`` elements."""
     return grid.chunk_shape(shape, max(1, grid.CHUNK_BYTES // budget))
 
 

@@ -1,6 +1,4 @@
-"""Who writes which tile: whatever the ranks hold, every element once, balanced, and as before where
-that fits.
-"""
+"""Distribution of tiles over ranks: each element once, balanced, and stable between plans."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def loads(plan: dict[str, Planned], size: int) -> np.ndarray:
 
 
 def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, Held]]) -> None:
-    """Every element is written once, by a rank that holds it; the shares are the plan."""
+    """Assert that each element is written once by a rank that holds it, and shares fit the plan."""
     for path, one in plan.items():
         covered = np.zeros(one.shape, int)
         for number, of in enumerate(boxes_of(one)):
@@ -70,9 +68,7 @@ def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, Held]]) -> N
 
 @st.composite
 def holdings(draw: st.DrawFn) -> list[dict[str, Held]]:
-    """Grids of ranks that hold leaves cut along some axes, and whole along others: replicated as
-    often as that makes them.
-    """
+    """Draw grids of ranks that hold leaves cut along some axes and replicated along others."""
     grid = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     size = math.prod(grid)
     held: list[dict[str, Held]] = [{} for _ in range(size)]

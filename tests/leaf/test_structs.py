@@ -1,4 +1,4 @@
-"""msgspec's types are known before threads decode them."""
+"""msgspec types are inspected before threads decode them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltacheck.leaf import structs
 RACE = """
 import sys, threading, types
 import msgspec
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 
 sys.setswitchinterval(1e-6)
 source = '''
@@ -39,7 +39,7 @@ for number in range(400):
     sys.modules[module.__name__] = module
     exec(source, module.__dict__)
     if sys.argv[1] == "known":
-        known(module.Outer)
+        inspect_types(module.Outer)
     together = threading.Barrier(3)
     def decode():
         together.wait()
@@ -67,7 +67,7 @@ def test_what_threads_decode_is_known() -> None:
     import msgspec
     from deltacheck.leaf import structs
     seen = set()
-    structs.known = lambda *kinds: seen.update(kind.__name__ for kind in kinds)
+    structs.inspect_types = lambda *kinds: seen.update(kind.__name__ for kind in kinds)
     import deltacheck.save.joint, deltacheck.profile.record, deltacheck.store.manifest
     import deltacheck.backends.orbax.group.collective, deltacheck.backends.torch.dcp.stream
     print(*sorted(seen))
@@ -92,4 +92,4 @@ def test_a_type_that_msgspec_cannot_decode_is_refused_where_it_is_made_known() -
 
     Wrong.__annotations__["both"] = set[list[int]] | list[str]
     with pytest.raises(TypeError):
-        structs.known(Wrong)
+        structs.inspect_types(Wrong)

@@ -1,4 +1,4 @@
-"""Boxes and cuts: pure arithmetic, against NumPy."""
+"""Arithmetic on boxes and cuts, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ def test_a_name_of_no_tile_is_none(name: str) -> None:
 
 
 def test_a_tile_is_told_to_people_by_where_it_begins() -> None:
-    assert tiles.about("model/w%@350,0") == "tile at [350, 0]: "
-    assert tiles.about("model/w%25") == ""
+    assert tiles.message_prefix("model/w%@350,0") == "tile at [350, 0]: "
+    assert tiles.message_prefix("model/w%25") == ""
     assert tiles.leaf_of("model/w%25") == "model/w%25"

@@ -1,4 +1,4 @@
-"""Trees: injective paths, exact scalars, refusals that name the leaf."""
+"""Trees: distinct paths, exact scalars, and refusals that name the leaf."""
 
 from __future__ import annotations
 

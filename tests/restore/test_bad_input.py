@@ -1,8 +1,7 @@
-"""Bad input, a row of the threat model at a time (M1 to M12): a typed error or a right answer, and
-nothing outside the root is touched.
+"""Bad input: each row of the threat model (M1 to M12) gives a typed error or a right result.
 
-What test_store.py, test_damage.py and test_tree.py cover is not here again. Documents are forged
-with right checksums (forge.py).
+Nothing outside the root is changed. Documents are forged with valid checksums (forge.py). Cases of
+test_store.py, test_damage.py and test_tree.py are not repeated here.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ NEWEST = "c0000000001"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A natural array of two shards' chunks, packed leaves, a delta with several streams, in two
-    steps.
-    """
+    """Save two steps with a natural array of two shards, packed leaves and a delta with streams."""
     root = tmp_path_factory.mktemp("saved") / "root"
     big, ramp = torch.arange(300 * 250, dtype=torch.float32).reshape(300, 250), torch.arange(50.0)
     codes = np.array([0, 1, 128], np.uint8)
@@ -54,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(saved: Path) -> Iterator[Path]:
-    """The saved root, of which a test may change documents of ours; they are put back."""
+    """Return the saved root. A test may change its documents, which are restored afterwards."""
     kept = {
         path: path.read_bytes()
         for path in (*saved.glob("checkpoints/c*/zarr.json"), *saved.glob("segments/s*/zarr.json"))
@@ -66,7 +63,7 @@ def root(saved: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, of which a test may change anything."""
+    """Return a copy of the saved root, which a test may change."""
     shutil.copytree(saved, tmp_path / "root")
     return tmp_path / "root"
 
@@ -144,7 +141,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
 def test_nothing_but_files_and_directories_of_the_root_is_opened(
     copied: Path, place: str, make: Callable[[Path], None]
 ) -> None:
-    """TensorStore would follow the link, hang at the pipe and read the device for ever."""
+    """TensorStore would follow the link, block on the pipe and read the device without end."""
     path = PLACES[place](copied)
     make(path)
     assert_refused(copied)
@@ -168,7 +165,7 @@ def test_a_writer_does_not_write_through_a_link_out_of_the_root(
 
 
 def test_the_lease_is_not_taken_through_a_link(copied: Path, tmp_path: Path) -> None:
-    """It writes its holder's name: through the link, over somebody's file."""
+    """A lease writes the name of its holder, which a link would write over another file."""
     victim = tmp_path / "precious"
     victim.write_text("precious")
     (copied / "control" / "zarr.json").unlink()
@@ -290,7 +287,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def put(tree: dict[str, Any], node: Any) -> None:
-    """Replace the number list in the tree of the saved state."""
+    """Replace the list of numbers in the tree of the saved state."""
     next(pair for pair in tree["k"] if pair[0] == "n")[1] = node
 
 
@@ -449,8 +446,10 @@ except errors.DeltacheckError as error:
 
 
 def limited(root: Path, reader: str = "native", **options: Any) -> str:
-    """What a restore says in a process that has 1 GiB beside what it has loaded. ``reader``:
-    ``"tensorstore"`` for everything.
+    """Return the error of a restore in a process with 1 GiB beside its loaded code.
+
+    Args:
+        reader: ``"tensorstore"``: read everything with TensorStore.
     """
     program = [sys.executable, "-c", LIMITED, str(root), repr(options), reader]
     done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
@@ -459,7 +458,7 @@ def limited(root: Path, reader: str = "native", **options: Any) -> str:
 
 
 def claim(root: Path, shape: list[int], chunk: list[int], leaf: str = "w") -> None:
-    """Let every document say, and vouch for, another shape of a leaf."""
+    """Write another shape of a leaf into all documents, with valid digests."""
 
     def edit(table: dict[str, Any]) -> None:
         entry = table["leaves"].get(leaf)
@@ -499,7 +498,7 @@ def test_a_leaf_of_tiny_chunks_cannot_make_its_tables_larger_than_the_budget(roo
 
 
 def test_what_the_machine_has_but_not_the_process_is_an_error_of_ours(tmp_path: Path) -> None:
-    """2 GiB of nothing: less than any machine has, more than the process may."""
+    """An empty leaf of 2 GiB takes less than any machine has, but more than the process may."""
     root = forge.unpack("derived", tmp_path)
 
     def edit(manifest: dict[str, Any]) -> None:
@@ -521,7 +520,7 @@ def packed_bytes(content: bytes) -> bytes:
 def test_a_blosc_header_that_asks_for_more_than_the_chunk_is_refused(
     copied: Path, reader: str
 ) -> None:
-    """TensorStore would make room for it: 2 GiB from a file of 8 MiB, or end the process."""
+    """TensorStore would allocate 2 GiB for a file of 8 MiB, or end the process."""
     path = segments(copied)[0] / "packed" / "float32" / "c.0"
     content = bytearray(path.read_bytes()[:-4])
     assert int.from_bytes(content[4:8], "little") == 400
@@ -535,7 +534,7 @@ def test_a_blosc_header_that_asks_for_more_than_the_chunk_is_refused(
 def test_a_file_that_is_larger_than_its_chunks_can_be_is_refused(
     copied: Path, place: str, reader: str
 ) -> None:
-    """TensorStore would read it whole, and end the process."""
+    """TensorStore would read the whole file, and end the process."""
     os.truncate(PLACES[place](copied), 1 << 36)
     assert "that its chunks can take" in limited(copied, reader)
 
@@ -677,7 +676,7 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
 
 
 def test_codes_that_no_value_has_are_damage(root: Path) -> None:
-    """A sign and nothing behind it."""
+    """The code is a sign without a magnitude."""
 
     def edit(manifest: dict[str, Any]) -> None:
         about = {"how": "octaves", "dtype": "float32", "shape": [3], "signed": True}
@@ -691,7 +690,7 @@ def test_codes_that_no_value_has_are_damage(root: Path) -> None:
 
 
 def forge_index(root: Path, change: Callable[[Any], None]) -> None:
-    """Write the index of the newest segment anew, with its checksums right."""
+    """Rewrite the index of the newest segment with valid checksums."""
     segment = open_root(root).store.segment(deltacheck.open(root).manifest(1).segments[-1])
     index = segment.part(0).index.copy()
     change(index)

@@ -1,5 +1,6 @@
-"""Damage of every kind in every kind of file: an error that names it, or no harm. Never a silent
-wrong restore.
+"""Damage of each kind in each kind of file: an error names it, or it has no effect.
+
+A restore never returns wrong values.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def copied(
 
 @pytest.mark.parametrize("name", damage_trials.SUBJECTS)
 def test_damage_is_never_silent(name: str) -> None:
-    """A sample of `make damage-test`, whose harness this is."""
+    """This is a sample of `make damage-test`, which uses the same harness."""
     seed, tally = random.SystemRandom().randrange(1 << 32), damage_trials.Tally()
     with damage_trials.built(name) as (subject,):
         for number in range(QUICK_TRIALS):
@@ -89,7 +90,7 @@ def test_damage_is_never_silent(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["engine", "policy"])
 def test_a_repaired_root_restores_what_it_does_not_name_as_lost(name: str) -> None:
-    """A sample of `make damage-test ARGS=--repair`."""
+    """This is a sample of `make damage-test ARGS=--repair`."""
     seed, tally = random.SystemRandom().randrange(1 << 32), damage_trials.Tally()
     with damage_trials.built(name) as (subject,):
         for number in range(12):
@@ -98,8 +99,9 @@ def test_a_repaired_root_restores_what_it_does_not_name_as_lost(name: str) -> No
 
 
 def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Path) -> None:
-    """Rows of a part are read together with what lies between them: of a leaf that has been written
-    whole since.
+    """Rows of a part are read together with the rows between them.
+
+    Those belong to a leaf that has a newer keyframe.
     """
     state = {name: torch.arange(3000) for name in ("a", "b", "c")}
     with Engine(tmp_path) as engine:
@@ -119,9 +121,7 @@ def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Pat
 
 
 def test_without_digests_the_trials_find_silent_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness bites: a chunk of an older save passes every checksum, and only the digests
-    tell.
-    """
+    """The harness detects errors: only digests reject a chunk of an older save."""
     monkeypatch.setattr(read, "_verify", lambda blocks: None)
     tally = damage_trials.Tally()
     with damage_trials.built("engine") as (subject,):
@@ -179,7 +179,7 @@ def test_a_missing_segment_is_named_together_with_the_newest_whole_step(
 def test_a_segment_of_another_run_is_refused(
     copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Two runs mixed by a restore from backup: the same names, the same shapes, other bytes."""
+    """Two runs are mixed by a backup: equal names and shapes, but other bytes."""
     root, _ = copied
     with Engine(tmp_path / "other") as engine:
         engine.save(0, small_state())
@@ -197,8 +197,9 @@ def test_a_segment_of_another_run_is_refused(
 
 
 def test_a_stale_chunk_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
-    """A chunk file of an older save in the place of a newer one: crc32c is content, xxh3 in the
-    chain is which content.
+    """A chunk file of an older save replaces a newer one.
+
+    The crc32c proves that a file is intact, the xxh3 of the chain that it is the right one.
     """
     state = {"w": torch.zeros(1000, 1000, dtype=torch.int32)}
     with Engine(tmp_path) as engine:
@@ -292,9 +293,7 @@ def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(
 def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     copied: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table that names another base, vouched for by every checksum: what a writer with a wrong
-    shadow would leave.
-    """
+    """A table names another base, with valid checksums, as a writer with a wrong shadow would."""
     import msgspec
 
     from deltacheck.store.manifest import SegmentTable

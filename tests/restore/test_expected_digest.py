@@ -1,6 +1,4 @@
-"""`expected_digest=`: the caller has kept the digest of a step elsewhere, and gets that step or
-none.
-"""
+"""`expected_digest`: a caller that recorded the digest of a step gets this step or an error."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.support import forge
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, list[str]]:
-    """Two steps of an engine, and the digests that their saves have reported."""
+    """Save two steps, and return the digests of their reports."""
     digests = []
     with Engine(tmp_path) as engine:
         for step in range(2):

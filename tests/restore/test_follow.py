@@ -1,6 +1,4 @@
-"""Following a run: each committed step as what changed, never a gap, never a byte that was not
-compared with a digest.
-"""
+"""Following a run: each committed step as its changes, without gaps, compared with digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input and bad luck: each is refused or survived, in words that say what to do."""
+"""Bad input and failures of the environment are refused or survived, with helpful messages."""
 
 from __future__ import annotations
 
@@ -172,8 +172,9 @@ def test_a_forked_child_cannot_save_and_does_not_hold_the_root(tmp_path: Path) -
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The n-th write to come fails as TensorStore fails on a full disk; an empty list: none
-    does.
+    """Let the n-th next write fail as TensorStore fails on a full disk.
+
+    With an empty list no write fails.
     """
     countdown: list[int] = []
 
@@ -195,7 +196,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_full_disk_fails_that_save_alone_whichever_write_it_hits(
     tmp_path: Path, full_disk: list[int]
 ) -> None:
-    """Training goes on, older steps are intact, the next save is whole."""
+    """Training continues, older steps are intact, and the next save succeeds."""
     for at in range(100):
         if not _survives_a_full_disk(tmp_path / str(at), full_disk, at):
             break
@@ -203,9 +204,7 @@ def test_a_full_disk_fails_that_save_alone_whichever_write_it_hits(
 
 
 def _survives_a_full_disk(root: Path, full_disk: list[int], at: int) -> bool:
-    """Let write number ``at`` of a delta save fail; ``False`` where the save needs no more than
-    that.
-    """
+    """Let write number ``at`` of a delta save fail; return False if the save has fewer writes."""
     state = training_state()
     with Engine(root) as engine:
         engine.save(0, state).wait()
@@ -290,7 +289,7 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(
 
 
 def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
-    """The same on a small tmpfs, where this machine lets us mount one."""
+    """Repeat the test on a small tmpfs, if this machine allows to mount one."""
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(tmp_path)],
         capture_output=True,
@@ -317,7 +316,7 @@ def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
 def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last fsync fails: the manifest is there, so what it names must stay."""
+    """The last fsync fails. The manifest exists, so its segments must remain."""
     from deltacheck.store.files import durability
 
     state = training_state()

@@ -1,6 +1,4 @@
-"""What a restore of many small leaves does once and not leaf by leaf, and that it still names the
-one that is damaged.
-"""
+"""A restore of many small leaves shares reads and calls, and still names a damaged leaf."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ LEAVES, STEPS = 40, 5
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Many small leaves of two element sizes by turns, a scalar and an empty one; the last state
-    that was saved.
+    """Save many small leaves of two element sizes, a scalar and an empty leaf.
+
+    Return the root and the last state.
     """
     root = tmp_path_factory.mktemp("root")
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 
 class Parsed:
-    """Counts the documents that are parsed, by file."""
+    """A counter of parsed documents by file."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: Counter[str] = Counter()
@@ -88,7 +87,7 @@ def test_verify_parses_each_document_once_however_many_steps_stand_on_it(
 
 
 class Counting:
-    """The codec, and how many rows each call took."""
+    """A codec that records the number of rows of each call."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []

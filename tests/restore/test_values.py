@@ -1,5 +1,6 @@
-"""Exact values (P11): whatever the bits, strides, names and ties, what is saved is what comes back,
-in both frameworks, or is refused.
+"""Exact values (P11): each state comes back with the same bits, or is refused.
+
+This holds for all bits, strides, names and ties, in both frameworks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
 
 
 def through_engine(*states: Any) -> list[Any]:
-    """What comes back of some states, saved one after the other."""
+    """Save states one after the other, and return the restored ones."""
     with tempfile.TemporaryDirectory() as folder, Engine(folder) as engine:
         for step, state in enumerate(states):
             engine.save(step, state).wait(timeout=60)
@@ -43,9 +44,7 @@ def through_engine(*states: Any) -> list[Any]:
 def test_every_pattern_of_16_bits_comes_back_from_a_keyframe_and_from_a_delta(
     dtype: np.dtype[Any], seed: int
 ) -> None:
-    """As a change of every other pattern: all 65,536 are base and current, in pairs that the seed
-    draws.
-    """
+    """Each of the 65,536 patterns is base and current value, in pairs that the seed draws."""
     random = np.random.default_rng(seed)
     states = [{"x": random.permutation(EVERY_PATTERN).view(dtype)} for _ in range(3)]
     if seed:
@@ -57,8 +56,9 @@ def test_every_pattern_of_16_bits_comes_back_from_a_keyframe_and_from_a_delta(
 
 @st.composite
 def strided(draw: st.DrawFn) -> NDArray[Any]:
-    """An array of any type, at any offset and stride: reversed, skipping, transposed, of zero
-    stride, read-only, byte by byte.
+    """Return an array of any type at any offset and stride.
+
+    It may be reversed, skipping, transposed, of zero stride, read-only or unaligned.
     """
     name = draw(
         st.sampled_from(
@@ -181,9 +181,7 @@ NAMES = st.one_of(
     st.booleans(),
 )
 def test_every_name_is_kept_apart_from_every_other(names: list[Any], large: bool) -> None:
-    """NFC and NFD, case, escapes, integers and their digits, in packed leaves and in arrays of
-    their own.
-    """
+    """Names differ by NFC and NFD, case, escapes, or integers and their digits."""
     size = 70_000 if large else 2
     state = {
         name: np.full(size, number, np.int32)
@@ -246,7 +244,7 @@ def test_a_leaf_of_more_axes_than_an_array_may_have_is_kept_or_refused(tmp_path:
 
 
 def content(root: Path) -> Any:
-    """Tables and data of the newest step, without what differs between saves of the same state."""
+    """Return tables and data of the newest step, without parts that differ between equal saves."""
     from deltacheck.store.root import open_root
     from tests.store.test_golden import content_of
 
@@ -308,7 +306,7 @@ print(json.dumps([default_codec().name, found]))
 
 
 def test_without_the_extension_the_same_bytes_are_read_and_written(tmp_path: Path) -> None:
-    """M22: where it is missing or older, NumPy does its work."""
+    """M22: NumPy does the work if the extension is missing or older."""
     import json
 
     from tests.support import forge

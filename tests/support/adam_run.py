@@ -1,5 +1,6 @@
-"""A training state as torch has it, made and updated in NumPy: real Adam arithmetic on gradients
-that the test chooses.
+"""A training state like that of torch, updated in NumPy with the arithmetic of Adam.
+
+Tests choose the gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class AdamRun:
-    """``parameters`` matrices of ``shape`` and one vector, bfloat16 weights with float32 masters,
-    AdamW without decay.
+    """Matrices and a vector: bfloat16 weights with float32 masters, AdamW without decay.
+
+    Args:
+        parameters: The number of matrices.
+        shape: Their shape.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class AdamRun:
         ]  # of each element's gradients
 
     def advance(self, steps: int = 1, size: float = 1.0) -> None:
-        """Steps with noise for gradients; ``size``: of the noise."""
+        """Do some steps with noise of this size as gradients."""
         b1, b2 = self.betas
         for _ in range(steps):
             self.step += 1
@@ -55,7 +59,7 @@ class AdamRun:
         ).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
-        """The state now, in memory of its own."""
+        """Return a copy of the current state."""
         kept = {
             n: {
                 "master": self.masters[n].copy(),

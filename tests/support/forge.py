@@ -1,8 +1,6 @@
-"""Documents that a forger, or a bug, would write: changed at will, with every checksum and digest
-on
-the way to them right again.
+"""Forged documents: changed at will, with valid checksums and digests.
 
-So what is tested with them is what stands behind the checksums.
+Tests use them to reach the checks behind the checksums.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """A golden root of this release, in ``folder``."""
+    """Unpack a golden root of this release into ``folder``."""
     with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder
 
 
 def body_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Our document in a group's ``zarr.json``."""
+    """Return our document in the ``zarr.json`` of a group."""
     body: dict[str, Any] = group["attributes"]["deltacheck"]
     return body
 
 
 def sealed(group: dict[str, Any]) -> bytes:
-    """The document with a checksum that is right again."""
+    """Return a document with a valid checksum."""
     body = body_of(group)
     body.pop("checksum", None)
     body["checksum"] = documents._checksum(body)
@@ -50,8 +48,10 @@ def forge_manifest(path: Path, edit: Edit) -> None:
 
 
 def forge_table(manifest: Path, number: int, edit: Edit, store: Path | None = None) -> None:
-    """Change the table of a manifest's segment, and let the manifest vouch for it. ``store``: where
-    the segments lie.
+    """Change the table of a segment, and write its new digest into the manifest.
+
+    Args:
+        store: The store of the segments.
     """
     group = json.loads(manifest.read_bytes())
     ref = body_of(group)["segments"][number]

@@ -1,5 +1,6 @@
-"""Many short trainings with one import of a slow package: each in a fork of a process that has
-imported it and started no thread.
+"""Many short trainings with one import of a slow package, each in a forked process.
+
+The parent has imported the package and started no thread.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ import torch
 
 
 def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> None:
-    """Run each scenario in a folder and a process of its own, and print what they gave as one JSON
-    line: name -> value or error.
-    """
+    """Run each scenario in its own folder and process, and print the results as a line of JSON."""
     told: dict[str, object] = {}
     for name, scenario in scenarios.items():
         (folder / name).mkdir()
@@ -31,9 +30,9 @@ def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> 
 
 
 def forked(do: Callable[[], object]) -> Any:
-    """Run a function in a fork and return its result, as JSON decodes it.
+    """Run a function in a forked process, and return its result as JSON.
 
-    If the fork does not finish, return ``{"killed": signal}`` or ``{"error": text}``.
+    A process that ends early gives ``{"killed": signal}`` or ``{"error": text}``.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,7 +56,7 @@ def forked(do: Callable[[], object]) -> Any:
 
 
 def example(name: str, *arguments: object) -> str:
-    """The last line that an example prints."""
+    """Run an example, and return the last line that it prints."""
     program = Path(__file__).parents[2] / "examples" / name
     sys.argv = [str(program), *map(str, arguments)]
     text = io.StringIO()
@@ -67,7 +66,7 @@ def example(name: str, *arguments: object) -> str:
 
 
 def digest(state: object) -> str:
-    """Of every tensor and number of a nested state."""
+    """Return a digest of all tensors and numbers of a nested state."""
     found = hashlib.sha256()
 
     def add(value: object) -> None:

@@ -1,6 +1,4 @@
-"""A run of several ranks that are threads of this process, with NumPy states: what tests of steps
-that several ranks wrote save.
-"""
+"""A run of several ranks, which are threads of this process, with NumPy states."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ Layout: TypeAlias = Callable[[str, Sequence[int], int, int], Sequence[Box]]
 
 
 def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
-    """Along the first axis in equal parts, as FSDP2 cuts: the last ones are smaller, or empty.
-    Leaves of one axis on every rank whole.
+    """Cut leaves along the first axis into equal parts, as FSDP2 does.
+
+    The last parts are smaller or empty. All ranks hold leaves of one axis whole.
     """
     if len(shape) < 2:
         return [sharding.whole(shape)]
@@ -55,7 +54,7 @@ def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
 
 
 def cells(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
-    """Along two axes: two parts along the last one, the others along the first."""
+    """Cut leaves along two axes: two parts along the last axis, the others along the first."""
     if len(shape) < 2:
         return [sharding.whole(shape)]
     (first,) = rows(path, (shape[0], shape[1]), rank // 2, size // 2)
@@ -65,12 +64,12 @@ def cells(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
 
 
 def stages(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
-    """Each leaf whole, on one rank alone."""
+    """Place each leaf whole on one rank."""
     return [sharding.whole(shape)] if sum(path.encode()) % size == rank else []
 
 
 def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
-    """Return the result or exception of ``action(rank)`` for every rank, each run in a thread."""
+    """Run ``action(rank)`` for all ranks in threads; return their results or exceptions."""
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -90,8 +89,12 @@ def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
 
 
 class RankedRun:
-    """``size`` ranks that save one root. ``layout``: which boxes of which leaf each has.
-    ``options``: of every ``Saver``.
+    """Several ranks that save into one root.
+
+    Args:
+        size: The number of ranks.
+        layout: Returns the boxes of a leaf that a rank holds.
+        options: Options of each ``Saver``.
     """
 
     def __init__(
@@ -119,13 +122,13 @@ class RankedRun:
         )
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> list[Any]:
-        """Save a state of nested dicts of arrays: per rank its report, or what was raised there."""
+        """Save a state, and return the report or the exception of each rank."""
         return at_once(self.size, lambda rank: self.save_on(rank, step, state, metrics))
 
     def save_on(
         self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None
     ) -> Any:
-        """One rank's part of a save, until it is committed."""
+        """Save the part of one rank, and wait until it is committed."""
         return self.begin_on(rank, step, state, metrics).result(60)
 
     def begin_on(
@@ -172,8 +175,10 @@ class RankedRun:
         }
 
     def resume(self, state: Any) -> list[list[str]]:
-        """Go on from the newest step, each rank with what it needs of it; ``state``: as of the next
-        save. Per rank the chains that go on.
+        """Continue from the newest step, and return the continued chains of each rank.
+
+        Args:
+            state: The state of the next save.
         """
         return [
             one if not isinstance(one, BaseException) else _raise(one)
@@ -213,7 +218,7 @@ def _raise(error: BaseException) -> Any:
 
 
 def _only(state: Any, paths: Mapping[str, Any], at: str = "") -> Any:
-    """The part of nested dicts that a rank has."""
+    """Return the part of nested dicts that a rank holds."""
     found = {}
     for key, value in state.items():
         path = f"{at}{tree.escape_key(key)}"
@@ -226,7 +231,7 @@ def _only(state: Any, paths: Mapping[str, Any], at: str = "") -> Any:
 
 
 def model_state(seed: int = 0) -> dict[str, Any]:
-    """Leaves of several chunks, small ones, one without a size, and numbers."""
+    """Return leaves of several chunks, small leaves, an empty leaf and numbers."""
     random = np.random.default_rng(seed)
     weight = random.standard_normal((700, 1000)).astype(np.float32)
     return {
@@ -245,7 +250,7 @@ def model_state(seed: int = 0) -> dict[str, Any]:
 def nudge(
     state: dict[str, Any], share: float = 0.02, seed: int = 1, rows: slice = slice(None)
 ) -> None:
-    """Change a share of the elements of the large leaves, in some of their rows, in place."""
+    """Change a share of the elements in some rows of the large leaves, in place."""
     random = np.random.default_rng(seed)
     for leaf in (state["model"]["big"], state["optimizer"]["exp_avg"]):
         part = leaf[rows]

@@ -1,9 +1,8 @@
-"""A local S3 server that fails on request: moto behind a layer that injects faults. ``python
-tests/support/s3_server.py`` prints its port.
+"""A local S3 server that fails on request: moto behind a layer that injects faults.
 
-A process of its own, so that neither its warnings nor its load are the tests'. It ends when its
-standard input is closed, however the process that started it ends. Faults and the log of requests
-are set and read at ``/_faults``.
+``python tests/support/s3_server.py`` prints its port. It is a separate process, so that its
+warnings and its load do not affect the tests. It ends when its standard input is closed, however
+the parent process ends. Faults and the log of requests are accessed at ``/_faults``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,14 @@ KINDS = (
 
 @dataclass
 class Fault:
-    """Requests by ``method`` whose path matches ``key`` fail as ``kind`` says, ``times`` of them,
-    after the first ``skip``.
+    """Requests that fail.
+
+    Args:
+        method: The method of the requests.
+        key: A pattern that their path matches.
+        kind: The kind of failure.
+        times: The number of failures.
+        skip: The number of requests that succeed before.
     """
 
     kind: str
@@ -63,7 +68,7 @@ class Fault:
 
 
 class S3:
-    """The server as its tests see it."""
+    """A client for the control of the server."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -73,7 +78,7 @@ class S3:
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that make this server the one that ``s3://`` addresses name."""
+        """Return the environment that makes ``s3://`` refer to this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "test",
@@ -88,7 +93,7 @@ class S3:
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
-        """With these faults, and without any afterwards."""
+        """Inject faults during the block."""
         self._control([asdict(fault) for fault in faults])
         try:
             yield
@@ -96,9 +101,7 @@ class S3:
             self._control([])
 
     def seen(self) -> list[tuple[str, str, str]]:
-        """Method, path and what was done (``"ok"`` or the kind of a fault) of every request since
-        the faults were last set.
-        """
+        """Return the requests since faults were set: method, path and ``"ok"`` or the fault."""
         with urllib.request.urlopen(self.endpoint + CONTROL, timeout=30) as reply:
             return [tuple(entry) for entry in json.load(reply)]
 
@@ -117,7 +120,7 @@ class S3:
 
 
 class _Faulty:
-    """WSGI: the application with faults before and after it."""
+    """A WSGI application with faults before and after another one."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""States that tests save, and exact comparison of what comes back."""
+"""States for tests to save, and exact comparison of restored ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TORCH_DTYPES = [
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Random bits: NaN payloads, infinities and subnormals are among them."""
+    """Return random bits, which include NaN payloads, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -45,7 +45,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
 
 
 def bits(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> bytes:
-    """The bytes in C order."""
+    """Return the bytes in C order."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
@@ -54,7 +54,7 @@ def bits(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> bytes:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Return the places where two trees differ: in type, structure, dtype, shape or one bit."""
+    """Return the paths at which two trees differ in type, structure, dtype, shape or a bit."""
     if isinstance(a, torch.Tensor | np.ndarray | np.generic):
         if type(a) is not type(b) and not (
             isinstance(a, torch.nn.Parameter) and isinstance(b, torch.Tensor)
@@ -86,8 +86,9 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def training_state(width: int = 64, seed: int = 0) -> dict[str, Any]:
-    """A small state with the shapes of a real one: a leaf of several chunks, small leaves,
-    optimizer state, scalars.
+    """Return a small state with the shapes of a real one.
+
+    It has a leaf of several chunks, small leaves, optimizer state and scalars.
     """
     generator = torch.Generator().manual_seed(seed)
     big = torch.randn(700, 1000, generator=generator)
@@ -112,7 +113,7 @@ def training_state(width: int = 64, seed: int = 0) -> dict[str, Any]:
 
 
 def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1) -> None:
-    """Change a share of the big leaves' elements a little, in place, as a training step does."""
+    """Change a share of the elements of large leaves slightly, in place, as training does."""
     generator = torch.Generator().manual_seed(seed)
     for leaf in (
         state["model"]["embed.weight"],
@@ -125,5 +126,5 @@ def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1) -> None:
 
 
 def kinds(handle: Any) -> dict[str, LeafKind]:
-    """Return the kind of each leaf in a save, once it is committed."""
+    """Wait for a save, and return the way in which it stored each leaf."""
     return {leaf.path: leaf.kind for leaf in handle.result(60).leaves}

@@ -15,7 +15,7 @@ import msgspec
 from deltacheck.backends.orbax.group import coordination
 from deltacheck.backends.orbax.state import pieces
 from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.group import Group
 from deltacheck.save.joint import AgreedSave, Joint, stored_names
@@ -44,7 +44,7 @@ class Opened(msgspec.Struct, frozen=True):
     resumes: bool
 
 
-known(Opening, Opened)
+inspect_types(Opening, Opened)
 
 
 class Together(Group):

@@ -25,7 +25,7 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf import sharding
 from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
-from deltacheck.leaf.structs import known
+from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
@@ -64,7 +64,7 @@ class Part(msgspec.Struct, frozen=True):
     sizes: dict[str, int]
 
 
-known(Task, Part)
+inspect_types(Task, Part)
 
 
 class Restored(NamedTuple):
