@@ -1,6 +1,4 @@
-"""From (current, base) to rows and streams, and back. ``default_codec()`` is what everything on the
-host uses.
-"""
+"""Delta encoding of leaves. ``default_codec()`` returns the codec of all host code."""
 
 from __future__ import annotations
 
@@ -72,8 +70,9 @@ __all__ = [
 
 @cache
 def default_codec() -> Codec[Any]:
-    """The native codec, or the reference where the extension is missing or of another version: the
-    same bytes, many times slower.
+    """Return the native codec, or the reference codec without a fitting extension.
+
+    The reference gives the same bytes, many times slower.
     """
     try:
         from deltacheck.codec.native import NativeCodec

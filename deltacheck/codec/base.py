@@ -1,8 +1,8 @@
-"""What a codec must do: turn (current, base) into rows and streams, and back.
+"""The interface of a codec: it turns (current, base) into rows and streams, and back.
 
-The bytes are defined in ``docs/reference/format.md``, section 4. Every door (NumPy reference,
-native extension, XLA FFI) gives the same bytes; ``deltacheck.testing.codec`` is the contract that
-each must pass.
+``docs/reference/format.md``, section 4, defines the bytes. Every implementation (NumPy reference,
+native extension, XLA FFI, CUDA) gives the same bytes. ``deltacheck.testing.codec`` is the contract
+that each must pass.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ ROW_WIDTH = 5
 class Encoded(NamedTuple):
     """The stored chunks of one run of words.
 
-    ``rows``: uint32 ``(stored, 5)``, one row per chunk that is not unchanged, chunk numbers
-    ascending and counted from the first chunk of the run. ``streams``: name -> uint8 ``(bytes,)``,
-    the chunks' streams concatenated in row order; empty streams are left out.
+    Attributes:
+        rows: uint32 ``(stored, 5)``: one row per changed chunk, chunk numbers ascending and counted
+            from the first chunk of the run.
+        streams: Name -> uint8 ``(bytes,)``, the chunks' streams concatenated in row order. Empty
+            streams are left out.
     """
 
     rows: U32
@@ -56,21 +58,26 @@ Base = TypeVar("Base")
 
 
 class Codec(Protocol[Base]):
-    """``Base`` is the codec's own holder of a shadow: a NumPy array for host codecs, a device array
+    """An encoder and decoder of leaves.
+
+    ``Base`` is the codec's own holder of a shadow: a NumPy array for host codecs, a device array
     for device codecs.
+
+    Attributes:
+        name: Name of the codec.
+        run_bytes: Most bytes of one call, which bounds its output. Larger: fewer calls; smaller:
+            less memory. ``None``: whole leaves only.
     """
 
     name: str
-    run_bytes: (
-        int | None
-    )  # most bytes that one call should encode (bounds its output); None: whole leaves only
+    run_bytes: int | None
 
     def copy(self, current: Base, out: Base | None) -> Base:
-        """A base that holds ``current``; written into ``out`` where that is given and fits."""
+        """Return a base that holds ``current``, in ``out`` if that is given and fits."""
         ...
 
     def host(self, base: Base) -> U8:
-        """The base's bytes in host memory, uint8 1-D, without a copy where the memory allows it."""
+        """Return the base's bytes, uint8 1-D in host memory, without a copy if possible."""
         ...
 
     def encode(
@@ -78,25 +85,38 @@ class Codec(Protocol[Base]):
     ) -> tuple[Encoded, Base | None]:
         """Encode the chunks of ``current`` against ``base``.
 
-        ``current``, ``base``: uint8, 1-D, the same length; a host codec takes any contiguous
-        memory. ``bounds``: uint64 ``(chunks + 1,)`` word offsets, ascending from 0 to the length in
-        words; chunk ``c`` is words ``bounds[c]`` to ``bounds[c + 1]``. Returns the encoding and the
-        new base, which equals ``current`` bit for bit: a host codec updates ``base`` in place and
-        returns it, a device codec may consume it. With ``base=None`` every chunk is stored (planes
-        or raw) and the new base is ``None``.
+        Args:
+            current: uint8, 1-D; a host codec takes any contiguous memory.
+            base: The same length. ``None``: every chunk is stored (planes or raw).
+            bounds: uint64 ``(chunks + 1,)`` word offsets, ascending from 0 to the length in words;
+                chunk ``c`` is words ``bounds[c]`` to ``bounds[c + 1]``.
+            word_bytes: 1, 2, 4 or 8.
 
-        Raises ``ValueError`` for a word size other than 1, 2, 4, 8, bounds that do not fit, or
-        lengths that differ.
+        Returns:
+            The encoding and the new base, which equals ``current`` bit for bit; ``None`` without a
+            base. A host codec updates ``base`` in place and returns it, a device codec may consume
+            it.
+
+        Raises:
+            ValueError: Another word size, bounds that do not fit, or lengths that differ.
         """
         ...
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Turn ``base`` (uint8, 1-D, writable host memory) into what was encoded, in place.
+        """Turn ``base`` into the encoded content, in place.
 
-        Checks everything that format.md 4.3 asks for, chunk by chunk, before it writes the chunk;
-        raises ``deltacheck.errors.DamagedStream`` naming the chunk and the check that failed.
-        ``base`` may then hold earlier chunks of this call already applied: callers decode into
-        memory of their own and publish after the digest is verified.
+        All checks of format.md 4.3 are made chunk by chunk, before the chunk is written. After an
+        error ``base`` may hold earlier chunks of this call: callers decode into memory of their own
+        and publish it after the digest is verified.
+
+        Args:
+            encoded: Rows and streams.
+            base: uint8, 1-D, writable host memory.
+            bounds: As for ``encode``.
+            word_bytes: As for ``encode``.
+
+        Raises:
+            DamagedStream: A check failed; the message names the chunk and the check.
         """
         ...
 
@@ -119,11 +139,14 @@ class GroupSpan(NamedTuple):
 
 
 class EncodedGroup(NamedTuple):
-    """What one call made of some of the jobs.
+    """The result of one call for some of the jobs.
 
-    ``spans``: the chunks that it encoded; ``encoded`` numbers them in this order from 0 on.
-    ``bases``: new bases, by job, where they are not what they were. ``digests``: uint64 ``(rows,
-    2)``, xxh3_128 (high, low) of the new content of each row's chunk, where the codec made them.
+    Attributes:
+        spans: The chunks that the call encoded; ``encoded`` numbers them in this order from 0 on.
+        encoded: Rows and streams.
+        bases: New bases by job, if they have changed.
+        digests: uint64 ``(rows, 2)``, xxh3_128 (high, low) of the new content of each row's chunk;
+            ``None`` if the codec computes none.
     """
 
     spans: Sequence[GroupSpan]
@@ -134,10 +157,10 @@ class EncodedGroup(NamedTuple):
 
 @runtime_checkable
 class GroupCodec(Protocol):
-    """A codec on a device: leaves share calls, and bases stay where they are."""
+    """A codec on a device: leaves share calls, and bases stay on the device."""
 
     def grouped(self, current: Any, base: Any) -> bool:
-        """Whether such a leaf is encoded by ``encode_group``; else by ``encode``."""
+        """Return whether ``encode_group`` encodes such a leaf, and not ``encode``."""
         ...
 
     def encode_group(
@@ -148,8 +171,16 @@ class GroupCodec(Protocol):
     ) -> Iterator[EncodedGroup]:
         """Encode leaves, a few calls for all of them.
 
-        ``make_room(bytes)`` is called before that many bytes come to the host. ``all_read()`` is
-        called once, when everything that reads ``current`` is done or enqueued on the device.
-        Raises what ``Codec.encode`` raises; the bases are then lost.
+        Args:
+            jobs: The leaves.
+            make_room: Called with a number of bytes before so many come to the host.
+            all_read: Called once, when everything that reads ``current`` is done or enqueued on the
+                device.
+
+        Yields:
+            The result of each call.
+
+        Raises:
+            ValueError: As ``Codec.encode``; the bases are then lost.
         """
         ...

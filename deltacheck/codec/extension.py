@@ -1,21 +1,16 @@
-"""The native extension: there and of the version that this package was written for, or not at
-all.
-"""
+"""The import of the native extension, if it has the version that this package needs."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-# What this package expects of the extension; raised on both sides (xla_ffi/module.cc) whenever a
-# door of the extension changes.
+# The interface of the extension; raised on both sides (xla_ffi/module.cc) if a signature changes.
 INTERFACE = 5
 
 
 def required() -> Any:
-    """``deltacheck._native``. Raises ``ImportError`` where it is missing or of another
-    interface.
-    """
+    """Return ``deltacheck._native``; ``ImportError`` if it is missing or of another interface."""
     from deltacheck import _native
 
     if _native.INTERFACE != INTERFACE:
@@ -28,7 +23,7 @@ def required() -> Any:
 
 @cache
 def extension() -> Any | None:
-    """The same; ``None`` where NumPy has to do, which gives the same bytes, many times slower."""
+    """Return ``deltacheck._native``; ``None`` if NumPy must be used, with the same bytes."""
     try:
         return required()
     except ImportError:

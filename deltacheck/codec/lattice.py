@@ -1,6 +1,4 @@
-"""Master weights as integers on a lattice: the bounded contract, in which values are kept to within
-half a step.
-"""
+"""Master weights as integers on a lattice: a bounded contract with an error of half a step."""
 
 from __future__ import annotations
 
@@ -19,11 +17,15 @@ LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 
 
 class LatticeCoded(NamedTuple):
-    """``codes``: int32, in the shape of the values. ``refused``: values without a code, because
-    they
-    are infinite or NaN or too many steps from zero; where there is one, the codes are not enough to
-    restore the tensor. ``largest_error``, ``sum_squared_error``: of ``|x' - x|`` of the others,
-    ``x'`` being what ``values`` gives; float64.
+    """The codes of a tensor and their errors.
+
+    Attributes:
+        codes: int32, in the shape of the values.
+        refused: Values without a code, because they are infinite or NaN or too many steps from
+            zero. If there is one, the codes cannot restore the tensor.
+        largest_error: Maximum of ``|x' - x|`` over the other values, float64, if ``values`` gives
+            ``x'``.
+        sum_squared_error: Sum of ``(x' - x)^2`` over the other values, float64.
     """
 
     codes: I32
@@ -41,28 +43,32 @@ def codes(
     out: I32 | None = None,
     start: int = 0,
 ) -> LatticeCoded:
-    """The cells of a lattice of spacing ``step`` that float32 ``values`` lie in; its phase is drawn
-    for each element by a hash.
+    """Return the cells of a lattice of spacing ``step`` that float32 ``values`` lie in.
 
-    Element ``i`` in C order has the phase ``u = (mix64(seed + start + i) >> 40) * 2^-24``
-    (splitmix64's finaliser, modulo 2^64) and the code ``q = floor(x / step + u)``, in float64. An
-    element that is not finite, or whose ``q`` is no int32, is refused: its code is 0. The bits are
-    the same on every processor, those of the sum of squares too.
+    A hash draws the phase of each element. Element ``i`` in C order has the phase
+    ``u = (mix64(seed + start + i) >> 40) * 2^-24`` (splitmix64's finaliser, modulo 2^64) and the
+    code ``q = floor(x / step + u)``, in float64. An element that is not finite, or whose ``q`` is
+    no int32, is refused: its code is 0. The bits are the same on every processor, those of the sum
+    of squares too.
 
-    ``step``: in the unit of the values, from 2^-149 to the largest float32. Larger: fewer codes
-    change from one checkpoint to the next, a larger error. ``seed``: 0 to 2^64 - 1, one for each
-    tensor. ``weights``: bfloat16, or its bits as uint16, in the shape of ``values``: those that
-    ``values`` below will be given; they change the errors, not the codes. ``out``: where to write,
-    int32 in the shape of ``values``; else a new array. ``start``: the number in its tensor of the
-    first element, where ``values`` are a part.
+    The error is bounded by ``|x' - x| <= step / 2 + ulp(x') / 2`` up to the rounding of the float64
+    operations, ``2^-50 (|x| + step)``, if no weights are given or each is ``x`` rounded. Without
+    weights the error is nearly independent of ``x`` and uniform (subtractive dither: L. Schuchman,
+    "Dither signals and their effect on quantization noise", 1964), provided that ``x`` was not
+    chosen by the hash. Weights, or a step near ``ulp(x)``, take that away.
 
-    What holds: ``|x' - x| <= step / 2 + ulp(x') / 2`` up to the rounding of the float64 operations,
-    ``2^-50 (|x| + step)``, where no weights are given or each is ``x`` rounded. Without weights the
-    error is as good as independent of ``x`` and uniform (subtractive dither: L. Schuchman, "Dither
-    signals and their effect on quantization noise", 1964), provided that ``x`` was not chosen by
-    the hash; a weight that is given, and a step near ``ulp(x)``, take that away.
+    Args:
+        values: float32, C-contiguous.
+        step: Spacing in the unit of the values, from 2^-149 to the largest float32. Larger: fewer
+            codes change from one checkpoint to the next; smaller: a smaller error.
+        seed: 0 to 2^64 - 1, one for each tensor.
+        weights: bfloat16, or its bits as uint16, in the shape of ``values``, as ``values`` below
+            will be given; they change the errors, not the codes.
+        out: int32 in the shape of ``values``; ``None``: a new array.
+        start: Number of the first element in its tensor, if ``values`` are a part.
 
-    Raises ``ValueError`` where arguments do not fit.
+    Raises:
+        ValueError: The arguments do not fit.
     """
     memory.checked_array("values", values, np.float32)
     first = _first(step, seed, start)
@@ -73,10 +79,10 @@ def codes(
         return LatticeCoded(
             out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1))
         )
-    made, refused, largest, squared = reference_codes.lattice_codes(
+    result, refused, largest, squared = reference_codes.lattice_codes(
         values.reshape(-1), cells, step, first
     )
-    out.reshape(-1)[:] = made
+    out.reshape(-1)[:] = result
     return LatticeCoded(out, refused, largest, squared)
 
 
@@ -89,14 +95,21 @@ def values(
     out: F32 | None = None,
     start: int = 0,
 ) -> F32:
-    """What ``codes`` stand for: ``x' = (q - u + 0.5) * step`` in float64, at most the largest
-    float32,
-    rounded to float32.
+    """Return the values of ``codes``: ``x' = (q - u + 0.5) * step`` in float64.
 
-    ``step``, ``seed``, ``start``: as they were given to ``codes``. ``weights``: ``x'`` is then
-    moved to the nearest value that rounds (to nearest, ties to even) to the weight. ``out``: where
-    to write, float32 in the shape of ``codes``, whose memory it may be; else a new array. Raises
-    ``ValueError`` where arguments do not fit.
+    The result is limited to the largest float32 and rounded to float32.
+
+    Args:
+        codes: int32, C-contiguous.
+        step: As given to ``codes``.
+        seed: As given to ``codes``.
+        weights: ``x'`` is moved to the nearest value that rounds (to nearest, ties to even) to the
+            weight; ``None``: it is not moved.
+        out: float32 in the shape of ``codes``, whose memory it may be; ``None``: a new array.
+        start: As given to ``codes``.
+
+    Raises:
+        ValueError: The arguments do not fit.
     """
     memory.checked_array("codes", codes, np.int32)
     first = _first(step, seed, start)
@@ -111,7 +124,7 @@ def values(
 
 
 def _first(step: float, seed: int, start: int) -> int:
-    """The number that the phase of the first element is hashed from."""
+    """Return the number from which the phase of the first element is hashed."""
     if not LEAST_STEP <= step <= MOST_STEP:
         raise ValueError(f"step must be from {LEAST_STEP} to {MOST_STEP}, not {step}")
     if not 0 <= seed < 1 << 64:

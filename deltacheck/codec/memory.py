@@ -1,4 +1,4 @@
-"""What the host codecs ask of their arguments, checked once at the border."""
+"""Checks of the arguments of the host codecs, made once at the border."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _MOST_WORDS = (1 << 32) - 1  # a row counts words in uint32
 
 
 def as_bytes(name: str, array: NDArray[np.generic]) -> U8:
-    """The bytes of a C-contiguous array, uint8 1-D, never a copy; ``ValueError`` naming the
-    argument where there are none to view.
+    """Return the bytes of a C-contiguous array, uint8 1-D, never a copy.
+
+    Raises:
+        ValueError: The argument is none; the message names it.
     """
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise ValueError(f"{name} must be a C-contiguous numpy array, not {_described(array)}")
@@ -23,9 +25,7 @@ def as_bytes(name: str, array: NDArray[np.generic]) -> U8:
 
 
 def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
-    """``bounds`` as it came, once it is known to cut ``total_bytes`` into chunks of whole words;
-    else ``ValueError``.
-    """
+    """Return ``bounds`` after a check that they cut ``total_bytes`` into whole words."""
     if word_bytes not in WORD_BYTES:
         raise ValueError(f"word_bytes must be one of {WORD_BYTES}, not {word_bytes!r}")
     if (
@@ -48,7 +48,7 @@ def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
 
 
 def checked_base(base: NDArray[np.generic], total_bytes: int) -> U8:
-    """The bytes of a base: writable, and as many as the current array has; else ``ValueError``."""
+    """Return the bytes of a base after a check: writable, and as many as the current array has."""
     view = as_bytes("base", base)
     if not view.flags.writeable:
         raise ValueError("base must be writable: it is updated in place")
@@ -58,7 +58,7 @@ def checked_base(base: NDArray[np.generic], total_bytes: int) -> U8:
 
 
 def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
-    """A base that holds ``current``, in ``out`` where that has the same number of bytes."""
+    """Return a base that holds ``current``, in ``out`` if that has the same number of bytes."""
     source = as_bytes("current", current)
     if (
         out is None
@@ -73,7 +73,7 @@ def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
 
 
 def checked_array(name: str, array: NDArray[np.generic], dtype: type[np.generic]) -> None:
-    """``ValueError`` naming the argument where it is not C-contiguous or of another dtype."""
+    """Raise ``ValueError`` unless the argument is C-contiguous and of this dtype."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(
             f"{name} must be a C-contiguous numpy array of {np.dtype(dtype).name}, not"
@@ -84,8 +84,11 @@ def checked_array(name: str, array: NDArray[np.generic], dtype: type[np.generic]
 def checked_out(
     out: NDArray[Any] | None, like: NDArray[np.generic], dtype: type[np.generic]
 ) -> NDArray[Any]:
-    """Where results of ``dtype`` in the shape of ``like`` go: ``out`` where it fits, else
-    ``ValueError``; where it is None, a new array.
+    """Return the array for results: ``out`` if it fits, or a new one if ``out`` is ``None``.
+
+    Raises:
+        ValueError: ``out`` has another dtype or shape than results of ``dtype`` in the shape of
+            ``like``.
     """
     if out is None:
         return np.empty(like.shape, dtype)

@@ -1,6 +1,4 @@
-"""The codec of the native extension: the bytes of the reference at memory speed, with the GIL
-released.
-"""
+"""The codec of the native extension: the reference's bytes at memory speed, without the GIL."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ _native = required()
 
 
 class NativeCodec:
-    """Bases are NumPy arrays. Work is shared by ``threads()`` threads, the caller among them; bytes
-    do not depend on their number.
+    """A codec whose bases are NumPy arrays.
+
+    ``threads()`` threads share the work, the caller among them. The bytes do not depend on their
+    number.
     """
 
     name = "native"
@@ -65,21 +65,23 @@ class NativeCodec:
 
 
 def threads() -> int:
-    """Threads that one call may use, its caller among them. At first: the processors this process
-    may run on, at most 8.
+    """Return the number of threads that one call may use, its caller among them.
+
+    Default: the processors that this process may run on, at most 8.
     """
     count: int = _native.threads()
     return count
 
 
 def set_threads(count: int) -> None:
-    """REQUIRES: ``count >= 1``. Holds for calls that start afterwards, in the whole process."""
+    """Set the number of threads (at least 1) of later calls in the whole process."""
     _native.set_threads(count)
 
 
 def instruction_set() -> str:
-    """The kernels in use, for example ``"x86-64-v3"``; the environment variable ``DELTACHECK_ISA``
-    chooses others at first use.
+    """Return the kernels in use, for example ``"x86-64-v3"``.
+
+    The environment variable ``DELTACHECK_ISA`` chooses others at first use.
     """
     name: str = _native.instruction_set()
     return name

@@ -1,6 +1,4 @@
-"""Moments as places on a logarithmic scale: the bounded contract, in which a value is kept to
-within a part of an octave.
-"""
+"""Moments on a logarithmic scale: a bounded contract with an error of a part of an octave."""
 
 from __future__ import annotations
 
@@ -14,20 +12,26 @@ from deltacheck.codec import memory, reference_codes
 from deltacheck.codec.extension import extension
 
 F32 = NDArray[np.float32]
-Codes = NDArray[Any]  # uint8 where fraction_bits is 0, else uint16
+Codes = NDArray[Any]  # uint8 if fraction_bits is 0, else uint16
 
 MOST_FRACTION_BITS = 7
 MOST_DEAD_BAND = 8.0
 
 
 class OctaveCoded(NamedTuple):
-    """``codes``: in the shape of the values. ``refused``: values without a code, because they are
-    infinite, NaN, too large, or negative in the unsigned form; where there is one, the codes are
-    not enough to restore the tensor. ``zeroed``: values other than zero that are restored as zero,
-    in the signed form with no fraction bits only. ``largest_error_octaves``: of ``|log2(x' / x)|``
-    of the others, ``x'`` being what ``values`` gives: the logarithm of the largest quotient, a
-    float32, so right to within 2^-23. ``sum_error_octaves``: of the distances of ``x'`` and ``x``
-    on the scale of ``codes`` below, of the others; exact.
+    """The codes of a tensor and their errors.
+
+    Attributes:
+        codes: In the shape of the values.
+        refused: Values without a code, because they are infinite, NaN, too large, or negative in
+            the unsigned form. If there is one, the codes cannot restore the tensor.
+        zeroed: Values other than zero that are restored as zero, in the signed form with no
+            fraction bits only.
+        largest_error_octaves: Maximum of ``|log2(x' / x)|`` over the other values, if ``values``
+            gives ``x'``: the logarithm of the largest quotient, a float32, so right to within
+            2^-23.
+        sum_error_octaves: Sum of the distances of ``x'`` and ``x`` on the scale of ``codes``;
+            exact.
     """
 
     codes: Codes
@@ -38,7 +42,7 @@ class OctaveCoded(NamedTuple):
 
 
 def code_dtype(fraction_bits: int) -> np.dtype[Any]:
-    """Of codes with so many fraction bits, signed or not."""
+    """Return the dtype of codes with so many fraction bits, signed or not."""
     return np.dtype(_dtype(fraction_bits))
 
 
@@ -51,31 +55,33 @@ def codes(
     dead_band: float = 0.5,
     out: Codes | None = None,
 ) -> OctaveCoded:
-    """The cells of a logarithmic scale that float32 ``values`` lie in, ``2^fraction_bits`` of them
-    an
-    octave.
+    """Return the cells of a logarithmic scale, ``2^fraction_bits`` per octave, of float32 values.
 
-    The scale is the pattern of bits: ``log2 x`` at powers of two and straight between them, over
-    all positive float32, subnormals included. All of it is integer arithmetic, so the bits are the
-    same on every processor. A cell is restored as its middle, so that it is within half a cell of
-    the value on this scale, which is ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``: 0.585
-    octaves with no fraction bits, 0.17 with two. Zero of either sign has code 0 and no other value
-    has, but for what is said of the signed form.
+    The scale is the bit pattern of a float32: ``log2 x`` at powers of two and linear between them,
+    over all positive float32, subnormals included (J. Mitchell, "Computer multiplication and
+    division using binary logarithms", 1962). All arithmetic is on integers, so the bits are the
+    same on every processor. A cell is restored as its middle, within half a cell of the value on
+    this scale: ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``, 0.585 octaves with no
+    fraction bits, 0.17 with two. Zero of either sign has code 0, and so have the values that the
+    signed form zeroes.
 
-    ``fraction_bits``: 0 to 7. Larger: a smaller error, more codes that change. ``signed``: for
-    first moments. False: a negative value is refused, and a value that is not zero is never
-    restored as zero. True: with no fraction bits a code is a sign and seven bits, and values below
-    2^-100 are zeroed, 2^27 and above refused. Codes are uint8 where ``fraction_bits`` is 0, else
-    uint16.
+    Args:
+        values: float32, C-contiguous.
+        fraction_bits: 0 to 7. Larger: a smaller error; smaller: fewer codes change. Codes are uint8
+            if it is 0, else uint16.
+        signed: For first moments. ``False``: a negative value is refused, and a value that is not
+            zero is never restored as zero. ``True``: with no fraction bits a code is a sign and
+            seven bits; values below 2^-100 are zeroed, 2^27 and above refused.
+        base: Codes of an earlier step in the shape of ``values``. Such a code is used again if its
+            sign is right and its value is within ``dead_band`` octaves of the new one on this
+            scale.
+        dead_band: From half a cell, ``2^-(fraction_bits + 1)``, to 8; used with ``base`` only.
+            Larger: values that drift change their codes less often; smaller: a smaller error, which
+            may be as large as the dead band, less than ``dead_band + 0.087`` true octaves.
+        out: The result, which may be ``base``; ``None``: a new array.
 
-    ``base``: the codes of an earlier step, in the shape of ``values``. A code of it is taken again
-    where its sign is right and what it is restored as is within ``dead_band`` octaves of the value
-    on this scale; from half a cell, ``2^-(fraction_bits + 1)``, to 8. Larger: values that drift
-    change their codes less often, and the error may be as large as the dead band, which is less
-    than ``dead_band + 0.087`` true octaves. Without a base it does not count. ``out``: where to
-    write, which may be ``base``; else a new array.
-
-    Raises ``ValueError`` where arguments do not fit.
+    Raises:
+        ValueError: The arguments do not fit.
     """
     memory.checked_array("values", values, np.float32)
     dtype = _dtype(fraction_bits)
@@ -95,30 +101,33 @@ def codes(
         band = math.floor(dead_band * 2**23)
     native = extension()
     if native is not None:
-        before = None if base is None else memory.as_bytes("base", base)
+        base_bytes = None if base is None else memory.as_bytes("base", base)
         refused, zeroed, ratio, away = native.octave_codes(
-            values.reshape(-1), before, fraction_bits, signed, band, memory.as_bytes("out", out)
+            values.reshape(-1), base_bytes, fraction_bits, signed, band, memory.as_bytes("out", out)
         )
     else:
         form = reference_codes.octave_form(fraction_bits, signed)
-        were = None if base is None else base.reshape(-1)
-        made, refused, zeroed, ratio, away = reference_codes.octave_codes(
-            values.reshape(-1), form, were, band
+        base_codes = None if base is None else base.reshape(-1)
+        result, refused, zeroed, ratio, away = reference_codes.octave_codes(
+            values.reshape(-1), form, base_codes, band
         )
-        out.reshape(-1)[:] = made
+        out.reshape(-1)[:] = result
     return OctaveCoded(out, refused, zeroed, math.log2(ratio), away * 2.0**-23)
 
 
 def values(
     codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F32 | None = None
 ) -> F32:
-    """What ``codes`` stand for: the middles of their cells, float32, in the shape of ``codes``;
-    zero
-    for code 0.
+    """Return the values of ``codes``: the middles of their cells, float32; zero for code 0.
 
-    ``fraction_bits``, ``signed``: as they were given to ``codes``. ``out``: where to write; else a
-    new array. Raises ``ValueError`` where arguments do not fit, and where there is a code that no
-    value has.
+    Args:
+        codes: uint8 or uint16.
+        fraction_bits: As given to ``codes``.
+        signed: As given to ``codes``.
+        out: float32 in the shape of ``codes``; ``None``: a new array.
+
+    Raises:
+        ValueError: The arguments do not fit, or there is a code that no value has.
     """
     memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
@@ -128,11 +137,11 @@ def values(
             memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1)
         )
     else:
-        made = reference_codes.octave_values(
+        result = reference_codes.octave_values(
             codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed)
         )
-        bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (made == 0)))
-        out.reshape(-1)[:] = made
+        bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (result == 0)))
+        out.reshape(-1)[:] = result
     if bad:
         raise ValueError(
             f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits,"

@@ -1,7 +1,7 @@
-"""The codec in NumPy: format.md, section 4, told a second time.
+"""The codec in NumPy: an executable form of ``docs/reference/format.md``, section 4.
 
-Meant to be read beside that document and to be checked against: names and order are the document's,
-nothing is shared with the native encoder, and nothing is clever for the sake of speed.
+Read it beside that document. Names and order are the document's, no code is shared with the native
+encoder, and no clarity is given up for speed.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def _words(data: U8, word_bytes: int) -> Words:
 
 
 def _tiles(words: NDArray[Any], word_bytes: int) -> list[NDArray[Any]]:
-    """The tiles of something that has one entry a word."""
+    """Return the tiles of an array that has one entry per word."""
     size = TILE_BYTES // word_bytes
     return [words[start : start + size] for start in range(0, words.size, size)]
 
 
 def zigzag(current: Words, base: Words) -> Words:
-    """``z`` of every word."""
+    """Return ``z`` of every word: the zigzag code of the difference modulo ``2^bits``."""
     bits = 8 * current.itemsize
     d = current - base  # modulo 2^bits: NumPy arrays of unsigned integers wrap
     sign = d.view(f"<i{current.itemsize}") >> (bits - 1)
@@ -133,14 +133,14 @@ def zigzag(current: Words, base: Words) -> Words:
 
 
 def unzigzag(z: Words) -> Words:
-    """``d`` of every ``z``."""
+    """Return the difference ``d`` of every ``z``."""
     one = z.dtype.type(1)
     d: Words = (z >> one) ^ (np.zeros_like(z) - (z & one))
     return d
 
 
 def rotate_left(words: Words) -> Words:
-    """By one bit for 2 and 4 bytes, else not at all: what the value planes show."""
+    """Rotate words of 2 and 4 bytes by one bit, so that the sign leaves the exponent's byte."""
     if words.itemsize not in (2, 4):
         return words
     top = words.dtype.type(8 * words.itemsize - 1)
@@ -149,6 +149,7 @@ def rotate_left(words: Words) -> Words:
 
 
 def rotate_right(words: Words) -> Words:
+    """Undo ``rotate_left``."""
     if words.itemsize not in (2, 4):
         return words
     top = words.dtype.type(8 * words.itemsize - 1)
@@ -160,17 +161,18 @@ def rotate_right(words: Words) -> Words:
 
 
 def byte_planes(words: Words) -> list[U8]:
-    """Byte ``k`` of every word, for ``k`` = 0 (least significant) to ``w - 1``."""
+    """Return byte ``k`` of every word, for ``k`` = 0 (least significant) to ``w - 1``."""
     table = words.view(np.uint8).reshape(words.size, words.itemsize)
     return [np.ascontiguousarray(table[:, k]) for k in range(words.itemsize)]
 
 
 def join_planes(planes: list[U8]) -> Words:
+    """Return the words of byte planes."""
     return np.ascontiguousarray(np.stack(planes, axis=1)).view(f"<u{len(planes)}").reshape(-1)
 
 
 def gap_code(changed: Bits) -> U8:
-    """The gaps of one tile."""
+    """Return the gaps of one tile."""
     positions = np.flatnonzero(changed)
     gaps = np.diff(positions, prepend=-1) - 1
     last = np.cumsum(gaps // 255 + 1) - 1  # where the byte that ends each gap stands
@@ -180,7 +182,7 @@ def gap_code(changed: Bits) -> U8:
 
 
 def values_code(z: Words) -> U8:
-    """The values of the changed words of any number of tiles. ``z``: of all words."""
+    """Return the values of the changed words of any number of tiles; ``z`` is of all words."""
     changed = z[z != 0]
     small = changed <= 255
     code: U8 = np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(
@@ -190,11 +192,12 @@ def values_code(z: Words) -> U8:
 
 
 def wide_words(z: Words) -> Words:
+    """Return the differences that do not fit into a byte."""
     return z[z > 255]
 
 
 def tiles_table(tiles: list[Words], gaps: list[U8]) -> U8:
-    """``gaps``: one array a tile, empty ones under bitmap."""
+    """Return the table of tiles; ``gaps`` has one array per tile, empty ones under bitmap."""
     table = [
         (np.count_nonzero(z), g.size, wide_words(z).size) for z, g in zip(tiles, gaps, strict=True)
     ]
@@ -202,6 +205,7 @@ def tiles_table(tiles: list[Words], gaps: list[U8]) -> U8:
 
 
 def bitmap_code(z: Words) -> U8:
+    """Return one bit per word, set if it changed."""
     return np.packbits(z != 0, bitorder="little")
 
 
@@ -209,7 +213,7 @@ def bitmap_code(z: Words) -> U8:
 
 
 def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """``L(x)``. REQUIRES: ``x >= 1``."""
+    """Return ``L(x)``, 256 times the binary logarithm in integer arithmetic; ``x >= 1``."""
     e = np.zeros_like(x)
     for bit in range(1, 64):
         e[x >= np.uint64(1 << bit)] = bit
@@ -224,7 +228,10 @@ def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def cost(content: U8) -> int:
-    """What an entropy coder is expected to need for a byte string, in 1/256 bit."""
+    """Return the expected size of a byte string after entropy coding, in 1/256 bit.
+
+    It is the order-0 entropy (C. Shannon, 1948) with a correction for skewed histograms.
+    """
     n = content.size
     if n == 0:
         return 0
@@ -237,7 +244,7 @@ def cost(content: U8) -> int:
 
 
 def choose(current: Words, base: Words | None) -> int:
-    """The method with the least estimated cost (before step 6 looks at its exact size)."""
+    """Return the method with the least estimated cost, before step 6 compares exact sizes."""
     word_bytes = current.itemsize
     sample = _tiles(current, word_bytes)[::SAMPLE_EVERY]
     costs: dict[int, int] = {}  # in the document's order: the first of equals wins
@@ -306,8 +313,9 @@ def _refuse(chunk: int, why: str, tile: int | None = None) -> DamagedStream:
 
 
 def _checked_rows(table: U32, words: U64) -> list[Row]:
-    """The rows, once they are known to describe chunks of a run with ``words[c]`` words in chunk
-    ``c``.
+    """Return the rows after a check that they describe chunks of the run.
+
+    ``words[c]`` is the number of words of chunk ``c``.
     """
     rows = [Row(*(int(v) for v in line)) for line in table.reshape(-1, ROW_WIDTH)]
     before = -1
@@ -332,7 +340,7 @@ def _checked_rows(table: U32, words: U64) -> list[Row]:
 
 
 def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
-    """Bytes of each stream of a chunk, as they follow from its row."""
+    """Return the bytes of each stream of a chunk, which follow from its row."""
     if row.method in (SPARSE, BITMAP):
         positions = {"gaps": row.gap_bytes} if row.method == SPARSE else {"bitmap": -(-words // 8)}
         tiles = -(-words * word_bytes // TILE_BYTES)
@@ -350,7 +358,7 @@ def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
 def _cut(
     streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int
 ) -> list[dict[str, U8]]:
-    """Each chunk's own part of every stream."""
+    """Return each chunk's own part of every stream."""
     taken = dict.fromkeys(STREAMS, 0)
     nothing = np.empty(0, np.uint8)
     pieces = []
@@ -383,7 +391,7 @@ def _decode_chunk(row: Row, streams: dict[str, U8], base: Words) -> Words:
 
 
 def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes: int) -> Words:
-    """``z`` of every word, 0 where nothing changed; every check of 4.3 for sparse and bitmap."""
+    """Return ``z`` of every word, 0 if unchanged, after the checks of 4.3."""
     table = streams["tiles"].view("<u2").reshape(-1, 3).astype(np.int64)
     for column, said in ((0, row.changed), (1, row.gap_bytes), (2, row.wide_count)):
         if table[:, column].sum() != said:

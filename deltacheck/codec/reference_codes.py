@@ -101,8 +101,14 @@ LEAST_OCTAVE, END = -149, 128  # positive finite float32 are from 2^-149 to belo
 
 
 class OctaveForm(NamedTuple):
-    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first cell that has a
-    code. ``most``: code, without its sign.
+    """The layout of codes for a number of fraction bits, signed or not.
+
+    Attributes:
+        dtype: Type of a code.
+        shift: Bits of the float32 pattern below a cell.
+        lowest: The first cell that has a code.
+        most: The largest code, without its sign.
+        sign: The bit of the sign.
     """
 
     dtype: type[np.uint8] | type[np.uint16]

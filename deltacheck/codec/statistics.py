@@ -1,6 +1,4 @@
-"""What changed between two arrays, as numbers: what a guard looks at before it trusts a lossy or
-reused state.
-"""
+"""Statistics of the change between two arrays, on which the guard of a lossy state decides."""
 
 from __future__ import annotations
 
@@ -16,16 +14,21 @@ from deltacheck.leaf.dtypes import dtype_named
 
 F64 = NDArray[np.float64]
 
-NUMBERS = ("float16", "bfloat16", "float32", "float64")  # element types whose values are looked at
+NUMBERS = ("float16", "bfloat16", "float32", "float64")  # element types whose values are compared
 
 
 class Statistics(NamedTuple):
-    """One entry for each chunk.
+    """Statistics with one entry for each chunk.
 
-    ``changed``: words whose bits differ. ``nonfinite``: infinities and NaNs in current.
-    ``squared_difference``, ``squared_base``: sums of ``(current - base)^2`` and ``base^2``.
-    ``largest_difference``: of ``|current - base|``. The last three leave out a pair of which either
-    value is not finite; they and ``nonfinite`` are 0 where the element type is not in ``NUMBERS``.
+    Pairs with a value that is not finite are left out of the last three. ``nonfinite`` and the last
+    three are 0 if the element type is not in ``NUMBERS``.
+
+    Attributes:
+        changed: Words whose bits differ.
+        nonfinite: Infinities and NaNs in current.
+        squared_difference: Sum of ``(current - base)^2``.
+        squared_base: Sum of ``base^2``.
+        largest_difference: Maximum of ``|current - base|``.
     """
 
     changed: U64
@@ -36,17 +39,22 @@ class Statistics(NamedTuple):
 
 
 def statistics(current: NDArray[Any], base: NDArray[Any], bounds: U64, dtype: str) -> Statistics:
-    """Statistics of each chunk of ``current`` against ``base``, in one pass over both.
+    """Return statistics of each chunk of ``current`` against ``base``, in one pass over both.
 
-    ``current``, ``base``: C-contiguous, the same number of bytes; their own dtypes do not count.
-    ``bounds``: uint64 ``(chunks + 1,)``, offsets in words of the element type, ascending from 0.
-    ``dtype``: the element type as manifests name it, for example ``"bfloat16"``.
+    A difference is rounded to the element type (16-bit types: to float32) and infinite if it
+    overflows that. Squares and sums are float64. Sums have a fixed order, so results are the same
+    bits on every processor and any number of threads, whatever flags for subnormals the calling
+    thread has set.
 
-    A difference is rounded to the element type (16-bit types: to float32) and infinite where it
-    overflows that; squares and sums are float64. Sums have a fixed order, so that results are the
-    same bits on every processor and any number of threads, whatever flags for subnormals the
-    calling thread has set. Raises ``ValueError`` where arguments do not fit, ``UnsupportedLeaf``
-    for an unknown dtype.
+    Args:
+        current: C-contiguous; its own dtype does not matter.
+        base: C-contiguous, the same number of bytes.
+        bounds: uint64 ``(chunks + 1,)``, offsets in words of the element type, ascending from 0.
+        dtype: The element type as manifests name it, for example ``"bfloat16"``.
+
+    Raises:
+        ValueError: The arguments do not fit.
+        UnsupportedLeaf: The dtype is unknown.
     """
     word_bytes = dtype_named(dtype).word_bytes
     now, shadow = memory.as_bytes("current", current), memory.as_bytes("base", base)

@@ -1,9 +1,9 @@
-"""Garbage collection: remove segments that no committed step needs, and never one that any needs.
+"""Garbage collection: the removal of segments that no committed step needs.
 
-The order is what makes it safe beside a writer: list segments first, *then* read the live
-manifests. A segment that appears after the listing is not a candidate; a manifest that appears
-after it can only need segments that are protected, newer, or needed by an older step too. What goes
-is what has been unneeded for a grace period and no reader has open.
+The order makes it safe beside a writer: segments are listed first, and live manifests are read
+*after* that. A segment that appears after the listing is no candidate. A manifest that appears
+after it can only need segments that are protected, newer, or needed by an older step too. A segment
+is removed if it was unneeded for a grace period and no reader has it open.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ _MARKS = "marks"  # group under control/: which segments were found unneeded, an
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids;
-    ``freed_bytes``: of the removed, 0 on an object store, whose listing has no sizes.
+    """The result of a collection, or of a dry run.
 
-    ``waiting``: unneeded for less than the grace period. ``in_use``: unneeded, but a reader has
-    them open.
+    Attributes:
+        removed: Ids of the removed segments.
+        waiting: Ids of segments that were unneeded for less than the grace period.
+        freed_bytes: Bytes of the removed segments; 0 on an object store, whose listing has no
+            sizes.
+        in_use: Ids of unneeded segments that a reader has open.
     """
 
     removed: tuple[str, ...]
@@ -43,8 +46,10 @@ class Collected:
 
 
 class _Mark(NamedTuple):
-    """When a segment was first found unneeded: seconds of a clock that nobody can set, which counts
-    from a start of the machine.
+    """The time at which a segment was first found unneeded.
+
+    ``seconds`` is on a clock that no user can set and that counts from a start of the machine,
+    ``boot``.
     """
 
     boot: str
@@ -52,12 +57,13 @@ class _Mark(NamedTuple):
 
 
 def delete_checkpoint(root: Root, seq: int) -> None:
-    """Make a checkpoint of an engine root not exist; its segments stay until they are collected."""
+    """Delete a checkpoint of an engine root; its segments stay until they are collected."""
     folder, durability = (
         root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq),
         root.store.durability,
     )
-    (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
+    # From here on the step does not exist.
+    (folder / "zarr.json").unlink(missing_ok=True)
     durability.sync_directory(folder)
     remove_tree(folder)
     durability.sync_directory(folder.parent)
@@ -74,18 +80,25 @@ def collect(
 ) -> Collected:
     """Remove segments that are not needed.
 
-    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a
-    restore that has read its manifest may open what it needs; what it has open stays as long as it
-    reads (``pins.py``). Longer: safer for readers on file systems without locks, and on object
-    stores; shorter: disk space sooner. ``protected``: segments of saves under way.
-    ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in
-    directories of steps and tags (REQUIRES: the caller holds the lease, and no save is under way);
-    never on an object store, where a segment also goes only when a second collection finds it
-    unneeded again. ``dry_run`` changes nothing. ``newest``: of a sequence number that was
-    committed, where that step may be deleted by now: segments up to it are of no save under way.
+    Args:
+        root: The root.
+        grace_seconds: Time for which a segment must have been known as unneeded. Longer: a reader
+            that opened a step has more time to open its segments; shorter: space is free sooner.
+        protected: Ids of segments that the next save builds on.
+        dry_run: Change nothing.
+        writer_is_dead: No save is under way, so segments newer than the newest step are candidates
+            and unfinished files are removed. Ignored on an object store, where a segment is also
+            removed only if a second collection finds it unneeded again.
+        newest: A sequence number that was committed, if its step may be deleted by now. Segments up
+            to it are of no save under way.
 
-    Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is
-    unknown. ``OSError`` where some segment could not be removed; every other one was.
+    Returns:
+        The removed and the remaining unneeded segments.
+
+    Raises:
+        Damaged: A manifest cannot be read, so it is unknown which segments it needs. Nothing is
+            removed.
+        OSError: A segment could not be removed; every other one was.
     """
     # An object store's listing may lag behind: of what one does not show, nothing is concluded
     # before a second says the same, and a writer that is taken for dead may still be about to
@@ -126,9 +139,10 @@ def collect(
     failed: list[OSError] = []
     for name in due:
         try:
-            gone = _remove(root.store.path / layout.SEGMENTS / name, root.store.durability)
-            (removed if gone else in_use).append(name)
-        except OSError as error:  # the others need not wait for this one, which stays a candidate
+            is_removed = _remove(root.store.path / layout.SEGMENTS / name, root.store.durability)
+            (removed if is_removed else in_use).append(name)
+        except OSError as error:
+            # The segment stays a candidate, and the others are removed.
             failed.append(error)
     _write_marks(root.store, {name: since[name] for name in unneeded - set(removed)}, marks)
     if failed:
@@ -137,7 +151,7 @@ def collect(
 
 
 def _needed(root: Root) -> tuple[int, set[str]]:
-    """The newest committed sequence number, and every segment that any manifest needs."""
+    """Return the newest committed sequence number, and the segments that any manifest needs."""
     briefs, damaged = root.briefs()
     try:
         newest = max((brief.seq for brief in briefs.values()), default=-1)
@@ -168,9 +182,10 @@ def _needed(root: Root) -> tuple[int, set[str]]:
 
 
 def _remove_unfinished(root: Root) -> bool:
-    """Remove what kills left behind: directories of steps and tags without their document, and
-    steps
-    whose compacted form is there; whether there were any of the last kind, which need segments.
+    """Remove leftovers of killed processes; return whether steps were among them.
+
+    These are directories of steps and tags without their document, files that were being written,
+    and steps whose compacted form exists.
     """
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
@@ -190,25 +205,21 @@ def _remove_unfinished(root: Root) -> bool:
 
 
 def _document_folders(store: Place) -> list[Place]:
-    """The local directories of a store in which documents of its own lie, those of segments left
-    out.
-    """
-    found = [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS]
-    found += subdirectories(store / layout.CHECKPOINTS)
+    """Return the directories of a store that hold documents, those of segments left out."""
+    folders = [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS]
+    folders += subdirectories(store / layout.CHECKPOINTS)
     inner = [store / layout.CONTROL]
     while inner:
-        found += inner
+        folders += inner
         inner = [entry for folder in inner for entry in subdirectories(folder)]
-    return found
+    return folders
 
 
 def _sync_deletions(root: Root) -> None:
-    """Make the deletion of steps durable before that of what they needed: a power cut must not
-    bring
-    one back without it.
+    """Make the deletion of steps durable before that of their segments.
 
-    Who deleted them may not have done so: Orbax does not, and a process may be killed before it
-    does.
+    Otherwise a power cut may bring back a step without its segments. The process that deleted the
+    steps may not have synced: Orbax does not, and a process may be killed before it does.
     """
     folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
     steps = [entry for entry in subdirectories(folder) if entry != root.store.path]
@@ -223,15 +234,14 @@ def _sync_deletions(root: Root) -> None:
 
 
 def _remove(path: Place, durability: Durability) -> bool:
-    """Remove a segment; ``False`` where a reader has it open."""
+    """Remove a segment; return ``False`` if a reader has it open."""
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
     try:
         if not storage_of(path / "zarr.json").unlink_unless_pinned():
             return False
-        durability.sync_directory(
-            path
-        )  # without its table it is no segment: a crash from here on leaves garbage, not damage
+        # Without its table it is no segment: a crash from here on leaves garbage, not damage.
+        durability.sync_directory(path)
     except FileNotFoundError:
         pass  # another collector was faster
     storage_of(path).remove_tree_with_others()
@@ -240,13 +250,12 @@ def _remove(path: Place, durability: Durability) -> bool:
 
 
 def _now() -> _Mark:
-    # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let
-    # its readers go on.
+    # The time of day may jump while a reader reads. A machine that sleeps stops its readers, too.
     return _Mark(boot(), time.monotonic())
 
 
 def boot() -> str:
-    """What tells a start of the machine from the one before, where it can be told; else empty."""
+    """Return an identity of this start of the machine; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -263,7 +272,8 @@ def _read_marks(store: Place) -> dict[str, _Mark]:
             str(name): _Mark(str(boot), float(seconds)) for name, (boot, seconds) in marks.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Damaged):
-        return {}  # marks are a courtesy to readers: without them every segment waits anew
+        # Marks only shorten the wait: without them every segment waits again.
+        return {}
 
 
 def _write_marks(store: Store, marks: dict[str, _Mark], before: dict[str, _Mark]) -> None:

@@ -1,8 +1,8 @@
 """The JSON documents of a root: their encoding, their checksum, and the files of manifests.
 
 A segment's table, a step's manifest and a tag each lie in the attributes of a zarr group under the
-key ``deltacheck``. Every document is checked whole when it is read. Unknown keys are ignored, unknown
-``must_understand`` features are refused (``docs/reference/format.md``, sections 2 and 3).
+key ``deltacheck``. Every document is checked whole when it is read. Unknown keys are ignored,
+unknown ``must_understand`` features are refused (``docs/reference/format.md``, sections 2 and 3).
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def check_version(body: Mapping[str, Any], source: str) -> None:
 def _parse(content: bytes) -> tuple[Any, bool]:
     """Return the JSON value, and whether the fast parser could read it.
 
-    The fast parser accepts only content that encodes to the same bytes again, so it cannot hide what
-    the slow one refuses: of two equal keys it would keep one and give fewer bytes.
+    The fast parser accepts only content that encodes to the same bytes again, so it cannot hide
+    what the slow one refuses: of two equal keys it would keep one and give fewer bytes.
     """
     try:
         group = msgspec.json.decode(content)

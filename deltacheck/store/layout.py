@@ -67,8 +67,8 @@ def is_array_name(name: str) -> bool:
 def is_tag(name: str) -> bool:
     """Return whether a name can be a tag.
 
-    A tag has letters, digits and ``_.-``, at most 100, the first a letter or digit. It is no number,
-    and not ``latest``.
+    A tag has letters, digits and ``_.-``, at most 100, the first a letter or digit. It is no
+    number, and not ``latest``.
     """
     return _TAG.match(name) is not None and name != "latest"
 
@@ -83,8 +83,8 @@ def seq_of(name: str) -> int:
 def array_names(paths: list[str]) -> dict[str, str]:
     """Return one flat array name per leaf path: ``/`` becomes ``.``, other characters ``%XX``.
 
-    Names that would collide (also on a file system that ignores case), that zarr reserves or that are
-    too long get a hash of the path. The leaf table, not the name, tells the leaf of an array.
+    Names that would collide (also on a file system that ignores case), that zarr reserves or that
+    are too long get a hash of the path. The leaf table, not the name, tells the leaf of an array.
     """
     plain = {path: _plain_name(path) for path in paths}
     uses: dict[str, int] = {}

@@ -50,8 +50,8 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         shape: Shape of the leaf.
         chunk: Shape of a chunk.
         digest: Digest of the leaf after this segment.
-        digests: Row of the leaf's first chunk digest in the segment's digest table. A keyframe has one
-            row for every chunk, a delta one for every stored row.
+        digests: Row of the leaf's first chunk digest in the segment's digest table. A keyframe has
+            one row for every chunk, a delta one for every stored row.
         base: Digest of the leaf before this segment, of a delta only.
         key: Place of a keyframe; ``None`` for a delta.
         delta: Runs of rows, ``(part, first row, rows)``. Without a ``base`` they encode the whole
@@ -69,7 +69,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the entry needs no earlier segment."""
+        """``True`` if the entry needs no earlier segment."""
         return self.key is not None or not self.base
 
     def spec(self, path: str) -> LeafSpec:
@@ -207,8 +207,9 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rule by which a leaf of the tree follows from stored leaves (``format.md``, section 3).
 
     Attributes:
-        how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf ``of``;
-            ``zeros``; ``lattice`` or ``octaves``: from the codes stored under the leaf's own path.
+        how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
+            ``of``; ``zeros``; ``lattice`` or ``octaves``: from the codes stored under the leaf's
+            own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
@@ -217,8 +218,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
         seed: Seed of the lattice.
         fraction_bits: Precision of the octaves.
         signed: Whether the octaves are signed.
-        scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is the
-            first moment.
+        scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
+            the first moment.
         first: The leaf of the first moment.
         limit: Bound of ``scale``.
     """
@@ -258,8 +259,8 @@ class Replay(msgspec.Struct, frozen=True):
     """The optimizer updates that compute the leaves of a tree from the stored ones, in order.
 
     Attributes:
-        base_seq: Sequence number of the checkpoint whose content the stored leaves have; for people,
-            since the manifest names every segment that is needed.
+        base_seq: Sequence number of the checkpoint whose content the stored leaves have; for
+            people, since the manifest names every segment that is needed.
         base_step: Its training step, for people.
         update: Name of the update rule, for people.
         memory: Skeleton of the state that the update changes.
@@ -285,8 +286,8 @@ class Replay(msgspec.Struct, frozen=True):
 class Stored(Mapping[str, LeafRecord]):
     """The stored leaves of a step by path, each tile counted as a leaf.
 
-    A record is made when it is asked for: a step of a thousand ranks has a million, and one rank needs
-    a thousand of them.
+    A record is made when it is asked for: a step of a thousand ranks has a million, and one rank
+    needs a thousand of them.
     """
 
     def __init__(self, leaves: Mapping[str, LeafRecord], cut: Mapping[str, Tiles]) -> None:
@@ -348,11 +349,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         contracts: Contracts of leaves that are not exact.
         stage: Stage of the policy, ``warm``, ``stable`` or ``degraded``; empty under the exact one.
         replay: Updates to replay; ``None``: none.
-        durability: The event that the save survived when it was acknowledged: a cut of ``power`` or the
-            end of its ``process``.
+        durability: The event that the save survived when it was acknowledged: a cut of ``power`` or
+            the end of its ``process``.
         tiles: Leaves that several ranks have stored parts of.
-        lanes: By writer, the numbers of the segments that its leaves and tiles need. A reader of some
-            leaves opens only these.
+        lanes: By writer, the numbers of the segments that its leaves and tiles need. A reader of
+            some leaves opens only these.
     """
 
     format: str

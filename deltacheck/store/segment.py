@@ -1,4 +1,7 @@
-"""One segment on disk: written once, its table last; read by table, array by array."""
+"""A segment on disk: written once, its table last; read by its table, array by array.
+
+``docs/reference/format.md``, section 2, defines the arrays.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,17 @@ from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, S
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
-_STREAM_SAYS = (
+_STREAM_CONTENT = (
     "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's"
     " attributes"
 )
-_LEAST_SAMPLE_BYTES = (
-    4096  # of a stream: the histogram of fewer bytes looks skewed whatever they are
-)
+# Of a stream: the histogram of fewer bytes looks skewed whatever they are.
+_LEAST_SAMPLE_BYTES = 4096
 _SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
 
 def natural_attributes(spec: LeafSpec) -> dict[str, Any]:
-    """What a keyframe array says of itself, so that plain zarr is enough to read it."""
+    """Return the attributes with which plain zarr can read a keyframe array."""
     attributes: dict[str, Any] = {"leaf_path": spec.path, "dtype": spec.dtype}
     if spec.element.storage != spec.dtype:
         attributes["view"] = f"array[...].view(ml_dtypes.{spec.dtype})"
@@ -50,39 +52,44 @@ def natural_attributes(spec: LeafSpec) -> dict[str, Any]:
 
 
 def natural_spec(spec: LeafSpec) -> ArraySpec:
+    """Return the array of a keyframe in the leaf's own shape."""
     return ArraySpec.natural(spec.shape, spec.element.storage, spec.chunk, natural_attributes(spec))
 
 
 def packed_spec(storage: str, length: int) -> ArraySpec:
-    says = {
+    """Return the array of packed leaves of one storage type."""
+    attributes = {
         "content": (
             f"leaves of storage type {storage}, one after the other; offsets are in this segment's"
             " leaf table"
         )
     }
-    return ArraySpec.flat(length, storage, "values", says)
+    return ArraySpec.flat(length, storage, "values", attributes)
 
 
 def stream_spec(name: str, stream: Stream) -> ArraySpec:
+    """Return the array of a stream."""
     return ArraySpec.flat(
-        stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_SAYS}
+        stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_CONTENT}
     )
 
 
 def index_spec(rows: int) -> ArraySpec:
+    """Return the array of a part's index."""
     return ArraySpec.table(
         rows, len(INDEX), "uint32", {"columns": list(INDEX), "content": "one row a stored chunk"}
     )
 
 
 def digests_spec(rows: int) -> ArraySpec:
+    """Return the array of chunk digests."""
     return ArraySpec.table(
         rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"}
     )
 
 
 def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
-    """``store`` where a sample shows that the entropy stage cannot pay."""
+    """Return the codec of a stream: ``store`` if the entropy of a sample shows no gain."""
     size = sum(piece.size for piece in pieces)
     if size < _LEAST_SAMPLE_BYTES:
         return "stream"
@@ -93,25 +100,23 @@ def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
 
 
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
-    """Runs of bytes, evenly spread over the pieces: a byte here and there would cost a cache miss
-    each.
+    """Yield runs of bytes, evenly spread over the pieces.
+
+    Single bytes would cost a cache miss each.
     """
-    step, begin, at = (
-        max(_SAMPLE_RUN_BYTES, size // _SAMPLE_RUNS),
-        0,
-        0,
-    )  # `at`: of the next run, from the first piece's start
+    step = max(_SAMPLE_RUN_BYTES, size // _SAMPLE_RUNS)
+    begin, run = 0, 0  # offsets of the piece and of the next run from the start of the stream
     for piece in pieces:
-        while at < begin + piece.size:
-            yield piece[at - begin : at - begin + _SAMPLE_RUN_BYTES]
-            at += step
+        while run < begin + piece.size:
+            yield piece[run - begin : run - begin + _SAMPLE_RUN_BYTES]
+            run += step
         begin += piece.size
 
 
 class SegmentWriter:
-    """Writes one segment. Nothing that it writes exists for a reader before a manifest names it.
+    """The writer of one segment. No reader sees the segment before a manifest names it.
 
-    REQUIRES: calls come from one thread at a time.
+    Calls must come from one thread at a time.
     """
 
     def __init__(
@@ -136,8 +141,9 @@ class SegmentWriter:
         self._has_natural = False
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
-        """Write a whole leaf from ``host`` memory, which stays untouched until the returned write
-        is done.
+        """Write a whole leaf from ``host`` memory.
+
+        The memory must not change until the returned write is done.
         """
         values = host.view(spec.element.storage).reshape(spec.shape)
         self._has_natural = True
@@ -152,10 +158,12 @@ class SegmentWriter:
         return KeyframeAt(packed=storage, offset=offset)
 
     def put_part(self, index: U32, streams: dict[str, list[U8]]) -> list[Pending]:
-        """Write a part; the writes under way. Each stream is given in pieces, which stay untouched
-        until these are done.
+        """Begin to write a part; return the writes under way.
 
-        Empties ``streams``, so that each stream's memory can go as soon as it is written.
+        Args:
+            index: uint32 ``(rows, 8)``.
+            streams: Name -> pieces, which must not change until the writes are done. The dictionary
+                is emptied, so that the memory of each stream is freed as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
         described = {
@@ -175,16 +183,16 @@ class SegmentWriter:
 
     @property
     def delta_arrays(self) -> int:
-        """Arrays that the parts so far are made of."""
+        """Number of arrays of the parts so far."""
         return schema.arrays_of(self.parts)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that making the streams' files takes, whatever their size."""
+        """Memory that the encoding of files takes, whatever their size."""
         return self._streams.scratch_bytes
 
     def held_bytes(self, size: int) -> int:
-        """Memory that ``size`` bytes of streams take until they are written."""
+        """Return the memory that ``size`` bytes of streams take until they are written."""
         return self._streams.held_bytes(size)
 
     def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
@@ -193,10 +201,15 @@ class SegmentWriter:
         return pending
 
     def finish(self, leaves: Mapping[str, LeafEntry], digests: U64, deadline: float) -> SegmentRef:
-        """Wait for every write, then write the groups, the table last, and sync the directories.
+        """Wait for every write, write the groups and then the table, and sync the directories.
 
-        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises
-        ``SaveFailed`` when it passes; a failed write raises what TensorStore raised.
+        Args:
+            leaves: Path -> entry.
+            digests: uint64 ``(rows, 2)``.
+            deadline: End of the wait on ``time.monotonic()``.
+
+        Raises:
+            SaveFailed: The deadline has passed. A failed write raises the error of TensorStore.
         """
         packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
         for storage, values in packed.items():
@@ -252,12 +265,22 @@ class SegmentWriter:
 
 
 def document_digest(content: bytes) -> str:
-    """xxh3_128 of a whole file, hexadecimal."""
+    """Return the xxh3_128 of a whole file, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
 class Segment:
-    """A committed segment, opened for reading. REQUIRES: ``ref`` comes from a checked manifest."""
+    """A committed segment, opened for reading.
+
+    Args:
+        root: The store.
+        ref: The segment's reference in a checked manifest.
+        where: TensorStore's resources.
+
+    Raises:
+        ChainBroken: The segment is missing.
+        Damaged: Its table is not the committed one.
+    """
 
     def __init__(self, root: Place, ref: SegmentRef, where: ts.Context) -> None:
         self.id = ref.id
@@ -284,11 +307,13 @@ class Segment:
                 file=self.path / "zarr.json",
             )
         self._parts: dict[int, PartReader] = {}
-        self.pin: object = None  # what keeps the segment from being removed lives as long as it
+        # The pin lives as long as the segment and keeps its files from being removed.
+        self.pin: object = None
 
     def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
-        """Begin to read the indexes of some parts and, if asked, the chunk digests: what
-        ``part(number).index`` and ``digests`` wait for.
+        """Begin to read the indexes of some parts, and the chunk digests if asked.
+
+        ``part(number).index`` and ``digests`` wait for them.
         """
         if digests:
             _ = self._digests
@@ -327,15 +352,14 @@ class Segment:
         return self._packed[storage].start([slice(offset, offset + count)])
 
     def part(self, number: int) -> PartReader:
+        """Return the reader of a part."""
         if number not in self._parts:
             path = self._folder(layout.DELTA, str(number))
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
 
     def _folder(self, *names: str) -> Place:
-        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the
-        root.
-        """
+        """Return a directory of the segment; ``Damaged`` if the way to it leaves the root."""
         path = self.path
         for name in names:
             path = path / name
@@ -343,21 +367,22 @@ class Segment:
         return path
 
     def group_paths(self) -> list[Place]:
-        """The groups below the segment's own."""
+        """Return the groups below the segment's own."""
         keys = [entry.key for entry in self.table.leaves.values() if entry.key is not None]
         present = {
             layout.LEAVES: any(key.array for key in keys),
             layout.PACKED: self.table.packed,
             layout.DELTA: self.table.parts,
         }
-        found = [self.path / name for name, holds in present.items() if holds]
-        return found + [
+        groups = [self.path / name for name, holds in present.items() if holds]
+        return groups + [
             self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))
         ]
 
     def leaves_in(self, file: str) -> list[str]:
-        """The leaves that need an array of this segment, or a file of it; its table and its digests
-        are needed by all.
+        """Return the leaves that need an array of this segment, or a file of it.
+
+        All leaves need its table and its digests.
         """
         inside = file.removeprefix(f"{self.path}/").split("/")
         match inside[:2]:
@@ -382,22 +407,22 @@ class Segment:
         return list(self.table.leaves)
 
     def array_specs(self) -> dict[Place, ArraySpec]:
-        """Every array of the segment and the metadata that it must have."""
-        found: dict[Place, ArraySpec] = {
+        """Return every array of the segment and the metadata that it must have."""
+        specs: dict[Place, ArraySpec] = {
             self.path / layout.DIGESTS: digests_spec(self.table.digests)
         }
         for path, entry in self.table.leaves.items():
             if entry.key is not None and entry.key.array:
-                found[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
+                specs[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
         for storage, length in self.table.packed.items():
-            found[self.path / layout.PACKED / storage] = packed_spec(storage, length)
+            specs[self.path / layout.PACKED / storage] = packed_spec(storage, length)
         for number, part in enumerate(self.table.parts):
             folder = self.path / layout.DELTA / str(number)
-            found[folder / "index"] = index_spec(part.rows)
-            found |= {
+            specs[folder / "index"] = index_spec(part.rows)
+            specs |= {
                 folder / name: stream_spec(name, stream) for name, stream in part.streams.items()
             }
-        return found
+        return specs
 
 
 class PartReader:
@@ -410,18 +435,19 @@ class PartReader:
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk:
-        sizes are computed from them all.
+        """uint32 ``(rows, 8)``, columns ``INDEX``.
+
+        ``Damaged`` if a row describes no chunk: sizes are computed from all rows.
         """
         index = np.asarray(self._index.result(), np.uint32)
-        known = (
+        is_known = (
             np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
             & (index[:, METHOD] > 0)
             & (index[:, METHOD] <= codec_format.RAW)
         )
-        if not known.all():
+        if not is_known.all():
             raise Damaged(
-                f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or"
+                f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method or"
                 " word size"
             )
         return index
@@ -436,7 +462,7 @@ class PartReader:
 
     @cached_property
     def offsets(self) -> Mapping[str, U64]:
-        """Per stream, the offset of each row's bytes, ``(rows + 1,)``."""
+        """Per stream, the offset of each row's bytes, uint64 ``(rows + 1,)``."""
         sizes = stream_sizes(self.index)
         zero = np.zeros(1, np.uint64)
         offsets = {
@@ -461,17 +487,18 @@ class PartReader:
 
     @cached_property
     def _ends(self) -> U64:
-        """Bytes of all streams before each row, ``(rows + 1,)``."""
+        """Bytes of all streams before each row, uint64 ``(rows + 1,)``."""
         ends: U64 = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
         return ends
 
     def stream_bytes(self, first: int, stop: int) -> int:
-        """Bytes of the streams of rows ``first`` to ``stop``."""
+        """Return the bytes of the streams of rows ``first`` to ``stop``."""
         return int(self._ends[stop] - self._ends[first])
 
     def is_small(self, first: int, stop: int) -> bool:
-        """Whether reading past these rows costs less than a read of its own: a chunk of a stream is
-        decoded whole in any case.
+        """Return whether reading past these rows costs less than a read of its own.
+
+        A chunk of a stream is decoded whole in any case.
         """
         return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
 
@@ -487,16 +514,18 @@ class PartReader:
 
 
 class StreamsReading(NamedTuple):
-    """Streams being read into ``data``, by name: memory that goes back to its ``Scratch`` when
-    nobody needs it.
+    """Streams that are being read into ``data``, by name.
+
+    The memory goes back to its ``Scratch`` when no caller needs it.
     """
 
     readings: list[Reading]
     data: dict[str, U8]
 
     def result(self) -> Mapping[str, U8]:
-        """The streams. Raises what ``Reading.result`` raises; the others may then still be written
-        to.
+        """Return the streams. Raises what ``Reading.result`` raises.
+
+        After an error the other streams may still be written to.
         """
         for reading in self.readings:
             reading.result()
@@ -504,7 +533,7 @@ class StreamsReading(NamedTuple):
 
 
 def stream_sizes(index: U32) -> dict[str, U64]:
-    """Bytes that each row owns in each stream (format.md 4.2), uint64 ``(rows,)`` per stream."""
+    """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)
     method = index[:, METHOD]
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
@@ -530,19 +559,22 @@ def stream_sizes(index: U32) -> dict[str, U64]:
 
 
 def is_packed(spec: LeafSpec) -> bool:
-    """Whether a keyframe of this leaf shares an array with other small ones."""
+    """Return whether a keyframe of this leaf shares an array with other small ones."""
     return spec.raw_bytes < grid.PACK_BELOW_BYTES
 
 
 def entries_by_path(
-    segments: Sequence[Segment], wanted: Set[str] | None = None
+    segments: Sequence[Segment], paths: Set[str] | None = None
 ) -> dict[str, list[tuple[int, LeafEntry]]]:
-    """What some segments (in order) hold of everything, or of the paths ``wanted``: by path, the
-    segment's position and its entry, oldest first.
+    """Return the entries of some segments by path, with the segment's position, oldest first.
+
+    Args:
+        segments: The segments in order.
+        paths: Paths to look for; ``None``: all.
     """
-    found: dict[str, list[tuple[int, LeafEntry]]] = {}
+    entries: dict[str, list[tuple[int, LeafEntry]]] = {}
     for number, segment in enumerate(segments):
         leaves = segment.table.leaves
-        for path in leaves if wanted is None else leaves.keys() & wanted:
-            found.setdefault(path, []).append((number, leaves[path]))
-    return found
+        for path in leaves if paths is None else leaves.keys() & paths:
+            entries.setdefault(path, []).append((number, leaves[path]))
+    return entries

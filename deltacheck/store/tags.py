@@ -85,13 +85,14 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         root: An engine root.
         step: A step number or another tag; ``None``: the newest step.
         name: The tag.
-        move: ``True``: the name is taken from another step that has it; ``False``: that is an error.
+        move: ``True``: the name is taken from another step that has it; ``False``: that is an
+            error.
 
     Raises:
         ValueError: The name cannot be a tag.
         StepNotFound: There is no such step.
-        RootBusy: The name has another step and ``move`` is false, or another process has been deleting
-            steps for more than a few seconds.
+        RootBusy: The name has another step and ``move`` is false, or another process has been
+            deleting steps for more than a few seconds.
     """
     if not layout.is_tag(name):
         raise ValueError(

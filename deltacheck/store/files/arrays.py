@@ -1,8 +1,8 @@
 """zarr arrays through TensorStore: the metadata that we derive, write and open with.
 
-A reader never trusts a stored ``zarr.json``: it opens every array with the metadata that the leaf
-table implies (``assume_metadata``), so a forged or damaged one can neither redirect a read nor make
-it allocate.
+A reader never trusts a stored ``zarr.json``. It opens every array with the metadata that the leaf
+table implies (``assume_metadata``), so a forged or damaged file can neither redirect a read nor
+make it allocate.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from deltacheck.store.files.waiting import wait_for
 Attributes = Mapping[str, Any]
 
 STREAM_CHUNK_BYTES = 1 << 20
-# What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError,
+# TensorStore raises mostly ValueError; of damaged blosc frames also NotImplementedError,
 # which is a RuntimeError.
 _TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
-_SCRATCH_BYTES = (
-    4 << 20
-)  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
+# Of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h.
+_SCRATCH_BYTES = 4 << 20
 
 
 class Pending(Protocol):
@@ -56,9 +55,14 @@ class Pending(Protocol):
 class ArraySpec:
     """All that defines a zarr array of ours.
 
-    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for
-    one file a chunk. ``codec``: ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or
-    ``"store"`` (uncompressed); every one ends in crc32c.
+    Attributes:
+        shape: Shape of the array.
+        dtype: zarr data type name.
+        chunk: Shape of an inner chunk.
+        shard: Shape of a zarr shard; ``None``: one file per chunk.
+        codec: ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or ``"store"``
+            (uncompressed); every one ends in crc32c.
+        attributes: Attributes of the array.
     """
 
     shape: tuple[int, ...]
@@ -72,16 +76,16 @@ class ArraySpec:
     def natural(
         cls, shape: tuple[int, ...], storage: str, chunk: tuple[int, ...], attributes: Attributes
     ) -> ArraySpec:
-        """A keyframe of one leaf: the leaf's own shape, its chunks as zarr chunks."""
+        """Return the array of a keyframe: the leaf's own shape, its chunks as zarr chunks."""
         shard = grid.shard_shape(shape, chunk, np.dtype(storage).itemsize)
         return cls(shape, storage, chunk, None if shard == chunk else shard, "values", attributes)
 
     @classmethod
     def flat(cls, length: int, dtype: str, codec: str, attributes: Attributes) -> ArraySpec:
-        """A 1-D array: packed leaves, a stream. More than one chunk share zarr shards.
+        """Return a 1-D array of packed leaves or of a stream. Several chunks share a shard.
 
-        Chunks are even: zarr fills the last one up to the size of the others, which an uncompressed
-        stream would pay for.
+        Chunks have the same size: zarr fills the last one up to the size of the others, which an
+        uncompressed stream would pay for.
         """
         chunks = max(1, -(-length // (STREAM_CHUNK_BYTES // np.dtype(dtype).itemsize)))
         per_chunk = max(1, -(-length // chunks))
@@ -92,7 +96,7 @@ class ArraySpec:
 
     @classmethod
     def table(cls, rows: int, columns: int, dtype: str, attributes: Attributes) -> ArraySpec:
-        """A 2-D table of a fixed width, such as an index or digests."""
+        """Return a 2-D table of a fixed width, such as an index or digests."""
         per_chunk = max(1, STREAM_CHUNK_BYTES // (np.dtype(dtype).itemsize * columns))
         return cls(
             (rows, columns),
@@ -105,12 +109,12 @@ class ArraySpec:
 
     @property
     def file_count(self) -> int:
-        """Files of a 1-D array's data."""
+        """Number of data files of a 1-D array."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
 
     @property
     def cells(self) -> Cells:
-        """How its files are cut."""
+        """The cut of the array into files."""
         return chunk_files.cells(
             self.shape,
             self.chunk,
@@ -120,7 +124,7 @@ class ArraySpec:
         )
 
     def metadata(self) -> dict[str, Any]:
-        """The ``zarr.json`` of the array."""
+        """Return the ``zarr.json`` of the array."""
         item = np.dtype(self.dtype).itemsize
         little = (
             {"name": "bytes", "configuration": {"endian": "little"}}
@@ -185,10 +189,14 @@ def context(
     durability: Durability = Durability.POWER,
     parent: ts.Context | None = None,
 ) -> ts.Context:
-    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for
-    training beside it.
+    """Return TensorStore resources.
 
-    ``parent``: gives those that are not named here.
+    Args:
+        threads: Size of each pool; ``None``: TensorStore's default. Larger: faster I/O; smaller:
+            more of the processor is left for training.
+        cache_bytes: Cache of decoded chunks.
+        durability: Whether files are synced.
+        parent: Resources that are not named here.
     """
     resources: dict[str, Any] = {
         "cache_pool": {"total_bytes_limit": cache_bytes},
@@ -202,7 +210,7 @@ def context(
     return ts.Context(resources, parent)
 
 
-def _open(path: Place, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.TensorStore:
+def _open(path: Place, spec: ArraySpec, where: ts.Context, **options: bool) -> ts.TensorStore:
     return ts.open(
         {
             "driver": "zarr3",
@@ -212,17 +220,21 @@ def _open(path: Place, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Te
             "fill_missing_data_reads": False,
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
-            **how,
+            **options,
         },
         context=where,
     ).result()
 
 
 def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
-    """Start writing an array that is not there yet: its metadata and ``values``. Waits for no disk.
+    """Begin to write a new array, its metadata and ``values``, without waiting for a disk.
 
-    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where
-    it lies), and ``where`` has no cache.
+    Args:
+        path: A directory that does not exist.
+        spec: The array.
+        values: The content. TensorStore reads it in place, so it must not change until the returned
+            write is done.
+        where: Resources without a cache.
     """
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until
     # zarr.json is on the disk.
@@ -237,8 +249,9 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
 
 @cache
 def native_stream_writer() -> Callable[..., int] | None:
-    """``write_stream_file`` of the native module; ``None`` where there is no module of ours, or one
-    without libzstd.
+    """Return ``write_stream_file`` of the native module.
+
+    ``None`` without the module, or if it was built without libzstd.
     """
     return getattr(extension(), "write_stream_file", None)
 
@@ -251,8 +264,15 @@ def write_stream_file(
     number: int,
     level: int = 1,
 ) -> None:
-    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer``
-    gave. ``level``: of zstd.
+    """Write file ``number`` of a stream to an empty file.
+
+    Args:
+        write: The result of ``native_stream_writer``.
+        descriptor: The open file.
+        spec: The array.
+        pieces: The stream in consecutive pieces.
+        number: Number of the file.
+        level: Level of zstd.
     """
     per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
     error = write(
@@ -269,8 +289,11 @@ def write_stream_file(
 
 
 class Spent(NamedTuple):
-    """Seconds of one thread: making and handing over the bytes of files, and waiting until the
-    storage had them.
+    """Times of one thread in seconds.
+
+    Attributes:
+        entropy_seconds: Making and handing over the bytes of files.
+        storage_seconds: Waiting until the storage had them.
     """
 
     entropy_seconds: float
@@ -278,12 +301,16 @@ class Spent(NamedTuple):
 
 
 class StreamWriter:
-    """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
+    """The writer of streams: 1-D uint8 arrays, in pieces that need not be joined.
 
-    The native module makes the bytes of their files, on its threads; where it was built without
-    libzstd, TensorStore does. KvStore is not used for them: it would copy a file of 32 MiB while it
-    holds the GIL, and training with it. ``local``: whether they go to files; the native module
-    writes to nothing else.
+    The native module makes the bytes of their files on its threads; without libzstd, TensorStore
+    does. TensorStore's KvStore is not used for local files: it would copy a file of 32 MiB while it
+    holds the GIL, and stop training.
+
+    Args:
+        where: TensorStore's resources.
+        durability: Whether files are synced.
+        local: Whether streams go to local files; the native module writes to nothing else.
     """
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
@@ -304,7 +331,7 @@ class StreamWriter:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that making files takes, whatever their size."""
+        """Memory that the encoding of files takes, whatever their size."""
         if self._native is None:
             return 0
         from deltacheck.codec.native import threads
@@ -312,45 +339,45 @@ class StreamWriter:
         return _SCRATCH_BYTES * (threads() - 1 + self._THREADS)
 
     def held_bytes(self, size: int) -> int:
-        """Memory that ``size`` bytes of streams take until they are written."""
+        """Return the memory that ``size`` bytes of streams take until they are written."""
         return size if self._native is not None else 2 * size  # with what TensorStore makes of them
 
     def write(
         self, path: Place, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1
     ) -> Pending:
-        """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one
-        after the other. Waits for no disk.
+        """Begin to write a new array from consecutive pieces, without waiting for a disk.
 
-        ``level``: of zstd; TensorStore, where it makes the files, takes 1. REQUIRES: the pieces
-        stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
+        Args:
+            path: A directory that does not exist.
+            spec: The result of ``ArraySpec.flat``.
+            pieces: The stream. They must not change until the returned write is done.
+            level: Level of zstd; TensorStore always takes 1.
         """
         native = self._native
         if native is None or not isinstance(path, Path):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_describe(path, spec, self._where)
-        kept, making, durability = (
-            [np.ascontiguousarray(piece) for piece in pieces],
-            self._making,
-            self._durability,
-        )
+        contiguous = [np.ascontiguousarray(piece) for piece in pieces]
+        making, durability = self._making, self._durability
 
         def work() -> None:
-            spent = _write_stream(path, spec, kept, native, making, level, durability)
+            spent = _write_stream(path, spec, contiguous, native, making, level, durability)
             with making:
                 self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
 
         return _Writes(described, (self._background.start(work),))
 
     def take_spent(self) -> Spent:
-        """Where the time of the streams written since the last call went. Zero where TensorStore
-        writes them.
+        """Return the times of the streams written since the last call.
+
+        They are zero if TensorStore writes the streams.
         """
         with self._making:
             spent, self._spent = self._spent, Spent(0.0, 0.0)
         return spent
 
     def close(self) -> None:
-        """End the threads. REQUIRES: no write is under way, and none is started from now on."""
+        """End the threads. No write may be under way, and none may follow."""
         self._background.close()
 
 
@@ -363,11 +390,13 @@ def _write_stream(
     level: int,
     durability: Durability,
 ) -> Spent:
-    """Write the files of a stream, each created only if absent, and sync them. ``making``: held
-    while a file is made.
+    """Write the files of a stream, each created only if absent, and sync them.
+
+    ``making`` is held while a file is encoded, so one thread encodes while another waits for the
+    disk.
     """
     path.mkdir(parents=True, exist_ok=True)
-    made = synced = 0.0
+    encoding_seconds = sync_seconds = 0.0
     for number in range(spec.file_count):
         descriptor = os.open(
             path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
@@ -376,13 +405,13 @@ def _write_stream(
             with making:
                 begin = time.perf_counter()
                 write_stream_file(write, descriptor, spec, pieces, number, level)
-                made += time.perf_counter() - begin
+                encoding_seconds += time.perf_counter() - begin
             begin = time.perf_counter()
             durability.sync_file(descriptor)
-            synced += time.perf_counter() - begin
+            sync_seconds += time.perf_counter() - begin
         finally:
             os.close(descriptor)
-    return Spent(made, synced)
+    return Spent(encoding_seconds, sync_seconds)
 
 
 class _Writes:
@@ -397,9 +426,8 @@ class _Writes:
         for future in (*self._data, self._described):
             future.result(timeout=deadline.left)
         if not self._described.result().generation:
-            raise ValueError(
-                "ALREADY_EXISTS: the array is there already"
-            )  # as TensorStore's create would say
+            # The text of TensorStore's own create.
+            raise ValueError("ALREADY_EXISTS: the array is there already")
 
     def done(self) -> bool:
         return all(future.done() for future in (*self._data, self._described))
@@ -430,7 +458,7 @@ class ReadableArray:
             raise read_error(error, self._path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
-        """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
+        """Return the values of a box; ``Damaged`` if a chunk is missing or fails its checksum."""
         values: NDArray[Any] = self.start(box).result()
         return values
 
@@ -441,21 +469,21 @@ class ReadableArray:
             return self._start_native(
                 np.empty([s.stop - s.start for s in self._checked(box)], self._spec.dtype), pieces
             )
-        wanted = self._wanted(box)
-        return Reading(wanted.read(), self._path, self._patience(wanted.size))
+        view = self._view(box)
+        return Reading(view.read(), self._path, self._patience(view.size))
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
-        """Begin to read a box straight into ``out`` (same shape and dtype)."""
+        """Begin to read a box into ``out`` (same shape and dtype)."""
         pieces = self._pieces(box)
         if pieces is not None and out.flags.c_contiguous:
             return self._start_native(out, pieces)
-        wanted = self._wanted(box)
+        view = self._view(box)
         target = ts.array(out, copy=False)
-        future = target.write(wanted.translate_to[(0,) * wanted.rank])
-        return Reading(future, self._path, self._patience(wanted.size))
+        future = target.write(view.translate_to[(0,) * view.rank])
+        return Reading(future, self._path, self._patience(view.size))
 
     def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
-        """Where the native module finds a box, ``None`` where TensorStore has to read it."""
+        """Return the byte ranges of a box for the native module; ``None`` to use TensorStore."""
         checked = self._checked(box)
         if not isinstance(self._path, Path) or self._spec.codec not in native_files.codecs():
             return None
@@ -472,7 +500,7 @@ class ReadableArray:
         return storage_of(self._path).patience(elements * np.dtype(self._spec.dtype).itemsize)
 
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
-        """A box, by default all of the array. ``Damaged`` where it is none of the array's."""
+        """Return a box, by default the whole array; ``Damaged`` if it exceeds the array."""
         shape = self._spec.shape
         whole = box or [slice(0, size) for size in shape]
         if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
@@ -482,8 +510,8 @@ class ReadableArray:
             )
         return whole
 
-    def _wanted(self, box: Sequence[slice]) -> Any:
-        """A box of the array, once its files are known to be what may be opened."""
+    def _view(self, box: Sequence[slice]) -> Any:
+        """Return TensorStore's view of a box, after a check of the files that it lies in."""
         for name in self._cells.names(self._checked(box)):
             if name not in self._looked_at:
                 storage_of(self._path / name).check_array_file(self._cells)
@@ -492,10 +520,13 @@ class ReadableArray:
 
 
 class Reading:
-    """A read under way; its failure names the array. ``patience``: seconds until it is given up;
-    ``None``: ``TIMEOUT_SECONDS``.
+    """A read under way; its error names the array.
 
-    ``values``: what is read into, where the future does not give it.
+    Args:
+        future: The operation.
+        path: The array.
+        patience: Seconds until the read is given up; ``None``: ``TIMEOUT_SECONDS``.
+        values: The memory that is read into, if the future does not return it.
     """
 
     def __init__(
@@ -511,10 +542,10 @@ class Reading:
         self._values = values
 
     def result(self) -> Any:
-        """The values; ``Damaged``, or ``StorageTimeout``."""
+        """Return the values. Raises ``Damaged``, or ``StorageTimeout``."""
         try:
-            found = wait_for(self._future, self._path, self._patience)
-            return found if self._values is None else self._values
+            result = wait_for(self._future, self._path, self._patience)
+            return result if self._values is None else self._values
         except (StorageFailed, Damaged):
             raise
         except _TENSORSTORE_ERRORS as error:
@@ -522,7 +553,7 @@ class Reading:
 
 
 def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
-    """TensorStore's error as one of ours: the status code stands first in its text."""
+    """Return TensorStore's error as one of ours: its status code stands first in its text."""
     text = str(error)
     if storage_of(path).is_outage(text):
         return StorageFailed(f"array {path} cannot be read: {brief(error)}")

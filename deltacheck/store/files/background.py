@@ -14,9 +14,10 @@ _Task = tuple[Future[None], Callable[[], None]]
 class Background:
     """A fixed number of worker threads.
 
-    They end with ``close``, or when this object is deleted, after the tasks that were handed over. They
-    are daemons and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the
-    saves under way. All are started at once, because from Python 3.12 on none can be started then.
+    They end with ``close``, or when this object is deleted, after the tasks that were handed over.
+    They are daemons and no executor of ``concurrent.futures``: those are gone when ``atexit``
+    finishes the saves under way. All are started at once, because from Python 3.12 on none can be
+    started then.
 
     Args:
         threads: Number of threads.

@@ -78,8 +78,8 @@ class Cells(NamedTuple):
     def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box (bounded, one slice per axis) in the order of memory.
 
-        ``None``: chunks do not follow each other in memory, or the box is a part of the array that is
-        neither rows of chunks as wide as the array nor one chunk.
+        ``None``: chunks do not follow each other in memory, or the box is a part of the array that
+        is neither rows of chunks as wide as the array nor one chunk.
         """
         if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
             return None
@@ -103,7 +103,7 @@ class Cells(NamedTuple):
         ]
 
     def place(self, at: Sequence[int]) -> tuple[str, int]:
-        """Return the file of the chunk at grid position ``at``, and its first decoded byte there."""
+        """Return the file of the chunk at a grid position, and its first decoded byte there."""
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
         within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
         return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes

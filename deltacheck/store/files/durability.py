@@ -1,4 +1,4 @@
-"""What an acknowledged save survives, and every sync that follows from it.
+"""The durability of saves, and every sync that follows from it.
 
 No other module of the store decides about ``fsync``.
 """
@@ -18,11 +18,11 @@ class Durability(StrEnum):
     ``POWER``: a save is acknowledged when it survives a power cut. This costs a flush of the disk's
     cache for every file and directory.
 
-    ``PROCESS``: a save is acknowledged when it survives the death of the process. Nothing is synced, so
-    saves end sooner. A power cut or a crash of the operating system may take any of the last saves, and
-    leave files of the right size with wrong content. Their digests find these, as they find all damage:
-    a restore raises an error and never gives wrong values. Only the order of writing, not that of
-    reaching the disk, is the same under both.
+    ``PROCESS``: a save is acknowledged when it survives the death of the process. Nothing is
+    synced, so saves end sooner. A power cut or a crash of the operating system may take any of the
+    last saves, and leave files of the right size with wrong content. Their digests find these, as
+    they find all damage: a restore raises an error and never gives wrong values. Only the order of
+    writing, not that of reaching the disk, is the same under both.
     """
 
     POWER = "power"
@@ -38,7 +38,7 @@ class Durability(StrEnum):
 
     @property
     def syncs(self) -> bool:
-        """Whether files and directories are synced."""
+        """``True`` if files and directories are synced."""
         return self is Durability.POWER
 
     def sync_file(self, descriptor: int) -> None:
@@ -63,8 +63,8 @@ class Durability(StrEnum):
     def sync_ancestors(self, path: Place) -> None:
         """Make the way to ``path`` survive: its name, and those of the directories above it.
 
-        All directories of the same file system are synced, whoever made them: a process that made one may
-        have been killed before its sync. Directories that may not be read are left out.
+        All directories of the same file system are synced, whoever made them: a process that made
+        one may have been killed before its sync. Directories that may not be read are left out.
         """
         if not self.syncs:
             return

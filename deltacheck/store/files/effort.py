@@ -8,8 +8,8 @@ from enum import StrEnum
 class Effort(StrEnum):
     """The trade between the time and the size of zstd.
 
-    ``NORMAL``: the fastest zstd, if it saves 2 %. ``LOW``: only if it saves a fifth. ``HIGH``: several
-    times the work for a few per cent.
+    ``NORMAL``: the fastest zstd, if it saves 2 %. ``LOW``: only if it saves a fifth. ``HIGH``:
+    several times the work for a few per cent.
     """
 
     LOW = "low"

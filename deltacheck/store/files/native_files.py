@@ -113,8 +113,8 @@ class _Readers:
     def _finish(self) -> None:
         """Wait for the reads under way at the end of the process.
 
-        Up to Python 3.13 a thread that comes back from native code while the interpreter ends is unwound,
-        which C++ answers with an abort.
+        Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
+        unwound, which C++ answers with an abort.
         """
         if os.getpid() == self._process:
             wait(list(self._under_way), _EXIT_SECONDS)

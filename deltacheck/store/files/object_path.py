@@ -30,10 +30,10 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """How an object store is reached.
+    """Options of the access to an object store.
 
-    Options that are not given come from the environment, by the names that the vendors' own tools use.
-    ``docs/how-to/object-stores.md`` shows examples.
+    Options that are not given come from the environment, by the names that the vendors' own tools
+    use. ``docs/how-to/object-stores.md`` shows examples.
 
     Args:
         endpoint: The address of an S3-compatible store. Default: ``AWS_ENDPOINT_URL_S3``, then
@@ -49,11 +49,12 @@ class ObjectStore:
             store is noticed sooner.
         concurrency: Most requests under way. More: faster, until the store throttles; fewer: slower
             and gentler to a small store.
-        deadline_seconds: Longest wait for one small request, its retries included; reads of data have
-            one second more for each megabyte. Longer: patience with a slow store; shorter: a store that
-            hangs is an error sooner.
-        lease_seconds: Time for which a silent writer keeps the root. Longer: a live writer keeps its
-            root through a longer loss of the network; shorter: a run that died is replaced sooner.
+        deadline_seconds: Longest wait for one small request, its retries included; reads of data
+            have one second more for each megabyte. Longer: patience with a slow store; shorter: a
+            store that hangs is an error sooner.
+        lease_seconds: Time for which a silent writer keeps the root. Longer: a live writer keeps
+            its root through a longer loss of the network; shorter: a run that died is replaced
+            sooner.
 
     Raises:
         ValueError: An option is out of its range.
@@ -149,8 +150,8 @@ class ObjectStore:
 class ObjectPath:
     """A key of an object store, or all keys below it, with the methods of ``pathlib.Path``.
 
-    Every method raises ``StorageFailed`` if the store does not answer, or answers with an error, until
-    the deadline.
+    Every method raises ``StorageFailed`` if the store does not answer, or answers with an error,
+    until the deadline.
     """
 
     scheme: str
@@ -225,8 +226,8 @@ class ObjectPath:
             unless: A known generation. If the object still has it, no content is returned.
 
         Returns:
-            The content, ``None`` if it was not read, and empty if there is no object; the generation,
-            ``ABSENT`` if there is no object.
+            The content, ``None`` if it was not read, and empty if there is no object; the
+            generation, ``ABSENT`` if there is no object.
         """
         return self.finish_read(self.start_read(unless))
 
@@ -247,8 +248,8 @@ class ObjectPath:
     def create(self, content: bytes, timeout: float | None = None) -> bool:
         """Write the object if it is absent; return ``False`` if it has other content.
 
-        No other writer may have the same content, so put a nonce into it. If a reply is lost, the content
-        that is then found tells which writer has won.
+        No other writer may have the same content, so put a nonce into it. If a reply is lost, the
+        content that is then found tells which writer has won.
 
         Args:
             content: The object's content.

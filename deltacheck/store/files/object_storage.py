@@ -122,7 +122,8 @@ class ObjectStorage(Storage[ObjectPath]):
         # next numbers are asked for by name. A store whose listing is current has none of them.
         folder = self.path
         below = len(folder.key) + 1
-        names = [key[below:].split("/") for key in folder.keys()]  # noqa: SIM118 - a path, not a mapping
+        keys = folder.keys()
+        names = [key[below:].split("/") for key in keys]
         manifests = {
             folder / name[0] / "zarr.json"
             for name in names
@@ -181,7 +182,8 @@ class ObjectStorage(Storage[ObjectPath]):
             for name in (layout.SEGMENTS, layout.CHECKPOINTS)
         }
         control = f"{path.key}/{layout.CONTROL}/".lstrip("/")
-        return all(key in groups or key.startswith(control) for key in path.keys())  # noqa: SIM118 - a path, not a mapping
+        keys = path.keys()
+        return all(key in groups or key.startswith(control) for key in keys)
 
     def check_writable(self) -> None:
         check_conditional_writes(self.path / layout.CONTROL)

@@ -83,8 +83,8 @@ class LocalLease:
     def check(self) -> None:
         """Raise ``RootBusy`` if the right has been lost.
 
-        The lock's file was then replaced or written to by another process, as happens if locks do not
-        work.
+        The lock's file was then replaced or written to by another process, as happens if locks do
+        not work.
         """
         try:
             content = self._path.read_bytes()

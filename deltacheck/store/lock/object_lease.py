@@ -1,11 +1,11 @@
 """One writer per root on an object store: a lease that its holder renews by compare-and-swap.
 
 No clock is compared with another (compare C. Gray and D. Cheriton, "Leases: an efficient
-fault-tolerant mechanism for distributed file cache consistency", 1989). A process that finds a lease
-watches its object. If the object changes, the holder lives. If it stays the same for the time that
-the holder has promised at most, the holder counts as dead. The holder counts the same time from
-before its last renewal, so it stops committing before another process may take over. If all this
-fails, the conditional creation of the next manifest is the fence (``commit.py``).
+fault-tolerant mechanism for distributed file cache consistency", 1989). A process that finds a
+lease watches its object. If the object changes, the holder lives. If it stays the same for the time
+that the holder has promised at most, the holder counts as dead. The holder counts the same time
+from before its last renewal, so it stops committing before another process may take over. If all
+this fails, the conditional creation of the next manifest is the fence (``commit.py``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _held: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictiona
 class ObjectLease:
     """The right to write to a root. A thread renews it until it is released.
 
-    If another writer holds the lease, the constructor waits until that writer is next heard of, at most
-    ``lease_seconds`` of its store. A lease that is not renewed for so long is taken over, with the next
-    epoch. A holder on this machine whose process has ended is not waited for.
+    If another writer holds the lease, the constructor waits until that writer is next heard of, at
+    most ``lease_seconds`` of its store. A lease that is not renewed for so long is taken over, with
+    the next epoch. A holder on this machine whose process has ended is not waited for.
 
     Args:
         root: The root.
