@@ -184,7 +184,8 @@ def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: 
     times = []
     for _ in range(REPETITIONS + 2):
         before()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()  # type: ignore[no-untyped-call]
         work()
         end.record()  # type: ignore[no-untyped-call]

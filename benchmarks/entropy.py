@@ -36,8 +36,8 @@ def words_of(array: Any) -> Words:
     if hasattr(array, "detach"):
         import torch
 
-        flat = array.detach().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy().view(f"u{flat.element_size()}").copy()  # type: ignore[no-any-return]
+        tensor: torch.Tensor = array.detach().contiguous().reshape(-1)
+        return tensor.view(torch.uint8).numpy().view(f"u{tensor.element_size()}").copy()
     flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
     return flat.view(np.uint8).view(f"u{flat.itemsize}").copy()  # type: ignore[no-any-return]
 

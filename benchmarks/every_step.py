@@ -2,8 +2,8 @@
 
 The same training continues while the ways alternate: a loop of some steps with a save after each
 step follows a loop without any save, and their wall times are compared. All saves of a loop are
-committed when its time ends, so no other loop pays for them. Copies from memory to the disk continue
-during training. The rest of them is finished before the next loop begins.
+committed when its time ends, so no other loop pays for them. Copies from memory to the disk
+continue during training. The rest of them is finished before the next loop begins.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def run(settings: Settings) -> Result:
     about = (
         f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for"
         " each way, medians; memory tier in"
-        f" {'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {measured_on}."
+        f" {'/dev/shm' if memory.parent == _MEMORY else 'the folder of the disk'}; {measured_on}."
         " 'of a step': seconds of a loop beyond those of the loop without saves right before it;"
         " 'processor': the same for the processor time of all threads. 'copied after': time to copy"
         " the rest of a loop's saves to the disk"

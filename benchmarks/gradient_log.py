@@ -106,8 +106,8 @@ def run(settings: Settings) -> Result:
                 restores += _restores(f"{rate:g}", folder, log, direct, training, settings)
     figures.append(Figure("logged steps that were not restored bit for bit", wrong, 0, "count"))
     about = (
-        f"post-training {parameters / 1e6:.1f} M parameters (bf16 weights and gradients; fp32 master"
-        " and moments), clipped; all files of a save; cycle: mean over"
+        f"post-training {parameters / 1e6:.1f} M parameters (bf16 weights and gradients; fp32"
+        " master and moments), clipped; all files of a save; cycle: mean over"
         f" {replays} replayed steps and the save of the state itself after them; {checked} steps"
         " restored and compared"
     )

@@ -262,7 +262,8 @@ def _emptied(run: Run) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         leaf.delete()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)  # type: ignore[no-untyped-call]
+        struct: Any = jax.ShapeDtypeStruct
+        return struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
     return jax.tree.map(shape, state)
 

@@ -70,7 +70,7 @@ class Rival(ABC):
             shutil.rmtree(entry)
 
     def reported_blocking(self) -> float | None:
-        """Return the seconds that the last save has blocked as the library reports it, if it does."""
+        """Return the seconds that the last save has blocked, if the library reports them."""
         return None
 
     def before_update(self) -> None:  # noqa: B027 - most have nothing to wait for

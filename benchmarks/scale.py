@@ -98,7 +98,7 @@ def hsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
 
 
 def tp_fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
-    """Cut by tensor parallelism over 8 ranks, and each part along its first axis over the others."""
+    """Cut by tensor parallelism over 8 ranks, then each part along its first axis."""
     box = sharding.whole(leaf.shape)
     if leaf.axis is not None:
         box = _cut(box, leaf.axis, rank % 8, 8)

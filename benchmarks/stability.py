@@ -170,7 +170,7 @@ CLASS_COLUMNS: dict[str, Unit] = {
 def measure_sizes(
     configuration: Configuration, sizes: Sizes, folder: Path
 ) -> tuple[list[list[Cell]], list[list[Cell]], list[Figure]]:
-    """Return rows of bytes for each policy, rows of the exact policy for each class, and figures."""
+    """Return rows for each policy, rows of the exact policy for each class, and figures."""
     rows: list[list[Cell]] = []
     classes: list[list[Cell]] = []
     figures: list[Figure] = []

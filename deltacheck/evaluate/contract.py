@@ -44,6 +44,7 @@ def check(
     """
     rates = learning_rates(live)
     checks = []
+    # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
         if path not in restored.ties or path not in live.ties:
             checks.append(LeafCheck(path, "exact", _MISSING[path in live.ties]))
@@ -159,6 +160,7 @@ def _earlier(earlier_values: Array | None, restored: Array, promise: Promise) ->
     """
     if earlier_values is None or earlier_values.shape != restored.shape:
         return f"it was not there at step {promise.from_step}, whose values it should have"
+    # Only second moments have a limit of drift (``Reused``).
     if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
         return ""
     error = _error("octaves", earlier_values, restored, 0.0)

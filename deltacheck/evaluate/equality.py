@@ -131,5 +131,6 @@ def _bits(array: Any) -> NDArray[np.uint8]:
     if hasattr(array, "detach"):  # torch
         import torch
 
-        return array.detach().contiguous().reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
+        tensor: torch.Tensor = array.detach().contiguous().reshape(-1)
+        return tensor.view(torch.uint8).numpy()
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)

@@ -156,6 +156,7 @@ def correctness(evidence: Evidence) -> Correctness:
     """Judge every recovery, and that saving does not change the training."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
     reference = unkilled[evidence.plan.first_seed]
+    # A run that does not repeat itself may differ for reasons that no checkpoint can remove.
     deterministic = not _difference(evidence.repeat, reference)
     reasons = []
     if deterministic and (gap := _difference(evidence.saving, reference)):
@@ -239,6 +240,7 @@ def _difference(ending: Ending, unkilled: Ending) -> str:
     wrong = differences(ending.digests, unkilled.digests)
     if wrong:
         return f"the last state differs in {_named(wrong)}"
+    # By their text, because NaN is not equal to itself.
     if repr(ending.evaluation) != repr(unkilled.evaluation):
         values = f"{ending.evaluation!r}, {unkilled.evaluation!r} without the kill"
         return f"the evaluation gives {values}"

@@ -65,6 +65,7 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
     )
     record = collect(session.folder / ROOTS / OBSERVED)
     pace = observed.pace(plan.every)
+    # Only the first run shows at which saves a policy becomes inexact, so kills are planned after it.
     inexact = [step.step for step in record.steps if step.bounded_bytes or step.reused_bytes]
     planned_kills = kills(plan, inexact)
     recoveries = []
@@ -93,6 +94,7 @@ def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recove
             raise EvaluationFailed("no checkpoint survived the kill")
         resumed = session.run(Task("resume", kill)).other_events["resumed"]
     except DeltacheckError as error:
+        # A failed recovery is a result of the evaluation, not its end: the others still count.
         return Recovery(kill, before.step, before.acknowledged_step, error=str(error))
     return Recovery(
         kill,

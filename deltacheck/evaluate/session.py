@@ -130,6 +130,7 @@ class Session:
                 on_report(reports)
                 if event["event"] == "saving" and event["step"] == kill.saving_step:
                     save_seconds, between_seconds = pace or reports.pace(self.plan.every)
+                    # Relative to measured times, so that a kill falls into the save on any machine.
                     delay = (save_seconds if kill.mid_save else between_seconds) * kill.share
                     time.sleep(delay)
                     process.send_signal(signal.SIGKILL)
@@ -137,6 +138,7 @@ class Session:
             for event in events:  # those that it had reported before it died
                 reports.add(event)
                 on_report(reports)
+        # A worker that ended by itself before the signal has not tested any recovery.
         if process.returncode != -signal.SIGKILL:
             raise EvaluationFailed(f"before the kill: {self._reason(process, reports)}")
         return delay
@@ -175,7 +177,9 @@ def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
     saves = [step for step in saves if step < plan.steps]
     result = []
     for seed in plan.killed_seeds():
-        dice = random.Random(seed)
+        dice = random.Random(
+            seed
+        )  # of its own, so that more seeds do not move the kills of this one
         for number in range(plan.kills):
             position = (number + dice.random()) / plan.kills
             step = saves[min(len(saves) - 1, int(position * len(saves)))]

@@ -80,7 +80,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
     """Bisect until the interval is as small as float64 allows."""
-    for _ in range(80):
+    for _ in range(80):  # halves the interval below the spacing of float64
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return (low + high) / 2
@@ -128,6 +128,7 @@ def equivalence(
     """
     if not differences:
         return Equivalence(TOO_FEW, math.nan, -math.inf, math.inf, 0.0, 0.0, len(unkilled), 0, None)
+    # One observation for each seed: its kills share a run and are not independent.
     means = [fmean(values) for values in differences.values()]
     mean, count = fmean(means), len(means)
     finite = all(map(math.isfinite, [*means, *unkilled]))

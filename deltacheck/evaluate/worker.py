@@ -113,6 +113,7 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
             _profile(run, plan).write(folder / PROFILE)
         run.train_until(plan.steps)
         report("unkilled", ending=asdict(run.ending(seed)))
+    # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
     repeat = Run(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
@@ -198,6 +199,8 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
     checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
+    # Compared before and after ``load``: a wrong restore is a defect of deltacheck, a wrong ``load``
+    # one of the user's workload.
     run.workload.load(state)
     run.step = step
     loaded = snapshot.digests(run.snapshot())

@@ -137,8 +137,9 @@ def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) 
             def state() -> dict[str, Any]:
                 return {"a": torch.tensor([0.0, 1.0, 2.0, 0.0])}
 
+    wrong = Wrong(tmp_path / "root", None, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="does not restore 'a'"):
-        race._time_restores(Wrong(tmp_path / "root", None, None), Run(), 1)  # type: ignore[arg-type]
+        race._time_restores(wrong, Run(), 1)  # type: ignore[arg-type]
 
 
 def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> No
     assert kills(plan, inexact=[85]) == planned_kills  # one alone leaves nothing to kill between
 
 
-# --- the user's workload ----------------------------------------------------------------------------
+# --- the user's workload ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
 LORA, RL = "lora/train.py", "rl_like/train.py"
-# Up to ten processes import a framework, some of them two. That takes seconds, but minutes on a busy
+# Up to ten processes import a framework, some of them two: seconds, but minutes on a busy
 # machine.
 PATIENT = pytest.mark.timeout(900)
 

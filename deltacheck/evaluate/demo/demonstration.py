@@ -133,6 +133,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
     with _progress(console) as progress:
         _write_data(demonstration.recipe, shared, _bar(progress, "reading the standard library", 1))
         pretrained = _pretrain(demonstration, folder, shared, progress)
+        # Three tasks: the reference, the run that is killed, and the one that resumes.
         with closing(Session(plan, folder, shared, tasks=3)) as session:
             bar = _bar(progress, "fine-tuning, uninterrupted", plan.steps)
             reference = session.run(Task("train"), bar)
@@ -277,6 +278,7 @@ def _compare_states(plan: Plan, expected: Any, root: Path, progress: Progress) -
 
 def _parameters(weights: Mapping[str, Any]) -> int:
     """Count the elements of the weights, tied ones once."""
+    # Tied weights share an address.
     sizes = {weight.data_ptr(): weight.numel() for weight in weights.values()}
     return sum(sizes.values())
 

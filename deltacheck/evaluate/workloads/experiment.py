@@ -150,6 +150,7 @@ class Experiment(ABC):
 
         say("1. An uninterrupted run, observed by a profiler")
         run, final_loss = self._train_uninterrupted()
+        # Before the comparison, which loads restored states into the same run.
         plain_bytes, expected = self.save_plain(run), self.final_state(run)
         for policy in self.options.policy:
             self._kill_and_resume(policy)
@@ -194,6 +195,7 @@ class Experiment(ABC):
 
     def _in_new_process(self, policy: str, kill_in: int | None) -> int | None:
         """Train with checkpoints in a new process, and return its exit status."""
+        # Spawned, not forked: threads of torch and JAX do not survive a fork.
         process = multiprocessing.get_context("spawn").Process(
             target=self.train_with_checkpoints, args=(policy, kill_in)
         )
@@ -222,7 +224,7 @@ def main(
     options = parser.parse_args()
     if options.quick:
         parser.set_defaults(**quick_defaults)
-        options = parser.parse_args()
+        options = parser.parse_args()  # again, with the new defaults
     folder = options.folder or Path(tempfile.mkdtemp(prefix=f"deltacheck-{experiment.name}-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

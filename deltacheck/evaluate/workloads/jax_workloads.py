@@ -74,6 +74,7 @@ class Workload:
         Under "rl", the loss is 1 - mean reward.
         """
         rows = next(self.batches) if rows is None else rows
+        # A new key for each step. The state contains it, so that a resumed run draws the same.
         self.key, subkey = jax.random.split(self.key)
         if self.recipe.task == "rl":
             loss, tokens, weight = self._completed(rows, subkey)

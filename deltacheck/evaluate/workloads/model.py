@@ -52,7 +52,8 @@ class Attention(nn.Module):
         qkv = qkv.permute(2, 0, 3, 1, 4)
         query, key = _rotate(qkv[:2], cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, qkv[2], is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+        joined = mixed.transpose(1, 2).reshape(batch, length, width)
+        return self.out(joined)  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -94,10 +95,12 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
         self.norm = RMSNorm(recipe.width)
         self.head = Linear(recipe.width, VOCABULARY)
-        self.head.weight = self.embed.weight  # type: ignore[assignment]  # tied: two names, one tensor
+        # Tied: two names of one tensor, so that checkpoints contain a tie.
+        self.head.weight = self.embed.weight  # type: ignore[assignment]
         head_width = recipe.width // recipe.heads
         rates = 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width)
         angles = torch.outer(torch.arange(recipe.context), rates)
+        # Not persistent: they follow from the sizes, and a checkpoint need not contain them.
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

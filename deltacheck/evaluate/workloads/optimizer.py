@@ -33,6 +33,8 @@ class MixedPrecisionAdamW(Optimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
         )
+        # Created here and not in the first step, so that a checkpoint of step 0 is complete and a
+        # restored state always has the structure of a fresh one.
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = parameter.detach().float().clone()
@@ -52,6 +54,8 @@ class MixedPrecisionAdamW(Optimizer):
                 continue
             group["step"] += 1
             beta1, beta2 = group["betas"]
+            # The ``_foreach_`` functions run one kernel over all tensors. Updates of thousands of
+            # small leaves would otherwise take longer than the training step.
             masters, means, squares = (
                 [self.state[parameter][name] for parameter in parameters]
                 for name in ("master", "exp_avg", "exp_avg_sq")

@@ -77,6 +77,8 @@ def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
         question = [coding.begin, *coding.encode(prompt)]
         reply = [*coding.encode(answer), coding.end]
         line, counts = question + reply, [False] * len(question) + [True] * len(reply)
+        # Rows overlap by one token: the last token of a row is only predicted, and is then the
+        # first input of the next row.
         for start in range(0, len(line) - 1, context):
             spare = context + 1 - len(line[start : start + context + 1])
             row = counts[start : start + context + 1] + [False] * spare

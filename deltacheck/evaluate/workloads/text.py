@@ -73,7 +73,7 @@ def standard_library(files: int | None = None) -> list[str]:
         # Excluded before they are walked: site-packages may be huge.
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    paths.sort()
+    paths.sort()  # os.walk lists a folder in the order of the file system
     return [(root / path).read_text(encoding="utf-8", errors="replace") for path in paths[:files]]
 
 
@@ -107,6 +107,7 @@ def pretraining_rows(sources: Iterable[str], context: int, limit: int = 4096) ->
     """
     characters = np.frombuffer("\n".join(sources).encode(), dtype=np.uint8)
     starts = np.arange(0, len(characters) - context, context)
+    # Every n-th row, so that a small limit still sees files of the whole library.
     starts = starts[:: max(1, len(starts) // limit)][:limit]
     tokens = np.stack([characters[start : start + context + 1] for start in starts])
     return Rows(tokens.astype(np.int64), np.ones_like(tokens, dtype=np.bool_))
@@ -175,4 +176,5 @@ class Batches:
         self._order = self._shuffled()
 
     def _shuffled(self) -> NDArray[np.int64]:
+        # A function of seed and epoch alone, so that a position of three integers is enough.
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows.tokens))

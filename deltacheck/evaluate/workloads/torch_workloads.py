@@ -47,6 +47,7 @@ class Workload:
         self, recipe: Recipe, weights: State | None = None, rows: Rows | None = None
     ) -> None:
         be_deterministic(recipe.threads)
+        # Before the model is created, because its initial weights are drawn from this generator.
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.model = LanguageModel(recipe)
@@ -75,7 +76,7 @@ class Workload:
 
         Under "rl", the loss is 1 - mean reward.
         """
-        self.model.train()
+        self.model.train()  # ``evaluate`` may have switched dropout off
         rows = next(self.batches) if rows is None else rows
         if self.recipe.task == "rl":
             loss, value = self._policy_gradient(rows)
@@ -103,7 +104,8 @@ class Workload:
         Equal bits mean equal weights.
         """
         self.model.eval()
-        return self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))  # type: ignore[no-any-return]
+        logits: Tensor = self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))
+        return logits
 
     def reorder(self, seed: int) -> None:
         """Continue with other batches, and with other draws of dropout and sampling."""
@@ -143,6 +145,7 @@ class Workload:
         completions = self._sample(prompts)
         rewards = tasks.reward(completions.numpy(), answers)
         advantages = torch.from_numpy(tasks.advantages(rewards, self.recipe.group))
+        # The logits at a position predict the next token, so the last token is not an input.
         tokens = torch.cat([prompts, completions[:, :-1]], dim=1)
         logits = self.model(tokens)[:, prompts.shape[1] - 1 :]
         losses = F.cross_entropy(logits.flatten(0, 1), completions.flatten(), reduction="none")
