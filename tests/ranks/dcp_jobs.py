@@ -1,4 +1,7 @@
-"""What the ranks of ``test_dcp.py`` do. Imported by every rank, so nothing of pytest is in here."""
+"""Define the jobs that the ranks of ``test_dcp.py`` run.
+
+Every rank imports this module, so it does not import pytest.
+"""
 
 from __future__ import annotations
 
@@ -189,8 +192,9 @@ def kill_between(rank: int, size: int, port: int, root: str) -> Any:
 
 
 def go_on(rank: int, size: int, port: int, root: str) -> Any:
-    """What the newest step has, whether a step 2 that follows it comes back, and what that takes on
-    disk.
+    """Save a step 2 after the newest step.
+
+    Return the content of the newest step, if the new step restores, and its bytes on disk.
     """
     join(rank, size, port)
     mine = blank(size)

@@ -1,5 +1,6 @@
-"""What the processes of a JAX run do in the tests: imported by each of them, in the parent by name
-only.
+"""Define the jobs that the processes of a JAX run execute in the tests.
+
+Each process imports this module. The parent uses only the names.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
 
 
 def restored_beside_damage(rank: int, m: Any, target: Any) -> int:
-    """Which step ``restore_whole`` gives where process 1 cannot read the newest."""
+    """Return the step that ``restore_whole`` gives if process 1 cannot read the newest."""
     original, newest = load_module._restore_tree, max(m.all_steps())
 
     def broken(root: Any, manifest: Any, *more: Any) -> Any:

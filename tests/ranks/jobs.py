@@ -1,6 +1,4 @@
-"""What the torch ranks of the tests do: one model in several layouts, its training, and saves of
-it.
-"""
+"""Define the jobs of the torch ranks: a model in several layouts, its training and its saves."""
 
 from __future__ import annotations
 
@@ -368,8 +366,9 @@ def disagree(rank: int, size: int, port: int, root: Path) -> Any:
 
 
 def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
-    """How often and how long rank 0's save waits for the others beside its own work, and how long
-    training is held up at the beginning.
+    """Measure the waits of rank 0 for the other ranks during a save.
+
+    Return their number and duration, and the time that training is blocked at the beginning.
     """
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         state = {"w": torch.arange(1000.0)}

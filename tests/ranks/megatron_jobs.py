@@ -1,5 +1,6 @@
-"""What the ranks of ``test_megatron.py`` do: states described as Megatron-Core describes them, by
-look-alikes or by its own classes.
+"""Define the jobs that the ranks of ``test_megatron.py`` run.
+
+Their states are described by Megatron-Core's classes, or by classes with the same fields.
 """
 
 from __future__ import annotations

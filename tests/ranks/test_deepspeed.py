@@ -58,19 +58,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    """What two ranks found: rank -> what was asked."""
+    """Return the results of two ranks: rank -> name -> result."""
     return launch(on_two, 2, folder, seconds=600)
 
 
 @pytest.fixture(scope="module")
 def one(folder: Path, two: object) -> dict[str, Any]:
-    """What one rank found that loaded what two had saved, and saved it again."""
+    """Return the results of one rank that loaded the saves of two, and saved them again."""
     return launch(on_one, 1, folder, seconds=600)[0]
 
 
 @pytest.fixture(scope="module")
 def again(folder: Path, one: object) -> list[dict[str, Any]]:
-    """What two ranks found that loaded what one had saved."""
+    """Return the results of two ranks that loaded the saves of one."""
     return launch(on_two_again, 2, folder, seconds=600)
 
 
@@ -373,7 +373,7 @@ def train(engine: Any, bf16: bool, until: int) -> list[str]:
 
 
 def parts(engine: Any) -> list[tuple[str, str, int, int, np.ndarray]]:
-    """What this rank has: key, name, first element, elements of the parameter, values."""
+    """Return this rank's parts: key, name, first element, number of elements, values."""
     from deltacheck.backends.torch.deepspeed import zero
 
     found = []
@@ -513,7 +513,7 @@ def resume(case: tuple[int, bool], folder: Path) -> dict[str, Any]:
 
 
 def count_pickles() -> list[object]:
-    """What ``torch.load`` and ``pickle`` are asked to read from now on."""
+    """Count the reads of ``torch.load`` and ``pickle`` from now on."""
     seen: list[object] = []
 
     def load(*args: Any, **kwargs: Any) -> Any:

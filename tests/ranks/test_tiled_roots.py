@@ -142,7 +142,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def both(tool: Any, roots: Roots) -> Callable[..., list[Any]]:
-    """What a command says of the root of one process, and of that of ranks."""
+    """Return the output of a command for the root of one process and for that of ranks."""
     return lambda *words: [tool(root, *words) for root in roots]
 
 
@@ -496,7 +496,7 @@ def test_jax_reads_under_any_sharding_what_ranks_wrote(roots: Roots) -> None:
 
 
 def one_after_the_other(root: Path, folder: Path, **options: Any) -> Iterator[deltacheck.Update]:
-    """What a follower is told where it looks after each commit."""
+    """Return the updates of a follower that polls after each commit."""
     shutil.copytree(root, folder)
     first, *later = sorted(path for path in (folder / "checkpoints").iterdir() if path.is_dir())
     for path in later:

@@ -28,7 +28,7 @@ from deltacheck.backends.torch.dcp.names import step_of
 _reading = threading.RLock()
 
 
-class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-Core has no types
+class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[misc] # untyped
     """Saves with ``dist_checkpointing.save(..., sharded_strategy=DeltaSaveStrategy(root))``.
 
     Each save writes the changes since the one before. The step is the number that the directory
@@ -95,7 +95,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
         )
 
 
-class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc] # as above
+class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc] # untyped
     """Loads with ``dist_checkpointing.load(..., sharded_strategy=DeltaLoadStrategy(root))``.
 
     Any parallelism may load a step. The step is the number that the directory ends in. Some of

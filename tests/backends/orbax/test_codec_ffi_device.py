@@ -30,7 +30,7 @@ if not emulated.registrations():
     scope="module", autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def device(request: pytest.FixtureRequest) -> Any:
-    """Where the arrays lie. The processor's are taken for a GPU's under the emulator."""
+    """Return the device of the arrays. Under the emulator the processor stands in for a GPU."""
     if request.param == "cuda":
         yield jax.devices("gpu")[0]
         return

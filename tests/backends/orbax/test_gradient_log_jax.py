@@ -37,7 +37,7 @@ Options = ocp.CheckpointManagerOptions
 
 
 class Learner(NamedTuple):
-    """What the updates work on: bfloat16 weights and all that AdamW keeps in float32."""
+    """The argument of the updates: bfloat16 weights, and the float32 state of AdamW."""
 
     params: Any
     master: Any

@@ -24,7 +24,7 @@ from deltacheck.save.channel import consult
 
 
 class Store:
-    """What the coordination service keeps, for threads that stand for processes."""
+    """An in-memory coordination service, for threads that act as processes."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}

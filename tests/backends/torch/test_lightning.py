@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/support/lightning_child.py found, by scenario."""
+    """Return the results of tests/support/lightning_child.py, by scenario."""
     child = TESTS / "support" / "lightning_child.py"
     command = [sys.executable, str(child), str(tmp_path_factory.mktemp("lightning"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560)

@@ -1,5 +1,6 @@
-"""What happens to a tensor between save() and its capture: the checkpoint has it as it was, or the
-save fails; never anything else.
+"""Test changes to a tensor between ``save()`` and its capture.
+
+The checkpoint has the tensor as it was at ``save()``, or the save fails.
 """
 
 from __future__ import annotations

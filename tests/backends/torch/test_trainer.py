@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/support/trainer_child.py found, by scenario."""
+    """Return the results of tests/support/trainer_child.py, by scenario."""
     child = TESTS / "support" / "trainer_child.py"
     command = [sys.executable, str(child), str(tmp_path_factory.mktemp("trainer"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560)

@@ -109,7 +109,7 @@ class FfiCodec:
         make_room: Callable[[int], None],
         all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """Encode jobs, as ``GroupCodec`` defines it. Consecutive leaves of one device share a call."""
+        """Encode jobs, as ``GroupCodec`` defines it; leaves of one device share a call."""
         first = 0
         while first < len(jobs):
             total = _checked_job(jobs[first])
@@ -131,7 +131,7 @@ class FfiCodec:
             yield made
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Apply in host memory, as the protocol defines it. ``decode`` does the same on the device."""
+        """Apply in host memory, as the protocol defines it; ``decode`` does it on the device."""
         NativeCodec().apply(encoded, base, bounds, word_bytes)
 
     def decode(self, encoded: Encoded, base: jax.Array, bounds: U64, word_bytes: int) -> jax.Array:
@@ -361,7 +361,7 @@ def _measured(
         _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64)),
     ]
     if platform == "CUDA":
-        # The results in the layout of the device, the table of chunks, and the kinds of their words.
+        # The results in the layout of the device, the table of chunks, the kinds of their words.
         results.append(
             _shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8)
         )

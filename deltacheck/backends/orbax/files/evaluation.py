@@ -99,6 +99,6 @@ class _Watched(threading.Thread):
     def run(self) -> None:
         try:
             self._manager.wait_until_finished()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the training thread raises it
+        except BaseException as error:  # noqa: BLE001 - the training thread raises it
             self.error = error
         self.durable_seconds = time.perf_counter() - self._began

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ class StoreChannel:
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         if self.rank == 0 and payloads is not None:
             for rank in range(1, self.size):
-                self._checked(rank, lambda rank=rank: self._put("down", rank, payloads[rank]))  # type: ignore[misc]
+                self._checked(rank, partial(self._put, "down", rank, payloads[rank]))
             return payloads[0]
         answer: bytes = self._checked(
             0, lambda: self._take("down", self.rank, Deadline.after(self._timeout_seconds))

@@ -102,11 +102,11 @@ class Restored(NamedTuple):
 
     def of(self, names: Iterable[str]) -> Restored:
         """Return only the stored leaves ``names`` that were read whole, without the tree."""
-        kept = [name for name in names if name in self.stored]
+        present = [name for name in names if name in self.stored]
         return Restored(
             None,
-            {name: self.chains[name] for name in kept},
-            {name: self.stored[name] for name in kept},
+            {name: self.chains[name] for name in present},
+            {name: self.stored[name] for name in present},
         )
 
 
@@ -127,7 +127,7 @@ class Log(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ArrayRequest:
     """An array to make.
 
     ``owner`` is the leaf that holds its bytes. ``tag`` is as in the tree; ``None`` makes a JAX
@@ -184,7 +184,7 @@ def _restore_tree(
     read: Read | None,
 ) -> Restored:
     stored = places_of(manifest.tree)
-    where = _shardings_by_path(shardings, stored, manifest.step)
+    placements = _shardings_by_path(shardings, stored, manifest.step)
     if paths is not None:
         if target is not None:
             raise ValueError("name leaves or give a target, not both")
@@ -196,39 +196,43 @@ def _restore_tree(
         unknown = [path for path in paths if path not in stored]
         if unknown:
             resolve_leaves(root, manifest, unknown)  # raises, naming what is near
-        some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
-        return Restored(_made(root, manifest, some, False, max_bytes)[0], {}, {})
+        selected = {path: _as_saved(path, stored[path], manifest, placements) for path in paths}
+        return Restored(_read_arrays(root, manifest, selected, False, max_bytes)[0], {}, {})
     if target is None:
-        wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
+        requests = {
+            path: _as_saved(path, place, manifest, placements) for path, place in stored.items()
+        }
     else:
-        asked, target = (
+        requested, target = (
             target,
-            leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target),
+            leaves.map_leaves(
+                lambda path, leaf: _in_saved_form(path, leaf, stored, manifest), target
+            ),
         )
-        wanted = _as_targeted(target, stored, manifest, where)
-    made, read = (
-        (make(wanted, read.loaded), read)
+        requests = _as_targeted(target, stored, manifest, placements)
+    arrays, read = (
+        (make(requests, read.loaded), read)
         if read is not None
-        else _made(root, manifest, wanted, True, max_bytes)
+        else _read_arrays(root, manifest, requests, True, max_bytes)
     )
     if target is None:
         return Restored(
-            tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]),
+            tree.unflatten(manifest.tree, lambda path, owner, tag: arrays[path]),
             read.chains,
             read.stored,
         )
     numbers = tree.scalars(manifest.tree)
 
     def fill(path: str, leaf: Any) -> Any:
-        return made[path] if path in made else _number_as(leaf, numbers[path])
+        return arrays[path] if path in arrays else _number_as(leaf, numbers[path])
 
-    return Restored(leaves.map_leaves(fill, asked), read.chains, read.stored)
+    return Restored(leaves.map_leaves(fill, requested), read.chains, read.stored)
 
 
-def _made(
+def _read_arrays(
     root: Root,
     manifest: Manifest,
-    wanted: Mapping[str, Wanted],
+    requests: Mapping[str, ArrayRequest],
     is_all: bool,
     max_bytes: int | None,
 ) -> tuple[dict[str, Any], Read]:
@@ -239,51 +243,51 @@ def _made(
     Args:
         root: The root.
         manifest: The step.
-        wanted: The arrays, by path.
+        requests: The arrays, by path.
         is_all: The arrays are all of the step.
         max_bytes: Refuse to allocate more than this.
     """
     across = {
         path: array
-        for path, array in wanted.items()
+        for path, array in requests.items()
         if array.tag not in _NUMPY and pieces.spans_processes(array.sharding)
     }
-    local = {path: array for path, array in wanted.items() if path not in across}
+    local = {path: array for path, array in requests.items() if path not in across}
     paths = None if is_all and not across else [array.owner for array in local.values()]
     reader = StepReader(root, manifest, max_bytes=max_bytes)
     loaded = reader.whole(paths)
     arrays = make(local, loaded)
     if across:
         arrays |= _assembled(reader, across)
-    return {path: arrays[path] for path in wanted}, Read(loaded, reader.chains, reader.stored)
+    return {path: arrays[path] for path in requests}, Read(loaded, reader.chains, reader.stored)
 
 
-def _assembled(reader: StepReader, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
+def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict[str, Any]:
     """Return arrays of several processes. Only the boxes of this process's devices are read."""
     shapes, shardings = {}, {}
-    requests: dict[tuple[str, jax.Device], Request] = {}
-    for path, array in wanted.items():
+    boxes: dict[tuple[str, jax.Device], Request] = {}
+    for path, array in requests.items():
         assert array.sharding is not None
         stored = reader.manifest.spec(array.owner).shape
         shape = stored[:-1] if leaves.is_key_tag(array.tag) else stored
         shapes[path], shardings[path] = shape, array.sharding
         for device, box in pieces.boxes_of(array.sharding, shape, stored[len(shape) :]).items():
-            requests[path, device] = Request(array.owner, box)
-    parts: dict[str, dict[jax.Device, NDArray[Any]]] = {path: {} for path in wanted}
+            boxes[path, device] = Request(array.owner, box)
+    parts: dict[str, dict[jax.Device, NDArray[Any]]] = {path: {} for path in requests}
 
     def place(key: tuple[str, jax.Device], spec: LeafSpec, box: NDArray[Any]) -> None:
         parts[key[0]][key[1]] = box
 
-    reader.boxes(requests, place)
+    reader.boxes(boxes, place)
     dtypes = {
         path: (
             leaves.key_dtype(array.tag)
             if leaves.is_key_tag(array.tag)
             else reader.manifest.spec(array.owner).element.numpy
         )
-        for path, array in wanted.items()
+        for path, array in requests.items()
     }
-    tags = {path: array.tag for path, array in wanted.items()}
+    tags = {path: array.tag for path, array in requests.items()}
     return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags))
 
 
@@ -302,34 +306,34 @@ def abstract_tree(manifest: Manifest) -> Any:
 
 def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
     """Return, for every array of a tree, the leaf that holds its bytes and its tag."""
-    found: dict[str, tuple[str, str | None]] = {}
+    places: dict[str, tuple[str, str | None]] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
-        found[path] = (owner, tag)
+        places[path] = (owner, tag)
 
     tree.unflatten(skeleton, place)
-    return found
+    return places
 
 
 def _as_saved(
-    path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]
-) -> Wanted:
+    path: str, place: tuple[str, str | None], manifest: Manifest, placements: Mapping[str, Sharding]
+) -> ArrayRequest:
     """Return an array in the form that it was saved in.
 
     It is a NumPy array if JAX would round it to fewer bits.
     """
     owner, tag = place
     if tag not in _NUMPY and not leaves.jax_has(manifest.spec(owner).dtype):
-        return Wanted(owner, NUMPY_ARRAY, None)
-    return Wanted(owner, tag, where.get(path))
+        return ArrayRequest(owner, NUMPY_ARRAY, None)
+    return ArrayRequest(owner, tag, placements.get(path))
 
 
 def _as_targeted(
     target: Any,
     stored: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
-    where: Mapping[str, Sharding],
-) -> dict[str, Wanted]:
+    placements: Mapping[str, Sharding],
+) -> dict[str, ArrayRequest]:
     """Return every array of the target in the form that the target asks for.
 
     Raises:
@@ -337,8 +341,8 @@ def _as_targeted(
     """
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest)
-    chosen = match_targets(manifest, flat)
-    wanted = {}
+    stored_path = match_targets(manifest, flat)
+    requests = {}
     for path, described in flat.leaves.items():
         saved = stored[path][1]
         if saved != described.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(described.tag):
@@ -347,13 +351,15 @@ def _as_targeted(
                 " target"
             )
         tag = described.tag if leaves.jax_has(described.dtype) else NUMPY_ARRAY
-        wanted[path] = Wanted(chosen[path], tag, where.get(path) or sharding_of(flat.arrays[path]))
-    return wanted
+        requests[path] = ArrayRequest(
+            stored_path[path], tag, placements.get(path) or sharding_of(flat.arrays[path])
+        )
+    return requests
 
 
 def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest) -> None:
     """Raise ``TreeMismatch`` if scalar values of target and step have different paths."""
-    saved, asked = tree.scalars(manifest.tree), tree.scalars(skeleton)
+    saved, requested = tree.scalars(manifest.tree), tree.scalars(skeleton)
     problems = [
         f"leaf {p!r} is {saved[p]!r} in step {manifest.step},"
         f" {arrays[p].dtype}{list(arrays[p].shape)} in the target"
@@ -361,16 +367,16 @@ def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Ma
     ]
     problems += [
         f"leaf {p!r} of the target is not in step {manifest.step}"
-        for p in sorted(asked.keys() - saved.keys())
+        for p in sorted(requested.keys() - saved.keys())
     ]
     problems += [
         f"leaf {p!r} of step {manifest.step} is not in the target"
-        for p in sorted(saved.keys() - asked.keys() - arrays.keys())
+        for p in sorted(saved.keys() - requested.keys() - arrays.keys())
     ]
     raise_mismatches(problems, "Restore without a target to get the tree as it was saved")
 
 
-def _as_kept(
+def _in_saved_form(
     path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
 ) -> Any:
     """Return a target's leaf, or the form of the saved leaf if a Python number meets a 0-d array.
@@ -400,10 +406,10 @@ def _fits(number: object, dtype: Any) -> bool:
     if type(number) not in kinds or not jnp.issubdtype(dtype, kinds[type(number)]):
         return False
     try:
-        held = np.asarray(number, dtype)
+        array = np.asarray(number, dtype)
     except OverflowError:
         return False
-    return held.item() == number or number != number
+    return array.item() == number or number != number
 
 
 def _number_as(leaf: Any, number: object) -> Any:
@@ -411,13 +417,13 @@ def _number_as(leaf: Any, number: object) -> Any:
     described = leaves.describe_target(leaf)
     if described is None:
         return number
-    held = np.asarray(number, leaf.dtype)
+    array = np.asarray(number, leaf.dtype)
     if described.tag in _NUMPY:
-        return held[()] if described.tag == NUMPY_SCALAR else held
+        return array[()] if described.tag == NUMPY_SCALAR else array
     placed = sharding_of(leaf)
     if placed is not None and pieces.spans_processes(placed):
-        return pieces.spread(held, placed)
-    return leaves.on_devices({"": held}, {"": sharding_of(leaf)})[""]
+        return pieces.spread(array, placed)
+    return leaves.on_devices({"": array}, {"": sharding_of(leaf)})[""]
 
 
 def sharding_of(leaf: object) -> Sharding | None:
@@ -455,20 +461,21 @@ def _describe_sharding(value: object) -> ArrayLeaf | None:
     return ArrayLeaf((), "uint8") if isinstance(value, Sharding | jax.Device) else None
 
 
-def make(wanted: Mapping[str, Wanted], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
+def make(requests: Mapping[str, ArrayRequest], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     """Return arrays, each in memory of its own."""
-    made: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     host: dict[str, np.ndarray[Any, Any]] = {}
-    for path, one in wanted.items():
-        if one.tag in _NUMPY:
-            made[path] = place_numpy(loaded[one.owner], one.tag)
+    for path, request in requests.items():
+        if request.tag in _NUMPY:
+            arrays[path] = place_numpy(loaded[request.owner], request.tag)
         else:
-            host[path] = as_array(loaded[one.owner])
-    keys = {path for path in host if leaves.is_key_tag(wanted[path].tag)}
-    made |= leaves.on_devices(
-        host, {path: None if path in keys else wanted[path].sharding for path in host}
+            host[path] = as_array(loaded[request.owner])
+    keys = {path for path in host if leaves.is_key_tag(requests[path].tag)}
+    arrays |= leaves.on_devices(
+        host, {path: None if path in keys else requests[path].sharding for path in host}
     )
-    made |= {
-        path: leaves.key_of(made[path], wanted[path].tag, wanted[path].sharding) for path in keys
+    arrays |= {
+        path: leaves.key_of(arrays[path], requests[path].tag, requests[path].sharding)
+        for path in keys
     }
-    return {path: made[path] for path in wanted}
+    return {path: arrays[path] for path in requests}

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 
 from deltacheck.backends.orbax.state import leaves
-from deltacheck.backends.orbax.state.load import Read, Wanted, make, places_of, sharding_of
+from deltacheck.backends.orbax.state.load import ArrayRequest, Read, make, places_of, sharding_of
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
@@ -164,7 +164,7 @@ def _memory(
             f"leaf {path!r} {now} in what the update works on, and {then} in what was logged"
         )
     requests = {
-        path: Wanted(places[owner], tag, sharding_of(present[path]))
+        path: ArrayRequest(places[owner], tag, sharding_of(present[path]))
         for path, (owner, tag) in logged.items()
     }
     for path, request in requests.items():
@@ -187,7 +187,10 @@ def _inputs(skeleton: Node, stored: Mapping[str, Loaded]) -> tuple[Any, ...]:
     """Return the other arguments of an update."""
     with leaves.own_rules():
         arrays = make(
-            {path: Wanted(owner, tag, None) for path, (owner, tag) in places_of(skeleton).items()},
+            {
+                path: ArrayRequest(owner, tag, None)
+                for path, (owner, tag) in places_of(skeleton).items()
+            },
             stored,
         )
     arguments: Any = tree.unflatten(skeleton, lambda path, owner, tag: arrays[path])

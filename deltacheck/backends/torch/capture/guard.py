@@ -43,7 +43,7 @@ class Guarded:
         if address in self.owned:
             return [value.detach()]
         aliases = self.frozen.get(address, ())
-        # Without an equal version the tensor has a counter of its own, and may have been written to.
+        # Without an equal version the tensor has a counter of its own and may have changed.
         if any(value._version == alias._version for alias in aliases):
             return [value.detach(), *aliases]
         return []
@@ -185,8 +185,8 @@ def unchanged_check(
             if alias._version != version:
                 raise SnapshotTorn(
                     f"leaf {path!r} was written to after save() and before its capture had finished"
-                    f" (version {version}, now {alias._version}). Call engine.before_update() before"
-                    " such a write, or use Engine(capture='eager')"
+                    f" (version {version}, now {alias._version}). Call engine.before_update()"
+                    " before such a write, or use Engine(capture='eager')"
                 )
 
     return check

@@ -52,8 +52,8 @@ def steps_of(
         number = int(numbers[-1]) if step is None else step
         if number in by_step:
             raise ValueError(
-                f"{by_step[number]} and {path} are both step {number}; import one of them into a root"
-                " of its own"
+                f"{by_step[number]} and {path} are both step {number}; import one of them into a"
+                " root of its own"
             )
         by_step[number] = path
     return sorted(by_step.items())

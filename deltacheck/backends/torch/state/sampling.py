@@ -77,8 +77,8 @@ def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
             step = int(numbers[-1])
             if step in by_step:
                 raise ValueError(
-                    f"{by_step[step].name} and {path.name} are both step {step}; leave one of them in"
-                    " a folder of its own"
+                    f"{by_step[step].name} and {path.name} are both step {step}; leave one of them"
+                    " in a folder of its own"
                 )
             by_step[step] = path
     return sorted(by_step.items())
