@@ -34,7 +34,7 @@ class Group:
         self.segments: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_failure(self) -> Iterator[None]:
         """Report an error that this rank raises inside to all ranks, before they agree.
 
         Without this, the other ranks would wait for this one until their timeout.
@@ -50,7 +50,7 @@ class Group:
         with contextlib.suppress(RankFailed):  # which the others raise
             self.joint.fail(error)
 
-    def first(self, action: Callable[[], object]) -> None:
+    def call_on_first(self, action: Callable[[], object]) -> None:
         """Call ``action`` on rank 0 while every rank waits.
 
         Raises:

@@ -253,7 +253,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
         item = self._item(place)
-        with item.telling():
+        with item.sharing_failure():
             flat = item.flatten(args.item)
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
         return item.begin(place, args.item, flat, metrics, begin, args.log)

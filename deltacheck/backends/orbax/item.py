@@ -36,7 +36,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from deltacheck.backends.orbax.group.collective import Together
+    from deltacheck.backends.orbax.group.collective import RankGroup
 
 log = logging.getLogger("deltacheck")
 
@@ -85,11 +85,11 @@ class Item:
         self._last: Commit | None = None
         self._base: tuple[Restored, Manifest] | None = None
         self.writer: Writer | Guest | None = None
-        self._group: Together | None = None
+        self._group: RankGroup | None = None
         holders.add(self)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_failure(self) -> Iterator[None]:
         """Return a context in which a failure of this process fails the save in all processes.
 
         The caller must call ``begin`` afterwards.
@@ -98,10 +98,10 @@ class Item:
             yield
             return
         if self._group is None:
-            from deltacheck.backends.orbax.group.collective import Together
+            from deltacheck.backends.orbax.group.collective import RankGroup
 
-            self._group = Together(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
-        with self._group.telling():
+            self._group = RankGroup(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
+        with self._group.sharing_failure():
             yield
 
     def flatten(self, state: object) -> Flat:
@@ -124,7 +124,7 @@ class Item:
         training thread began to wait for this save.
         """
         if self._group is not None:
-            return self._begin_together(self._group, place, flat, metrics, start_time, log)
+            return self._begin_in_group(self._group, place, flat, metrics, start_time, log)
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()
@@ -159,9 +159,9 @@ class Item:
         )
         return self._last
 
-    def _begin_together(
+    def _begin_in_group(
         self,
-        group: Together,
+        group: RankGroup,
         place: ItemPlace,
         flat: Flat,
         metrics: Mapping[str, float],
@@ -175,7 +175,7 @@ class Item:
         from deltacheck.backends.orbax.group.collective import names_of
 
         with leaves.own_rules():
-            with group.telling():
+            with group.sharing_failure():
                 if log is not None or not self._options.policy.is_exact:
                     raise ValueError(
                         "several processes save with an exact policy and without a gradient log"
@@ -187,7 +187,7 @@ class Item:
             opened = group.open(
                 flat, "" if base is None else base[1].nonce, partial(self._take, is_committed)
             )
-            with group.telling():
+            with group.sharing_failure():
                 saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
             if not opened.is_committed:
                 saver.forget()

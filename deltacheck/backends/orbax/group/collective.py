@@ -47,7 +47,7 @@ class Opened(msgspec.Struct, frozen=True):
 inspect_types(Opening, Opened)
 
 
-class Together(Group):
+class RankGroup(Group):
     """One process of several that save one item.
 
     Args:

@@ -248,7 +248,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _begin_save(self, save: PendingSave) -> None:
         engine = self._opened(self._root_of(save.folder))
-        with engine.group.telling():
+        with engine.group.sharing_failure():
             engine.raise_unpublished()
             if hasattr(self._deepspeed.optimizer, "optimizer"):
                 engine.guard(self._deepspeed.optimizer.optimizer)

@@ -11,7 +11,7 @@ from deltacheck.backends.torch.deepspeed.reading import child, keys_of
 from deltacheck.backends.torch.deepspeed.saved_state import ABOUT, FILES
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
-from deltacheck.backends.torch.group.collective import Together
+from deltacheck.backends.torch.group.collective import RankGroup
 from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 from deltacheck.leaf import tree
 from deltacheck.restore.export import new_file
@@ -40,7 +40,7 @@ class PublishingEngine(Engine):
             self._unpublished = error
 
     @property
-    def group(self) -> Together:
+    def group(self) -> RankGroup:
         """Return the ranks that save together."""
         assert isinstance(self._session, ProcessGroupSession)
         return self._session.group

@@ -36,7 +36,7 @@ from deltacheck.store.root import Root, Store
 _COMPARED_BYTES = 1 << 20
 
 
-class Together(Group):
+class RankGroup(Group):
     """One rank of a process group that saves to one root.
 
     Args:
@@ -85,7 +85,7 @@ class Together(Group):
             state: The state of this rank.
             target: The state is the target of a restore, which also fills replicas of objects.
         """
-        with self.telling():
+        with self.sharing_failure():
             return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat) -> Flat | None:
@@ -100,7 +100,7 @@ class Together(Group):
             DeltacheckError: The failure of an earlier save that was not raised yet. Every rank
                 raises it in the same call.
         """
-        with self.telling():
+        with self.sharing_failure():
             if saver.options.on_busy == "wait":
                 saver.settle()
             busy = bool(saver.pending())
@@ -160,7 +160,7 @@ class Together(Group):
             return root.digest_of(manifest)
 
         digest = self.joint.agree(step, choose)
-        with self.telling():
+        with self.sharing_failure():
             manifest = root.manifest(step)
             root.require_digest(manifest, digest)
             require_contract(manifest, contract)
@@ -191,7 +191,7 @@ class Together(Group):
             reader.manifest,
         )
 
-    def given(self, into: object, restored: object) -> object:
+    def filled(self, into: object, restored: object) -> object:
         """Return the result of a restore into ``into``, with its descriptors filled."""
         return descriptors.filled(into, restored)
 

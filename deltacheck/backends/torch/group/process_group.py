@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deltacheck.backends.torch.group.collective import Together
+from deltacheck.backends.torch.group.collective import RankGroup
 from deltacheck.backends.torch.group.single_process import (
     Attempt,
     RestoreRequest,
@@ -49,7 +49,7 @@ class ProcessGroupSession(SingleProcessSession):
             raise ValueError(
                 "ranks that save together need an exact policy, max_pending=1 and no compact_after"
             )
-        self.group = Together(process_group, options.io_timeout_seconds)
+        self.group = RankGroup(process_group, options.io_timeout_seconds)
         super().__init__(path, options, settle_reads)
         self.writer.protect(lambda: self.group.segments)
 
@@ -74,11 +74,11 @@ class ProcessGroupSession(SingleProcessSession):
 
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action on rank 0; every rank waits for it and raises its failure."""
-        self.group.first(action)
+        self.group.call_on_first(action)
 
     def restore(self, request: RestoreRequest) -> tuple[Manifest, Any]:
         """Restore a step on every rank: each reads what its target holds of it."""
-        with self.group.telling():
+        with self.group.sharing_failure():
             self.saver.check_usable()
             self.saver.wait()
         if request.fallback or request.optimizer is not None:
@@ -96,7 +96,7 @@ class ProcessGroupSession(SingleProcessSession):
             request.max_bytes,
             request.expected_digest,
         )
-        return manifest, state if target is None else self.group.given(request.target, state)
+        return manifest, state if target is None else self.group.filled(request.target, state)
 
     def release(self) -> None:
         """Give the groups back, and on rank 0 the root."""
