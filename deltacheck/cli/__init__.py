@@ -70,7 +70,7 @@ def _run(words: list[str]) -> int:
         raise
     except usage_error as error:
         return output.report_usage(error)
-    except Exception as error:  # noqa: BLE001 - the outermost border: a user sees a line, not a traceback
+    except Exception as error:  # noqa: BLE001 - users see a line, not a traceback
         return output.report_error(error)
     return code
 

@@ -102,7 +102,7 @@ def export(
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    suffix = next(suffix for suffix, other in _SUFFIXES.items() if other is form)
+    suffix = next(suffix for suffix, candidate in _SUFFIXES.items() if candidate is form)
     path = out or Path(f"step-{manifest.step}{suffix}")
     _refuse_inside(root, path)
     job = _Export(root, manifest, keys, nested=not leaves and not strip)
@@ -262,7 +262,7 @@ def import_files(
         )
         for path, number in imported:
             manifest = open_root(root).manifest(number)
-            stored = stored_bytes(manifest)
+            stored_size = stored_bytes(manifest)
             rows.append(
                 {
                     "step": number,
@@ -270,13 +270,13 @@ def import_files(
                     "file": str(path),
                     "leaves": len(manifest.specs),
                     "raw_bytes": manifest.raw_bytes,
-                    "stored_bytes": stored,
+                    "stored_bytes": stored_size,
                 }
             )
             if not as_json:
                 output.print_line(
                     f"step {number}: {len(manifest.specs)} leaves from {path}"
-                    f" ({output.size(manifest.raw_bytes)}, {output.size(stored)} stored)"
+                    f" ({output.size(manifest.raw_bytes)}, {output.size(stored_size)} stored)"
                 )
     except ValueError as error:
         # Refusals of deltacheck are subclasses of ValueError with exit codes of their own.

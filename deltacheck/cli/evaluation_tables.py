@@ -159,8 +159,8 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
     ]
     if correctness.deterministic:
         lines.append(
-            f"{correctness.equal_endings} of {correctness.trials} have the losses and the final bits"
-            " of the unkilled run"
+            f"{correctness.equal_endings} of {correctness.trials} have the losses and the final"
+            " bits of the unkilled run"
         )
     else:
         lines.append(
@@ -229,10 +229,10 @@ def _loss(value: float) -> str:
 
 
 def _bytes(spread: Spread) -> str:
-    least, most = output.size(spread.least), output.size(spread.most)
-    return f"{output.size(spread.median)} ({least} to {most})"
+    smallest, largest = output.size(spread.least), output.size(spread.most)
+    return f"{output.size(spread.median)} ({smallest} to {largest})"
 
 
 def _shares(spread: Spread) -> str:
-    least, most = output.share(spread.least), output.share(spread.most)
-    return f"{output.share(spread.median)} ({least} to {most})"
+    smallest, largest = output.share(spread.least), output.share(spread.most)
+    return f"{output.share(spread.median)} ({smallest} to {largest})"

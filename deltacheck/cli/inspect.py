@@ -120,12 +120,12 @@ def log(
             # The tables are whole, but an index that they name is damaged.
             row |= _change_row(None) | {"problem": str(error)}
         rows.append(row)
-    since = Column("SINCE", "seconds_since_previous", output.seconds)
+    since_column = Column("SINCE", "seconds_since_previous", output.seconds)
     if by_class:
-        columns = (*_STEP, since, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
+        columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
     else:
-        written = Column("WRITTEN", "written_bytes", output.size)
-        columns = (*_STEP, since, _RAW, written, *_CHANGE)
+        written_column = Column("WRITTEN", "written_bytes", output.size)
+        columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE)
     _print_steps(root, rows, columns, as_json, problems)
 
 
@@ -198,8 +198,8 @@ def _print_steps(
         output.print_json({"root": str(root.path), "steps": rows})
     elif rows:
         optional = {"item": root.is_manager_root, "tags": any(row["tags"] for row in rows)}
-        shown = [column for column in columns if optional.get(column.key, True)]
-        output.print_table(shown, _expand_classes(rows))
+        visible_columns = [column for column in columns if optional.get(column.key, True)]
+        output.print_table(visible_columns, _expand_classes(rows))
     else:
         output.print_line(f"{root.path} has no committed step")
     if damage:
@@ -377,12 +377,12 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     )
     # Most states have none of these, and the table is wide enough without them.
     optional = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
-    shown = [
+    visible_columns = [
         column
         for column in columns
         if column.key not in optional or any(row[column.key] is not None for row in leaves)
     ]
-    output.print_table(shown, leaves)
+    output.print_table(visible_columns, leaves)
     if scalars:
         output.print_line("")
         values = (
@@ -461,5 +461,5 @@ def _blame_rows(path: str, leaf_blame: Blame) -> list[Row]:
     return rows
 
 
-def _format_since(since: Row) -> str:
-    return f"{since['step']}{' or earlier' if since['or_earlier'] else ''}"
+def _format_since(origin: Row) -> str:
+    return f"{origin['step']}{' or earlier' if origin['or_earlier'] else ''}"

@@ -83,7 +83,7 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process lives
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
 

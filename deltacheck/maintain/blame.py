@@ -130,13 +130,13 @@ def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[
         chains = resolve_chains(root, before, sorted(comparable))
         for path in sorted(open_paths):
             origin = origins[path]
-            same = (
+            is_equal = (
                 (chains[path].digests == digests[path]).all(axis=1)
                 if path in comparable
                 else np.zeros(origin.steps.size, np.bool_)
             )
-            origin.steps[same & ~origin.is_known] = before.step
-            origin.is_known[~same] = True
+            origin.steps[is_equal & ~origin.is_known] = before.step
+            origin.is_known[~is_equal] = True
             if origin.is_known.all():
                 open_paths.remove(path)
     return origins

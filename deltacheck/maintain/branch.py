@@ -100,11 +100,11 @@ def branch(
             store.durability.sync_tree(segment)
         new_root = Root(target, store)
         writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
-        own = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer)
+        new_manifest = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer)
         # The other run may have collected the segments while they were linked. Opening them checks
         # that the tables are those that were committed.
-        open_segments(new_root, own)
-        commit(target, own)
+        open_segments(new_root, new_manifest)
+        commit(target, new_manifest)
     finally:
         store.close()
         lease.release()

@@ -70,8 +70,8 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
         return None
     seq = root.next_seq()
     new_segment = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
-    needed = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
-    segments = (*(ref for ref in before.segments if ref.id in needed), new_segment)
+    needed_ids = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
+    segments = (*(ref for ref in before.segments if ref.id in needed_ids), new_segment)
     after = manifest_on(root, before, seq, segments, "compacting")
     receipt = commit(root.path, after, root.store.durability)
     collect.delete_checkpoint(root, before.seq)
@@ -249,8 +249,8 @@ def _with_replacements(
         return manifest
     after = manifest.on([replacements.get(ref.id, ref) for ref in manifest.segments])
     chains = resolve_chains(root, after, after.stored).values()
-    needed = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
-    return after.on([ref for ref in after.segments if ref.id in needed])
+    needed_ids = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
+    return after.on([ref for ref in after.segments if ref.id in needed_ids])
 
 
 def _refuse_manager(root: Root) -> None:

@@ -63,7 +63,7 @@ class Damage:
 
 
 def _count_sound_links(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
-    """Count the links of each lineage, from its keyframe on, that give the bytes that were saved."""
+    """Count the links of each lineage, from its keyframe on, that restore the saved bytes."""
     readable = {lineage.path: len(tables(lineage).digests) for lineage in batch}
     links = dict.fromkeys(readable, 0)
     try:
@@ -184,13 +184,13 @@ class Reconstructor:
 
     def needed_segments(self, manifest: Manifest, lost: list[str]) -> set[str]:
         """Return the segments that the other leaves of a step need."""
-        needed: set[str] = set()
+        segment_ids: set[str] = set()
         for lineage in self._chains.lineages:
             if lineage.path not in lost:
                 for use in lineage.uses:
                     if use.seq == manifest.seq:
-                        needed |= {segment.id for segment, _ in lineage.links[: use.links]}
-        return needed
+                        segment_ids |= {segment.id for segment, _ in lineage.links[: use.links]}
+        return segment_ids
 
     def _find_lineage(self, manifest: Manifest, leaf: str) -> tuple[Lineage, int] | None:
         for lineage in self._chains.lineages:
@@ -269,30 +269,30 @@ class Reconstructor:
         if cuts is None:
             return None
         box = tiles.box(cuts, tiles.numbered(cuts, leaf) if tiles.is_name(leaf) else 0)
-        tried = set()
-        for other in reversed(self._manifests):
-            other_cuts = _cuts(other, path)
+        tried_digests = set()
+        for other_step in reversed(self._manifests):
+            other_cuts = _cuts(other_step, path)
             if (
                 other_cuts is None
                 or other_cuts == cuts
                 or tiles.shape_of(other_cuts) != tiles.shape_of(cuts)
             ):
                 continue
-            tiling = other.tiles.get(path)
+            tiling = other_step.tiles.get(path)
             parts = [
                 (
                     overlap,
-                    other.leaves[path] if tiling is None else tiling.record(overlap.number),
+                    other_step.leaves[path] if tiling is None else tiling.record(overlap.number),
                 )
                 for overlap in tiles.overlaps(other_cuts, box)
             ]
             # Neighbouring steps often share their tiles; each combination is tried once.
             digests = tuple(part.digest for _, part in parts)
-            if digests in tried or any(
+            if digests in tried_digests or any(
                 part.dtype != record.dtype or part.digest not in self._leaves for _, part in parts
             ):
                 continue
-            tried.add(digests)
+            tried_digests.add(digests)
             values = np.empty(record.shape, spec.element.numpy)
             for overlap, part in parts:
                 tile = _load(*self._leaves[part.digest]).view(values.dtype).reshape(part.shape)
@@ -300,7 +300,7 @@ class Reconstructor:
             data = values.reshape(-1).view(np.uint8)
             chunks = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
             if leaf_digest(chunks) == record.digest:
-                source = f"leaf {path!r} of step {other.step}, which has it in other tiles"
+                source = f"leaf {path!r} of step {other_step.step}, which has it in other tiles"
                 return Content(data, chunks, source)
         return None
 
@@ -310,15 +310,15 @@ class Reconstructor:
         spec = record.spec(leaf)
         if record.dtype not in ("bfloat16", "float16", "float32"):
             return None
-        for path, other in manifest.stored.items():
+        for path, master in manifest.stored.items():
             if (
-                other.dtype not in _MASTER_TYPES
-                or other.dtype == record.dtype
-                or other.shape != record.shape
-                or other.digest not in self._leaves
+                master.dtype not in _MASTER_TYPES
+                or master.dtype == record.dtype
+                or master.shape != record.shape
+                or master.digest not in self._leaves
             ):
                 continue
-            values = _load(*self._leaves[other.digest]).view(other.spec(path).element.numpy)
+            values = _load(*self._leaves[master.digest]).view(master.spec(path).element.numpy)
             data = derive.cast(values, spec.element.numpy).view(np.uint8)
             digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
             if leaf_digest(digests) == record.digest:

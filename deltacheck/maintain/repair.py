@@ -228,8 +228,8 @@ def _reconstruct_step(
     return healed, lost
 
 
-def _is_newer(path: Place, other: Place) -> bool:
-    return _seq_of(path) >= _seq_of(other)
+def _is_newer(path: Place, reference: Place) -> bool:
+    return _seq_of(path) >= _seq_of(reference)
 
 
 def _seq_of(manifest_path: Place) -> list[int]:
@@ -306,15 +306,17 @@ def _write(
     the one that it was before.
     """
     first_seq = min(manifest.seq for manifest in repairable.values())
-    later = [(path, manifest) for path, manifest in manifests.items() if manifest.seq >= first_seq]
+    later_steps = [
+        (path, manifest) for path, manifest in manifests.items() if manifest.seq >= first_seq
+    ]
     next_seq = root.next_seq()
     renewals: list[tuple[Place, Manifest, Manifest]] = []
-    for seq, (path, manifest) in enumerate(later, next_seq):
+    for seq, (path, manifest) in enumerate(later_steps, next_seq):
         segments = manifest.segments
         if path in repairable:
             lost = reconstructor.damage.leaves[manifest.seq]
-            needed = reconstructor.needed_segments(manifest, lost)
-            segments = tuple(ref for ref in manifest.segments if ref.id in needed)
+            needed_ids = reconstructor.needed_segments(manifest, lost)
+            segments = tuple(ref for ref in manifest.segments if ref.id in needed_ids)
             if lost:
                 segment = _write_leaves(root, seq, manifest, reconstructor, io_timeout_seconds)
                 segments = (*segments, segment)

@@ -48,13 +48,13 @@ class ScrubProgress:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.done: set[str] = set()
+        self.sound: set[str] = set()
         self.damaged: set[str] = set()
         self._last_save = time.monotonic()
         if path is not None and path.exists():
             try:
                 content = json.loads(path.read_bytes())["deltacheck_scrub"]
-                self.done, self.damaged = (
+                self.sound, self.damaged = (
                     set(map(str, content[name])) for name in ("done", "damaged")
                 )
             except (ValueError, KeyError, TypeError) as error:
@@ -65,8 +65,8 @@ class ScrubProgress:
 
     def record(self, key: str, is_whole: bool) -> None:
         """Record the result of a check. The file is written every few seconds."""
-        (self.damaged if is_whole else self.done).discard(key)
-        (self.done if is_whole else self.damaged).add(key)
+        (self.damaged if is_whole else self.sound).discard(key)
+        (self.sound if is_whole else self.damaged).add(key)
         if time.monotonic() - self._last_save > _SAVE_SECONDS:
             self.save()
 
@@ -75,7 +75,7 @@ class ScrubProgress:
 
         Damaged ones are kept: every run reports them until they are repaired.
         """
-        self.done.clear()
+        self.sound.clear()
         self.save()
 
     def save(self) -> None:
@@ -83,7 +83,7 @@ class ScrubProgress:
         if self._path is None:
             return
         temporary = self._path.with_name(f"{self._path.name}.new")
-        content = {"done": sorted(self.done), "damaged": sorted(self.damaged)}
+        content = {"done": sorted(self.sound), "damaged": sorted(self.damaged)}
         temporary.write_text(json.dumps({"deltacheck_scrub": content}))
         temporary.replace(self._path)
         self._last_save = time.monotonic()

@@ -120,12 +120,12 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
         if len(segments) < len(manifest.segments) and not without_lost:
             continue
         names = {segment.id for segment in segments}
-        dropped, before = before - names, names
+        dropped_ids, before = before - names, names
         entries = columns.entries_by_path(segments)
         for path, record in manifest.stored.items():
             links = [(segments[number], entry) for number, entry in entries.get(path, ())]
             try:
-                lineage = _extend(path, record, links, current.get(path), dropped, manifest)
+                lineage = _extend(path, record, links, current.get(path), dropped_ids, manifest)
             except ChainBroken as error:
                 result.broken.append(Broken(manifest, path, error))
                 continue
@@ -149,7 +149,7 @@ def _extend(
     record: LeafRecord,
     links: Sequence[Link],
     previous: Lineage | None,
-    dropped: set[str],
+    dropped_ids: set[str],
     manifest: Manifest,
 ) -> Lineage:
     """Return the lineage of a leaf of a step: the previous step's, extended, or a new one.
@@ -167,8 +167,8 @@ def _extend(
     """
     if (
         previous is not None
-        and dropped
-        and not dropped.isdisjoint(segment.id for segment, _ in previous.links)
+        and dropped_ids
+        and not dropped_ids.isdisjoint(segment.id for segment, _ in previous.links)
     ):
         previous = None
     last_segment = None if previous is None else previous.links[-1][0].id

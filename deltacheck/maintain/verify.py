@@ -135,7 +135,7 @@ def check(
     total = sum(map(cost_bytes, lineages))
     progress = ScrubProgress(None if resume is None else Path(resume))
     damaged = [lineage for lineage in lineages if lineage_key(lineage) in progress.damaged]
-    checked = progress.done | progress.damaged
+    checked = progress.sound | progress.damaged
     remaining = [lineage for lineage in lineages if lineage_key(lineage) not in checked]
     remaining_bytes = sum(map(cost_bytes, remaining))
     if subset is not None:

@@ -47,7 +47,8 @@ class Held:
     Attributes:
         of: Name of the leaf class.
         contract: ``bounded`` or ``reused``.
-        norm: One of ``deltacheck.leaf.contracts.NORMS``; ``octaves`` or ``steps`` for reused leaves.
+        norm: One of ``deltacheck.leaf.contracts.NORMS``; for reused leaves ``octaves`` or
+            ``steps``.
         leaves: Number of leaves.
         limit: Limit of the leaf that is nearest to its limit.
         measured: Measured error of that leaf.
@@ -221,11 +222,11 @@ def collect(
         steps.append(record)
     writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
-    stored = sum(refs.values()) + sum(checkpoint.manifest_bytes for checkpoint in committed)
+    total_bytes = sum(refs.values()) + sum(checkpoint.manifest_bytes for checkpoint in committed)
     totals = {path: total for path, total in segments.totals.items() if path in present}
     return Record(
         str(root.path),
-        stored,
+        total_bytes,
         writers,
         tuple(steps),
         grouped,
@@ -264,12 +265,16 @@ def cost_of(segment: Segment) -> Cost:
         if entry.key is None:
             continue
         if entry.key.array:
-            stored = float(files.get((layout.LEAVES, entry.key.array), 0))
+            file_bytes = float(files.get((layout.LEAVES, entry.key.array), 0))
         else:
-            spec, whole = entry.spec(path), segment.table.packed[entry.key.packed]
-            share = spec.raw_bytes / (whole * spec.element.item_bytes) if whole else 0.0
-            stored = files.get((layout.PACKED, entry.key.packed), 0) * share
-        by_leaf[path] = stored
+            spec, packed_elements = entry.spec(path), segment.table.packed[entry.key.packed]
+            share = (
+                spec.raw_bytes / (packed_elements * spec.element.item_bytes)
+                if packed_elements
+                else 0.0
+            )
+            file_bytes = files.get((layout.PACKED, entry.key.packed), 0) * share
+        by_leaf[path] = file_bytes
     by_method["keyframe"] = sum(
         size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,))
     )
@@ -277,12 +282,14 @@ def cost_of(segment: Segment) -> Cost:
         index = segment.part(number).index
         rows = np.zeros(index.shape[0])
         for name, sizes in stream_sizes(index).items():
-            stored = files.get((layout.DELTA, str(number), name), 0)
-            if name not in part.streams or not stored:
+            file_bytes = files.get((layout.DELTA, str(number), name), 0)
+            if name not in part.streams or not file_bytes:
                 continue
-            rows += sizes * (stored / part.streams[name].length)
-            of = np.bincount(index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES))
-            for method, size in _divide(stored, of.tolist()).items():
+            rows += sizes * (file_bytes / part.streams[name].length)
+            method_sizes = np.bincount(
+                index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES)
+            )
+            for method, size in _divide(file_bytes, method_sizes.tolist()).items():
                 by_method[METHOD_NAMES[method]] += size
         for path, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
@@ -294,14 +301,15 @@ def cost_of(segment: Segment) -> Cost:
     return Cost(by_method, by_leaf)
 
 
-def _divide(whole: int, weights: Sequence[float]) -> dict[int, int]:
+def _divide(total: int, weights: Sequence[float]) -> dict[int, int]:
     """Divide whole bytes by weight. The last share gets the remainder of the rounding."""
-    found = {number: weight for number, weight in enumerate(weights) if weight}
+    weighted = {number: weight for number, weight in enumerate(weights) if weight}
     shares = {
-        number: round(whole * weight / sum(found.values())) for number, weight in found.items()
+        number: round(total * weight / sum(weighted.values()))
+        for number, weight in weighted.items()
     }
-    last = max(found)
-    return shares | {last: whole - sum(shares.values()) + shares[last]}
+    last = max(weighted)
+    return shares | {last: total - sum(shares.values()) + shares[last]}
 
 
 def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
@@ -417,9 +425,9 @@ def _step(
 def _changed(
     states: Mapping[str, LeafState], segments: _Segments, grouped: Mapping[str, Iterable[str]]
 ) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
+    densities: dict[str, float | None] = {}
     for name, paths in grouped.items():
-        words = moved = present = 0
+        words = changed_words = present = 0
         for path in paths:
             state = states.get(path)
             if state is None:
@@ -430,10 +438,10 @@ def _changed(
                 path, state, None if count is None else count / state.words if state.words else 0.0
             )
             if count is not None:
-                words, moved = words + state.words, moved + count
+                words, changed_words = words + state.words, changed_words + count
         if present:
-            found[name] = moved / words if words else None
-    return found
+            densities[name] = changed_words / words if words else None
+    return densities
 
 
 def _read_bytes(step: Step, segments: _Segments) -> int:
@@ -452,7 +460,7 @@ def _held(
     for path, promise in manifest.contracts.items():
         by_contract[name_of(promise.terms)] += specs[path].raw_bytes
         by_contract["exact"] -= specs[path].raw_bytes
-    found: dict[tuple[str, str, str], Held] = {}
+    contracts: dict[tuple[str, str, str], Held] = {}
     for of, paths in classes.items():
         for path in paths:
             if path not in manifest.contracts:
@@ -467,10 +475,10 @@ def _held(
             else:
                 norm, limit, measured = "steps", float(terms.max_age_steps), float(age)
             new = Held(of, name_of(terms), norm, 1, limit, measured, age)
-            old = found.get((of, new.contract, norm), new)
+            old = contracts.get((of, new.contract, norm), new)
             worst = max(old, new, key=lambda held: held.used)
             leaves = old.leaves + (old is not new)
-            found[of, new.contract, norm] = Held(
+            contracts[of, new.contract, norm] = Held(
                 of, new.contract, norm, leaves, worst.limit, worst.measured, max(old.age_steps, age)
             )
-    return tuple(found.values()), by_contract
+    return tuple(contracts.values()), by_contract

@@ -99,8 +99,8 @@ def written_bytes(record: Record) -> Drawing:
             if any(s.written[m] for s in steps)
         )
         text = (
-            f"{_title(steps)}: {format_size(bottom[column])} written, {bottom[column] / max(raw[column], 1):.1%} of"
-            f" the state ({parts})"
+            f"{_title(steps)}: {format_size(bottom[column])} written,"
+            f" {bottom[column] / max(raw[column], 1):.1%} of the state ({parts})"
         )
         tips.append(
             Tip(axes, (column - 0.5, 0, column + 0.5, max(bottom[column], raw[column])), text)
@@ -307,13 +307,13 @@ def contracts(record: Record) -> Drawing:
     """Draw the contracts of each step, and the measured errors."""
     figure, (top, bottom) = make_figure(4.6, [1.0, 1.5], sharex=True)
     columns = _columns(record.steps)
-    below = np.zeros(len(columns))
+    base = np.zeros(len(columns))
     tips = []
     for name, colour in _CONTRACT_COLOURS.items():
         share = np.array([_mean_share(steps, name) for steps in columns])
         if share.any():
-            top.bar(range(len(columns)), share, 0.86, below, color=colour, label=name)
-        below += share
+            top.bar(range(len(columns)), share, 0.86, base, color=colour, label=name)
+        base += share
     for column, steps in enumerate(columns):
         parts = ", ".join(f"{name} {_mean_share(steps, name):.1%}" for name in _CONTRACT_COLOURS)
         tips.append(
@@ -433,8 +433,8 @@ def restore_cost(record: Record) -> Drawing:
     tips = []
     for column, steps in enumerate(columns):
         text = (
-            f"{_title(steps)}: a restore reads {format_size(read[column])}; at most {deepest[column]} deltas,"
-            f" {mean[column]:.1f} in the mean"
+            f"{_title(steps)}: a restore reads {format_size(read[column])}; at most"
+            f" {deepest[column]} deltas, {mean[column]:.1f} in the mean"
         )
         tips.append(
             Tip(bottom, (column - 0.5, 0, column + 0.5, max(read[column], raw[column])), text)
@@ -475,15 +475,15 @@ def restore_cost(record: Record) -> Drawing:
 
 def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
     """Group the checkpoints to at most ``MOST_COLUMNS`` columns."""
-    each = max(1, -(-len(steps) // MOST_COLUMNS))
-    return [steps[first : first + each] for first in range(0, len(steps), each)]
+    group_size = max(1, -(-len(steps) // MOST_COLUMNS))
+    return [steps[first : first + group_size] for first in range(0, len(steps), group_size)]
 
 
 def _together(steps: Sequence[StepRecord]) -> str:
-    each = max(1, -(-len(steps) // MOST_COLUMNS))
+    group_size = max(1, -(-len(steps) // MOST_COLUMNS))
     return (
-        f" A column shows the mean of {each} checkpoints; the table lists each of them."
-        if each > 1
+        f" A column shows the mean of {group_size} checkpoints; the table lists each of them."
+        if group_size > 1
         else ""
     )
 
@@ -571,8 +571,8 @@ def _events(axes: Axes, events: Sequence[Event]) -> None:
 
 def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> None:
     width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0 if steps else 1.0
-    between = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
-    ends = [steps[0].step - width / 2, *between, steps[-1].step + width / 2] if steps else []
+    midpoints = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
+    ends = [steps[0].step - width / 2, *midpoints, steps[-1].step + width / 2] if steps else []
     start = 0
     for stage, group in itertools.groupby(steps, key=lambda step: step.stage):
         end = start + len(list(group))
@@ -596,10 +596,10 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
     axes.set_yticks([])
     axes.grid(False)
     axes.set_ylabel("stage", fontsize=8, rotation=0, ha="right", va="center")
-    seen = {step.stage: None for step in steps}
+    stages = {step.stage: None for step in steps}
     handles = [
         Patch(color=_STAGE_COLOURS.get(stage, "#EDEDED"), label=stage or "none (exact)")
-        for stage in seen
+        for stage in stages
     ]
     axes.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.2), frameon=False, fontsize=8

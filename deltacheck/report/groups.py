@@ -31,7 +31,7 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
     def bytes_of(siblings: Sequence[Sequence[str]]) -> int:
         return sum(sizes[path] for paths in siblings for path in paths)
 
-    whole: list[list[str]] = []
+    finished: list[list[str]] = []
     # Groups with more numbers than free groups.
     numbered: list[list[list[str]]] = []
     # Siblings, and layers of one size, are split together or not at all.
@@ -43,30 +43,32 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
         ]
         todo = [siblings for siblings in todo if bytes_of(siblings) != most_bytes]
         pieces = [_pieces(paths, keys) for paths in largest]
-        taken = len(whole) + len(numbered) + sum(map(len, todo))
-        if sum(map(len, pieces)) <= most - taken:
-            todo += [list(found.values()) for found in pieces if len(found) > 1]
-            whole += [
-                paths for paths, found in zip(largest, pieces, strict=True) if len(found) == 1
+        group_count = len(finished) + len(numbered) + sum(map(len, todo))
+        if sum(map(len, pieces)) <= most - group_count:
+            todo += [list(parts.values()) for parts in pieces if len(parts) > 1]
+            finished += [
+                paths for paths, parts in zip(largest, pieces, strict=True) if len(parts) == 1
             ]
             continue
-        for paths, found in zip(largest, pieces, strict=True):
-            if len(found) > 1 and all(map(_is_number, found)) and 50 * bytes_of([paths]) >= total:
-                numbered.append([found[token] for token in sorted(found, key=natural)])
+        for paths, parts in zip(largest, pieces, strict=True):
+            if len(parts) > 1 and all(map(_is_number, parts)) and 50 * bytes_of([paths]) >= total:
+                numbered.append([parts[token] for token in sorted(parts, key=natural)])
             else:
-                whole.append(paths)
+                finished.append(paths)
     for count, pieces_of_one in enumerate(numbered):
-        runs = (most - len(whole)) // (len(numbered) - count)
-        each = -(-len(pieces_of_one) // runs)
-        for first in range(0, len(pieces_of_one), each):
-            whole.append([path for piece in pieces_of_one[first : first + each] for path in piece])
-    named: dict[str, tuple[str, ...]] = {}
-    for paths in sorted(whole, key=lambda paths: natural("".join(keys[paths[0]]))):
+        runs = (most - len(finished)) // (len(numbered) - count)
+        run_length = -(-len(pieces_of_one) // runs)
+        for first in range(0, len(pieces_of_one), run_length):
+            finished.append(
+                [path for piece in pieces_of_one[first : first + run_length] for path in piece]
+            )
+    result: dict[str, tuple[str, ...]] = {}
+    for paths in sorted(finished, key=lambda paths: natural("".join(keys[paths[0]]))):
         name = _name(paths)
-        while name in named:
+        while name in result:
             name += " "
-        named[name] = tuple(paths)
-    return named
+        result[name] = tuple(paths)
+    return result
 
 
 def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
@@ -74,16 +76,16 @@ def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
 
     If there are more than ``most`` of these classes, ``groups`` is used instead.
     """
-    found: dict[str, list[str]] = {}
+    members: dict[str, list[str]] = {}
     for path in sorted(sizes, key=natural):
         name = "".join(
             token[: -len(token.lstrip("/."))] + "*" if _is_number(token) else token
             for token in _tokens(path)
         )
-        found.setdefault(name, []).append(path)
+        members.setdefault(name, []).append(path)
     return (
-        {name: tuple(paths) for name, paths in found.items()}
-        if len(found) <= most
+        {name: tuple(paths) for name, paths in members.items()}
+        if len(members) <= most
         else groups(sizes, most)
     )
 

@@ -129,18 +129,18 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
     Raises:
         ChainBroken: If a leaf has no keyframe.
     """
-    found: dict[str, LeafState] = {}
+    states: dict[str, LeafState] = {}
     every = columns.entries_by_path(segments)
     for path in sorted([*manifest.leaves, *manifest.tiles]):
         spec = manifest.leaves[path].spec(path) if path in manifest.leaves else manifest.spec(path)
-        found[path] = LeafState(
+        states[path] = LeafState(
             spec,
             {
                 name: _part(name, manifest, every.get(name, ()), segments)
                 for name in manifest.names_of(path)
             },
         )
-    return found
+    return states
 
 
 def _part(
@@ -153,10 +153,10 @@ def _part(
     for number, entry in reversed(every):
         chain.append((segments[number], entry))
         if entry.is_whole:
-            own = layout.seq_of(chain[0][0].id) == manifest.seq
+            is_own = layout.seq_of(chain[0][0].id) == manifest.seq
             kind = (
                 LeafKind.UNCHANGED
-                if not own
+                if not is_own
                 else LeafKind.DELTA
                 if len(chain) > 1
                 else LeafKind.KEYFRAME
@@ -225,11 +225,11 @@ def committed(root: Root, problems: list[str]) -> list[Committed]:
 
     The errors of manifests that cannot be read are appended to ``problems``.
     """
-    found: list[Committed] = []
+    checkpoints: list[Committed] = []
     for path in root.manifest_paths():
         try:
             manifest = read_manifest(path)
-            found.append(
+            checkpoints.append(
                 Committed(
                     StepRef(manifest.step, manifest.seq, path), manifest, storage.size_of(path)
                 )
@@ -238,7 +238,7 @@ def committed(root: Root, problems: list[str]) -> list[Committed]:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
             problems.append(str(error))
-    return sorted(found, key=lambda checkpoint: checkpoint.ref.seq)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.ref.seq)
 
 
 def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:

@@ -25,16 +25,22 @@ h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; }
 p { margin: .3rem 0 .8rem; max-width: 75ch; }
 a { color: #0072B2; }
 nav a { margin-right: 1.1rem; white-space: nowrap; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem; margin: 1.2rem 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem;
+  margin: 1.2rem 0; }
 dl div { border: 1px solid #ddd; border-radius: 6px; padding: .5rem .8rem; }
-dt { font-size: .8rem; color: #555; } dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-figure { margin: 0; } figcaption { color: #444; font-size: .92rem; max-width: 85ch; margin-bottom: .6rem; }
+dt { font-size: .8rem; color: #555; }
+dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+figure { margin: 0; } figcaption { color: #444; font-size: .92rem; max-width: 85ch;
+  margin-bottom: .6rem; }
 .scroll { overflow-x: auto; } svg { display: block; width: 100%; min-width: 640px; height: auto; }
 svg .tip rect { fill: #000; fill-opacity: 0; } svg .tip:hover rect { fill-opacity: .08; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: #0072B2; }
-table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
-th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; top: 0; } .word { text-align: left; }
+table { border-collapse: collapse; font-size: .82rem;
+  font-variant-numeric: tabular-nums; margin: .6rem 0; }
+th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #eee;
+  white-space: nowrap; }
+thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; top: 0; }
+.word { text-align: left; }
 .problems { border-left: 4px solid #D55E00; padding: .4rem 1rem; background: #fdf3ec; }
 @media print { details > *:not(summary) { display: none; } nav { display: none; } }
 """
@@ -75,9 +81,11 @@ def page(
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
         ' content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n<main>\n<h1>{_text(title)}</h1>\n"
         "<nav"
-        f' aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n{"".join(map(_section, drawings))}</main>\n</body>\n</html>\n'
+        f' aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n'
+        f"{''.join(map(_section, drawings))}</main>\n</body>\n</html>\n"
     )
 
 
@@ -113,7 +121,8 @@ def _section(drawing: Drawing) -> str:
     name, title = _text(drawing.name), _text(drawing.title)
     return (
         "<section"
-        f' id="{name}">\n<h2>{title}</h2>\n<figure>\n<figcaption>{_text(drawing.caption)}</figcaption>\n<div'
+        f' id="{name}">\n<h2>{title}</h2>\n<figure>\n'
+        f"<figcaption>{_text(drawing.caption)}</figcaption>\n<div"
         f' class="scroll">{_svg(drawing)}</div>\n</figure>\n{_table(drawing)}\n</section>\n'
     )
 

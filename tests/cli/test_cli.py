@@ -1,6 +1,4 @@
-"""The command: what it says is true, what it writes is exact, and every failure is one line and a
-documented exit code.
-"""
+"""Tests of the command: correct output, exact files, one-line failures, documented exit codes."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ SPEEDS = [
 
 @dataclass(frozen=True)
 class Run:
-    """A root, and what is known of it from elsewhere: the states that were saved, and the reports
-    of the saves.
-    """
+    """A root, the states that were saved to it, and the reports of the saves."""
 
     root: Path
     states: Mapping[int, Any]
@@ -134,7 +130,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def damaged(run: Run, tmp_path: Path) -> Path:
-    """A copy of the root, to be harmed."""
+    """Return a copy of the root that a test may damage."""
     copy = tmp_path / "damaged"
     shutil.copytree(run.root, copy)
     return copy
@@ -856,7 +852,7 @@ def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the demo was asked for, in place of playing it: it fails its comparison."""
+    """Replace the demo by one that fails, and return the options of its calls."""
     from deltacheck.evaluate.demo import demonstration
 
     calls: list[dict[str, Any]] = []

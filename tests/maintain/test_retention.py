@@ -1,4 +1,4 @@
-"""Which steps stay: rules, tags, deletion by hand, and what a reader holds open."""
+"""Tests of retention: rules, tags, deletion by hand, and what a reader holds open."""
 
 from __future__ import annotations
 

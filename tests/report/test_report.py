@@ -91,7 +91,7 @@ def profile(steps: tuple[int, ...] = (10, 20, 30, 40)) -> Profile:
 
 
 class Page(HTMLParser):
-    """What a page holds: its tags with their attributes, the cells of its tables, its text."""
+    """The content of a page: its tags with their attributes, the cells of its tables, its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -549,9 +549,12 @@ def long_run(steps: int) -> Record:
             else ()
         )
         return StepRecord(
-            step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable", raw_bytes=100_000, leaves=3,
-            recorded_bytes=1010 + k, written=written, changed={"a": 0.01, "b": None}, held=held, exact_bytes=100_000,
-            bounded_bytes=0, reused_bytes=0, depth=k % 8, mean_depth=float(k % 8), read_bytes=50_000, problem=None,
+            step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable",
+            raw_bytes=100_000, leaves=3,
+            recorded_bytes=1010 + k, written=written, changed={"a": 0.01, "b": None},
+            held=held, exact_bytes=100_000,
+            bounded_bytes=0, reused_bytes=0, depth=k % 8, mean_depth=float(k % 8),
+            read_bytes=50_000, problem=None,
         )  # fmt: skip
 
     made = {"a": ("a",), "b": ("b", "b2")}
