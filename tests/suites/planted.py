@@ -101,7 +101,7 @@ BUGS = (
         (
             Edit(
                 "deltacheck.backends.orbax.manager_root.durable",
-                "options.temporary_path_class = _durable(chosen)",
+                "options.temporary_path_class = _durable(path_class)",
                 "pass",
             ),
         ),
