@@ -1,5 +1,6 @@
-"""However a process ends, its last save is durable, or the exit status is not 0 and stderr says
-why; and it never hangs.
+"""A process that ends has a durable last save, or a status other than 0 and a reason on stderr.
+
+It never hangs, however it ends.
 """
 
 from __future__ import annotations

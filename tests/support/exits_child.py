@@ -142,7 +142,8 @@ def save(case: Case) -> Any:
         original = save_job.SaveJob.capture
 
         def capture(self: Any, sources: Any) -> None:
-            save_job.SaveJob.capture = original  # type: ignore[method-assign] # the encoder thread calls it, too
+            # Only once: the encoder thread calls it, too.
+            save_job.SaveJob.capture = original  # type: ignore[method-assign]
             os.kill(os.getpid(), INSIDE[case["kind"]])
             original(self, sources)
 

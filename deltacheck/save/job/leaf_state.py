@@ -88,7 +88,8 @@ class LeafSave:
     Args:
         number: Position of the leaf among the sources; index rows refer to it.
         source: The leaf as the training has it.
-        stored_spec: The form of what is stored. ``None``: nothing is, the leaf is derived from others.
+        stored_spec: The form of what is stored. ``None``: nothing is stored, because a restore
+            derives the leaf from others.
         state: The leaf's chain, set by the capture.
         runs: The encoded rows, in the order of their chunks.
         changed_words: Words that differ from the base, as the report counts them.
