@@ -31,7 +31,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.restore import read
 from deltacheck.save import pipeline
 from deltacheck.store import collect, root
-from deltacheck.store.files import arrays
+from deltacheck.store.files import arrays, local_storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock import pins
 
@@ -98,7 +98,7 @@ def schedule(seed: int) -> Iterator[None]:
             (collect, "delete_checkpoint"),
             (shutil, "rmtree"),
             (root.documents, "read_manifest"),
-            (root, "Pin"),
+            (local_storage, "Pin"),
             (read, "apply_deltas"),
         ):
             patch.setattr(module, name, held_up(getattr(module, name)))
