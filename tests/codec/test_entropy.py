@@ -176,7 +176,7 @@ def test_small_streams_of_arbitrary_bytes_come_back(
 
 
 def huffman_bytes(block: Bytes) -> float:
-    """What a Huffman code of the block takes, without its table."""
+    """Return the size of a Huffman code of the block, without its table."""
     heap = [int(count) for count in np.bincount(block) if count]
     heapq.heapify(heap)
     bits = heap[0] if len(heap) == 1 else 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)  # two compilers beside everything else
 
 
 def able(flags: tuple[str, ...], folder: Path) -> bool:
-    """Whether there is a g++ whose programs run under these sanitizers."""
+    """Return whether there is a g++ whose programs run under these sanitizers."""
     if shutil.which("g++") is None:
         return False
     source, made = folder / "able.cc", folder / "able"

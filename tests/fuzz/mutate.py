@@ -1,6 +1,4 @@
-"""Seeded changes of documents, arrays and files: what our fuzz targets in Python draw from, and
-tests, too.
-"""
+"""Seeded changes of documents, arrays and files, for the fuzz targets in Python and for tests."""
 
 from __future__ import annotations
 

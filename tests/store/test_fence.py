@@ -26,8 +26,9 @@ ROUNDS = int(os.environ.get("DELTACHECK_FENCE_ROUNDS", "6"))
 
 
 def take_over(root: Path) -> None:
-    """What makes another's lock worthless: the file that it lies on is replaced, as by a file
-    system whose locks do not last.
+    """Make another writer's lock worthless: replace its file.
+
+    A file system whose locks do not last does the same.
     """
     (root / "control" / "zarr.json").unlink()
 

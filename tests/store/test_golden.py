@@ -75,8 +75,9 @@ def test_the_steps_of_a_gradient_log_are_replayed_bit_for_bit(
 def test_the_same_states_are_encoded_to_the_same_arrays(
     release: Path, name: str, tmp_path: Path
 ) -> None:
-    """What the format fixes: tables, rows, streams and digests. Not how blosc and zstd pack them,
-    nor names, times and nonces.
+    """Compare all that the format fixes: tables, rows, streams and digests.
+
+    The packing by blosc and zstd, names, times and nonces may differ.
     """
     before = forge.unpack(name, tmp_path / "golden")
     make.WRITERS[name](tmp_path / "now")

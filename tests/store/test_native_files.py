@@ -65,7 +65,7 @@ def sharded(path: Path, data: Bytes, codec: str, chunks: int = 4) -> ArraySpec:
 
 
 def native(path: Path, spec: ArraySpec, first: int = 0, stop: int | None = None) -> Bytes:
-    """What the native reader gives; it writes nowhere else."""
+    """Return the content that the native reader gives; it writes nowhere else."""
     size = (spec.shape[0] if stop is None else stop) - first
     room = np.full(size + 2 * _GUARD, 0xA5, np.uint8)
     try:
