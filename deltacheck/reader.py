@@ -55,7 +55,11 @@ class Checkpoints:
         return self._root.path
 
     def steps(self) -> list[int]:
-        """Return the committed training steps, ascending."""
+        """Return the committed training steps.
+
+        Returns:
+            The step numbers, ascending.
+        """
         return self._root.steps()
 
     def tags(self) -> dict[str, int]:
@@ -89,6 +93,9 @@ class Checkpoints:
 
         Args:
             step: A step number or a tag; ``None``: the newest step.
+
+        Returns:
+            The manifest.
 
         Raises:
             StepNotFound: The root does not have the step.
@@ -204,7 +211,7 @@ class Checkpoints:
         owners = {path: tree_owners.get(path, path) for path in requested}
         require_contract(manifest, contract, owners.values())
         partly = {owners[path] for path in slices} - {owners[path] for path in paths}
-        found = resolve_leaves(
+        resolved = resolve_leaves(
             self._root,
             manifest,
             [owners[path] for path in requested],
@@ -213,13 +220,15 @@ class Checkpoints:
             boxes=self._tile_boxes(manifest, slices, owners, partly),
         )
         tags = tree.flat_tags(manifest.tree)
-        whole = {owners[path]: found[owners[path]] for path in requested if path not in slices}
+        whole_leaves = {
+            owners[path]: resolved[owners[path]] for path in requested if path not in slices
+        }
         boxes = {
-            path: bounded_slices(path, found[owners[path]].spec.shape, box)
+            path: bounded_slices(path, resolved[owners[path]].spec.shape, box)
             for path, box in slices.items()
         }
         arrays: dict[str, NDArray[Any]] = {}
-        for owner, item in load_leaves(whole, max_bytes=max_bytes).items():
+        for owner, item in load_leaves(whole_leaves, max_bytes=max_bytes).items():
             arrays |= {
                 path: _shaped(as_array(item), tags.get(path), owner)
                 for path in requested
@@ -229,7 +238,7 @@ class Checkpoints:
         for path, box in boxes.items():
             if budget is not None:
                 budget = max(0, budget - sum(array.nbytes for array in arrays.values()))
-            leaf = found[owners[path]]
+            leaf = resolved[owners[path]]
             arrays[path] = load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
         return {path: arrays[path] for path in requested}
 

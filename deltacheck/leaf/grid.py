@@ -54,11 +54,11 @@ def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 def box(shape: Sequence[int], chunk: Sequence[int], number: int) -> tuple[slice, ...]:
     """Return the box of a chunk. Chunks are counted in C order of the grid."""
-    at = []
+    slices = []
     for s, c in zip(reversed(shape), reversed(chunk), strict=True):
         number, i = divmod(number, -(-s // c))
-        at.append(slice(i * c, min((i + 1) * c, s)))
-    return tuple(reversed(at))
+        slices.append(slice(i * c, min((i + 1) * c, s)))
+    return tuple(reversed(slices))
 
 
 @lru_cache(256)  # leaves have few shapes
@@ -77,8 +77,8 @@ def bounds(
     """
     sizes = np.ones((1,), np.uint64)
     for s, c in zip(shape, chunk, strict=True):
-        along = np.minimum(c, s - np.arange(0, s, c, dtype=np.int64)).astype(np.uint64)
-        sizes = np.multiply.outer(sizes, along).reshape(-1)
+        axis_sizes = np.minimum(c, s - np.arange(0, s, c, dtype=np.int64)).astype(np.uint64)
+        sizes = np.multiply.outer(sizes, axis_sizes).reshape(-1)
     offsets: NDArray[np.uint64] = np.zeros(sizes.size + 1, np.uint64)
     np.cumsum(sizes * np.uint64(words_per_item), out=offsets[1:])
     offsets.flags.writeable = False  # the cache gives the same array to all callers

@@ -120,10 +120,12 @@ class Share(msgspec.Struct, frozen=True):
         leaves, cuts = _decoded_plan(self.plan)
         counts = [_tile_count(cuts[number]) for _, number in leaves]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-        own = np.frombuffer(self.own, np.int64)
+        own_tiles = np.frombuffer(self.own, np.int64)
         numbers: dict[str, tuple[Cuts | None, list[int]]] = {}
-        leaf_of = np.searchsorted(starts, own, "right") - 1
-        for leaf, number in zip(leaf_of.tolist(), (own - starts[leaf_of]).tolist(), strict=True):
+        leaf_of = np.searchsorted(starts, own_tiles, "right") - 1
+        for leaf, number in zip(
+            leaf_of.tolist(), (own_tiles - starts[leaf_of]).tolist(), strict=True
+        ):
             path, cuts_number = leaves[leaf]
             numbers.setdefault(path, (cuts[cuts_number], []))[1].append(number)
         return numbers
@@ -190,9 +192,9 @@ def plan(
         sizes = _tile_bytes(cuts, shape, dtype)
         owners = np.full(count, -1, np.int64)
         first = np.searchsorted(numbers, np.arange(count + 1))
-        alone = np.flatnonzero(np.diff(first) == 1)
-        owners[alone] = holders[first[alone]]
-        np.add.at(loads, owners[alone], sizes[alone])
+        unshared = np.flatnonzero(np.diff(first) == 1)
+        owners[unshared] = holders[first[unshared]]
+        np.add.at(loads, owners[unshared], sizes[unshared])
         prior_owners = (
             prior.owners
             if prior is not None and prior.cuts == cuts and prior.owners.size == count
@@ -253,8 +255,8 @@ def _tile_bytes(cuts: Cuts | None, shape: tuple[int, ...], dtype: str) -> I64:
     if cuts is None:
         return np.array([math.prod(shape) * item_bytes], np.int64)
     sizes = np.full(1, item_bytes, np.int64)
-    for along in cuts:
-        sizes = np.multiply.outer(sizes, np.diff(along)).reshape(-1)
+    for edges in cuts:
+        sizes = np.multiply.outer(sizes, np.diff(edges)).reshape(-1)
     return sizes
 
 
@@ -266,16 +268,16 @@ def _by_leaf(holdings: Sequence[Holdings]) -> dict[str, tuple[str, tuple[int, ..
         of each shard, int64 ``(shards, axes, 2)``.
     """
     # Ranks usually hold the same leaves with as many shards. These are decoded once, together.
-    alike: dict[tuple[bytes, bytes], list[int]] = {}
+    same_leaves: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, rank_holdings in enumerate(holdings):
-        alike.setdefault((rank_holdings.leaves, rank_holdings.counts), []).append(rank)
+        same_leaves.setdefault((rank_holdings.leaves, rank_holdings.counts), []).append(rank)
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     rows: dict[str, list[tuple[I64, I64]]] = {}
-    for (encoded, counted), ranks in alike.items():
+    for (encoded, counted), ranks in same_leaves.items():
         leaves = msgspec.msgpack.decode(encoded, type=list[tuple[str, str, tuple[int, ...]]])
         counts = np.frombuffer(counted, np.int32).tolist()
         numbers = np.stack([np.frombuffer(holdings[rank].boxes, np.int64) for rank in ranks])
-        at = 0
+        position = 0
         for (path, dtype, shape), count in zip(leaves, counts, strict=True):
             kind = kinds.setdefault(path, (dtype, shape, ranks[0]))
             if kind[:2] != (dtype, shape):
@@ -284,9 +286,11 @@ def _by_leaf(holdings: Sequence[Holdings]) -> dict[str, tuple[str, tuple[int, ..
                     f" {dtype}{list(shape)} on rank {ranks[0]}"
                 )
             width = 2 * len(shape) * count
-            boxes = numbers[:, at : at + width].reshape(len(ranks) * count, len(shape), 2)
+            boxes = numbers[:, position : position + width].reshape(
+                len(ranks) * count, len(shape), 2
+            )
             rows.setdefault(path, []).append((np.repeat(np.array(ranks, np.int64), count), boxes))
-            at += width
+            position += width
     return {
         path: (
             dtype,
@@ -350,12 +354,14 @@ def _with_before(cuts: Cuts, before: Cuts | None) -> Cuts:
     """Return the cuts with the earlier ones added, if earlier tiles then remain as they were."""
     if before is None:
         return cuts
-    if all(set(now) <= set(then) for now, then in zip(cuts, before, strict=True)):
+    if all(set(current) <= set(earlier) for current, earlier in zip(cuts, before, strict=True)):
         return before
-    union = tuple(tuple(sorted({*now, *then})) for now, then in zip(cuts, before, strict=True))
+    union = tuple(
+        tuple(sorted({*current, *earlier})) for current, earlier in zip(cuts, before, strict=True)
+    )
     keeps_tiles = all(
-        any(not set(range(a + 1, b)) & set(now) for a, b in itertools.pairwise(then))
-        for now, then in zip(cuts, before, strict=True)
+        any(not set(range(a + 1, b)) & set(current) for a, b in itertools.pairwise(earlier))
+        for current, earlier in zip(cuts, before, strict=True)
     )
     return (
         union
@@ -376,12 +382,14 @@ def _spread(shape: tuple[int, ...], item_bytes: int, holders: int) -> Cuts:
 
 def _cells(cuts: Cuts, ranks: I64, boxes: I64) -> tuple[I64, I64]:
     """Return all pairs of a tile and a rank that holds it, sorted, as two arrays."""
-    edges = [np.array(along, np.int64) for along in cuts]
+    edges = [np.array(axis_edges, np.int64) for axis_edges in cuts]
     first = np.stack(
-        [np.searchsorted(along, boxes[:, axis, 0]) for axis, along in enumerate(edges)], axis=1
+        [np.searchsorted(axis_edges, boxes[:, axis, 0]) for axis, axis_edges in enumerate(edges)],
+        axis=1,
     )
     stop = np.stack(
-        [np.searchsorted(along, boxes[:, axis, 1]) for axis, along in enumerate(edges)], axis=1
+        [np.searchsorted(axis_edges, boxes[:, axis, 1]) for axis, axis_edges in enumerate(edges)],
+        axis=1,
     )
     grid = tiles.grid_of(cuts)
     single = (stop - first == 1).all(axis=1)
@@ -409,6 +417,8 @@ def find(box: Box, among: Iterable[Box]) -> int | None:
     return None
 
 
-def inside(box: Box, of: Box) -> Box:
+def inside(box: Box, outer: Box) -> Box:
     """Return a box in coordinates of another box that contains it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, of, strict=True))
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)
+    )

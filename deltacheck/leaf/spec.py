@@ -49,6 +49,9 @@ class LeafSpec:
             shape: The length of each axis.
             dtype: The name of the element type.
 
+        Returns:
+            The spec.
+
         Raises:
             UnsupportedLeaf: The format does not have this element type.
         """
@@ -89,7 +92,11 @@ class LeafSpec:
         return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)
 
     def element_bounds(self) -> NDArray[np.uint64]:
-        """Return the same offsets as ``bounds``, in elements."""
+        """Return the same offsets as ``bounds``, in elements.
+
+        Returns:
+            A uint64 array of shape ``(chunks + 1,)``.
+        """
         return self.bounds() // np.uint64(self.element.item_bytes // self.word_bytes)
 
 

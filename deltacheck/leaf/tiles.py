@@ -38,12 +38,12 @@ class Overlap(NamedTuple):
 
 def shape_of(cuts: Cuts) -> tuple[int, ...]:
     """Return the shape of the leaf."""
-    return tuple(along[-1] for along in cuts)
+    return tuple(edges[-1] for edges in cuts)
 
 
 def grid_of(cuts: Cuts) -> tuple[int, ...]:
     """Return the number of tiles along each axis."""
-    return tuple(len(along) - 1 for along in cuts)
+    return tuple(len(edges) - 1 for edges in cuts)
 
 
 def count(cuts: Cuts) -> int:
@@ -53,8 +53,8 @@ def count(cuts: Cuts) -> int:
 
 def box(cuts: Cuts, number: int) -> Box:
     """Return the box of a tile."""
-    at = np.unravel_index(number, grid_of(cuts))
-    return tuple(slice(along[i], along[i + 1]) for along, i in zip(cuts, at, strict=True))
+    position = np.unravel_index(number, grid_of(cuts))
+    return tuple(slice(edges[i], edges[i + 1]) for edges, i in zip(cuts, position, strict=True))
 
 
 def name(path: str, origin: Box) -> str:
@@ -67,73 +67,75 @@ def name(path: str, origin: Box) -> str:
     return f"{path}{_MARK}{','.join(str(s.start) for s in origin)}"
 
 
-def leaf_of(stored: str) -> str:
+def leaf_of(stored_path: str) -> str:
     """Return the leaf of a stored path: the path itself, or the leaf that it is a tile of."""
-    return stored.rpartition(_MARK)[0] if _MARK in stored else stored
+    return stored_path.rpartition(_MARK)[0] if _MARK in stored_path else stored_path
 
 
-def origin(stored: str) -> tuple[int, ...]:
+def origin(stored_path: str) -> tuple[int, ...]:
     """Return the position of a tile in its leaf; ``(0,)`` for a leaf that is stored whole."""
     return (
-        tuple(int(start) for start in stored.rpartition(_MARK)[2].split(","))
-        if _MARK in stored
+        tuple(int(start) for start in stored_path.rpartition(_MARK)[2].split(","))
+        if _MARK in stored_path
         else (0,)
     )
 
 
-def is_name(stored: str) -> bool:
+def is_name(stored_path: str) -> bool:
     """Return True if a stored path is the path of a tile."""
-    return _MARK in stored
+    return _MARK in stored_path
 
 
-def message_prefix(stored: str) -> str:
+def message_prefix(stored_path: str) -> str:
     """Return a prefix for messages that names a tile; empty for a leaf that is stored whole."""
     return (
-        f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
+        f"tile at [{stored_path.rpartition(_MARK)[2].replace(',', ', ')}]: "
+        if _MARK in stored_path
+        else ""
     )
 
 
-def numbered(cuts: Cuts, stored: str) -> int:
+def numbered(cuts: Cuts, stored_path: str) -> int:
     """Return the number of the tile that is stored under a path.
 
     Raises:
         LookupError: No tile has this origin.
     """
     number = 0
-    origin = stored.rpartition(_MARK)[2].split(",")
+    origin = stored_path.rpartition(_MARK)[2].split(",")
     if len(origin) != len(cuts):
-        raise LookupError(stored)
-    for along, text in zip(cuts, origin, strict=True):
-        at = int(text) if text.isdecimal() and len(text) < 20 else -1
-        i = bisect.bisect_left(along, at, 0, len(along) - 1)
-        if str(along[i]) != text or i == len(along) - 1:
-            raise LookupError(stored)
-        number = number * (len(along) - 1) + i
+        raise LookupError(stored_path)
+    for edges, text in zip(cuts, origin, strict=True):
+        start = int(text) if text.isdecimal() and len(text) < 20 else -1
+        i = bisect.bisect_left(edges, start, 0, len(edges) - 1)
+        if str(edges[i]) != text or i == len(edges) - 1:
+            raise LookupError(stored_path)
+        number = number * (len(edges) - 1) + i
     return number
 
 
 def is_possible(cuts: Cuts) -> bool:
     """Return True if cuts are valid: at least one axis, and ascending from 0 along each axis."""
     return bool(cuts) and all(
-        len(along) > 1 and along[0] == 0 and all(a < b for a, b in itertools.pairwise(along))
-        for along in cuts
+        len(edges) > 1 and edges[0] == 0 and all(a < b for a, b in itertools.pairwise(edges))
+        for edges in cuts
     )
 
 
-def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
+def overlaps(cuts: Cuts, box: Box) -> Iterator[Overlap]:
     """Yield the intersections of a box with the tiles that it touches, ascending by tile."""
     spans = []
-    for along, s in zip(cuts, of, strict=True):
-        first, stop = bisect.bisect_right(along, s.start) - 1, bisect.bisect_left(along, s.stop)
+    for edges, s in zip(cuts, box, strict=True):
+        first, stop = bisect.bisect_right(edges, s.start) - 1, bisect.bisect_left(edges, s.stop)
         spans.append(range(first, stop if s.stop > s.start else first))
     grid = grid_of(cuts)
-    for at in itertools.product(*spans):
+    for position in itertools.product(*spans):
         in_tile, in_box = [], []
-        for along, i, s in zip(cuts, at, of, strict=True):
-            start, stop = max(along[i], s.start), min(along[i + 1], s.stop)
-            in_tile.append(slice(start - along[i], stop - along[i]))
+        for edges, i, s in zip(cuts, position, box, strict=True):
+            start, stop = max(edges[i], s.start), min(edges[i + 1], s.stop)
+            in_tile.append(slice(start - edges[i], stop - edges[i]))
             in_box.append(slice(start - s.start, stop - s.start))
-        yield Overlap(int(np.ravel_multi_index(at, grid)), tuple(in_tile), tuple(in_box))
+        yield Overlap(int(np.ravel_multi_index(position, grid)), tuple(in_tile), tuple(in_box))
 
 
 def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
@@ -150,14 +152,14 @@ def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]
             axis -= 1
             inner *= shape[axis]
         rest = first // inner
-        at = []
+        slices = []
         for size in reversed(shape[:axis]):
             rest, i = divmod(rest, size)
-            at.append(slice(i, i + 1))
+            slices.append(slice(i, i + 1))
         if axis > 0:  # take as many of these blocks as fit along the next outer axis
-            i = at[0].start
+            i = slices[0].start
             times = min(shape[axis - 1] - i, (stop - first) // inner)
-            at[0] = slice(i, i + times)
+            slices[0] = slice(i, i + times)
             inner *= times
-        yield (*reversed(at), *(slice(0, size) for size in shape[axis:]))
+        yield (*reversed(slices), *(slice(0, size) for size in shape[axis:]))
         first += inner

@@ -163,10 +163,10 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     if scalar is not None:
         return scalar
 
-    below = f"{path}/" if depth else ""
+    prefix = f"{path}/" if depth else ""
 
     def child(key: object, item: object) -> Node:
-        return _flatten(item, below + escape_key(key), depth + 1, walk)
+        return _flatten(item, prefix + escape_key(key), depth + 1, walk)
 
     def entry(key: object, item: object) -> list[Json]:
         node = child(key, item)  # refuses a key that is neither text nor an integer
@@ -402,16 +402,16 @@ def _text_of(node: Node) -> str:
 def pruned(skeleton: Node, like: Node) -> Node:
     """Return a skeleton without dict keys that another skeleton lacks in the same place."""
     if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict"):
-        others = {escape_key(key): cast("Node", item) for key, item in _children(like)}
+        like_items = {escape_key(key): cast("Node", item) for key, item in _children(like)}
         pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
         return {
             "t": skeleton["t"],
             "k": cast(
                 "Json",
                 [
-                    [key, pruned(item, others[escape_key(key)])]
+                    [key, pruned(item, like_items[escape_key(key)])]
                     for key, item in pairs
-                    if escape_key(key) in others
+                    if escape_key(key) in like_items
                 ],
             ),
         }

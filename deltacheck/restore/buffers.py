@@ -81,12 +81,12 @@ def allocate_blocks(
             continue
         # Only leaves of one element size share a block: each then begins at a whole element.
         kind = (chain.spec.element.item_bytes, chain.spec.word_bytes)
-        group, filled = filling.get(kind, ([], 0))
-        if not group or filled + size > _BLOCK_BYTES:
-            group, filled = [], 0
+        group, filled_bytes = filling.get(kind, ([], 0))
+        if not group or filled_bytes + size > _BLOCK_BYTES:
+            group, filled_bytes = [], 0
             groups.append(group)
         group.append(path)
-        filling[kind] = group, filled + size
+        filling[kind] = group, filled_bytes + size
     return [_block([(chains[path], chunks[path]) for path in group]) for group in groups]
 
 
@@ -151,16 +151,16 @@ def start_ahead(
     The disk then works while the decoder does. At least one read is ahead, and as many more as
     ``_AHEAD_BYTES`` allows.
     """
-    started: deque[tuple[_ReadT, _Started, int]] = deque()
-    held = following = 0
-    while following < len(reads) or started:
+    pending: deque[tuple[_ReadT, _Started, int]] = deque()
+    started_bytes = following = 0
+    while following < len(reads) or pending:
         while following < len(reads) and (
-            len(started) < 2 or held + reads[following].size <= _AHEAD_BYTES
+            len(pending) < 2 or started_bytes + reads[following].size <= _AHEAD_BYTES
         ):
             read = reads[following]
-            started.append((read, start(read), read.size))
-            held += read.size
+            pending.append((read, start(read), read.size))
+            started_bytes += read.size
             following += 1
-        read, handle, size = started.popleft()
+        read, handle, size = pending.popleft()
         yield read, handle
-        held -= size
+        started_bytes -= size

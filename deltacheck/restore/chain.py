@@ -200,20 +200,22 @@ def _refuse_large_tables(
 def _links(
     path: str,
     record: LeafRecord,
-    stored: list[tuple[int, LeafEntry]],
+    stored_entries: list[tuple[int, LeafEntry]],
     segments: Sequence[Segment],
     manifest: Manifest,
 ) -> _Links:
     """Return the links of a leaf from its newest keyframe on, and check that they connect.
 
     Args:
-        stored: All entries of the leaf in the step's segments, oldest first.
+        stored_entries: All entries of the leaf in the step's segments, oldest first.
     """
     location = f"step {manifest.step}, leaf {path!r}"
-    keyframe = next((i for i in range(len(stored) - 1, -1, -1) if stored[i][1].is_whole), None)
+    keyframe = next(
+        (i for i in range(len(stored_entries) - 1, -1, -1) if stored_entries[i][1].is_whole), None
+    )
     if keyframe is None:
         raise ChainBroken(f"{location}: none of the step's segments holds its keyframe", leaf=path)
-    entries = stored[keyframe:]
+    entries = stored_entries[keyframe:]
     expected = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
     fits = (before.dtype, before.shape, before.chunk) == expected

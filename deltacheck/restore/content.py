@@ -83,9 +83,9 @@ def cut_box(item: Loaded, box: Sequence[slice]) -> Array:
     """Copy a box (bounded, step 1) out of the loaded chunks, which must cover it."""
     spec = item.spec
     out = np.empty([s.stop - s.start for s in box], spec.element.numpy)
-    touched = set(chunks_of_box(spec, box))
+    touched_chunks = set(chunks_of_box(spec, box))
     for chunk, (begin, end) in zip(item.chunks, byte_extents(spec, item.chunks), strict=True):
-        if chunk not in touched:
+        if chunk not in touched_chunks:
             continue
         chunk_box = grid.box(spec.shape, spec.chunk, chunk)
         values = (

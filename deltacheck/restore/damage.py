@@ -54,12 +54,14 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
             f"leaf {harmed[0]!r}{f' and {len(harmed) - 1} others' if len(harmed) > 1 else ''}:"
             f" {text}"
         )
-    whole = whole_steps(
+    whole_refs = whole_steps(
         root,
         lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file),
     )
     return type(error)(
-        f"step {manifest.step} of {root.path}: {text}. {way_out(whole)}", file=error.file, leaf=leaf
+        f"step {manifest.step} of {root.path}: {text}. {way_out(whole_refs)}",
+        file=error.file,
+        leaf=leaf,
     )
 
 
@@ -107,13 +109,14 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
     holder = next((segment for segment in segments if segment.id == _segment_of(file)), None)
     if holder is None:
         return []
-    later = segments[segments.index(holder) + 1 :]
+    later_segments = segments[segments.index(holder) + 1 :]
     return [
         path
         for path in holder.leaves_in(file)
         if path in manifest.stored
         and not any(
-            path in other.table.leaves and other.table.leaves[path].is_whole for other in later
+            path in other.table.leaves and other.table.leaves[path].is_whole
+            for other in later_segments
         )
     ]
 

@@ -77,8 +77,8 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
                 if is_whole:
                     runs.append(_Run(item, first, first + rows))
                 else:
-                    some = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
-                    runs += [_Run(item, begin, end) for begin, end in some]
+                    row_ranges = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
+                    runs += [_Run(item, begin, end) for begin, end in row_ranges]
     ordered = sorted(by_part.items(), key=lambda item: item[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
     scratch = Scratch()
@@ -100,13 +100,13 @@ def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
     The rows between the runs may be the damaged ones, and no leaf of this restore needs them.
     """
     for run in span.runs:
-        alone = span._replace(runs=[run])
+        single_run = span._replace(runs=[run])
         try:
-            streams = alone.start(Scratch()).result()
+            streams = single_run.start(Scratch()).result()
         except Damaged as error:
             error.leaf = run.item.chain.spec.path
             raise
-        _apply_runs(alone, [run], streams, codec)
+        _apply_runs(single_run, [run], streams, codec)
 
 
 def _rows_of_chunks(
@@ -175,13 +175,13 @@ def _apply_runs(
     rows = _rows(span, runs)
     lengths = [run.stop - run.first for run in runs]
     local = rows[:, columns.CHUNK].astype(np.int64)
-    at = 0
+    row = 0
     for run, length in zip(runs, lengths, strict=True):
         if not run.item.is_whole:
-            local[at : at + length] = np.searchsorted(
-                np.asarray(run.item.chunks), local[at : at + length]
+            local[row : row + length] = np.searchsorted(
+                np.asarray(run.item.chunks), local[row : row + length]
             )
-        at += length
+        row += length
     local += np.repeat(np.array([run.item.first for run in runs], np.int64), lengths)
     words = np.diff(block.bounds)
     wrong = np.flatnonzero(
@@ -256,11 +256,11 @@ def _name_damage(
     codec: Codec[Any],
 ) -> None:
     """Decode leaf by leaf after a joint call failed, and raise for the leaf at fault."""
-    at = 0
+    row = 0
     for run in runs:
         item = run.item
-        begin, at = at, at + run.stop - run.first
-        encoded = _encoded(span, [run], local[begin:at] - item.first, streams)
+        begin, row = row, row + run.stop - run.first
+        encoded = _encoded(span, [run], local[begin:row] - item.first, streams)
         bounds = item.block.bounds[item.first : item.first + len(item.chunks) + 1]
         try:
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)

@@ -210,8 +210,8 @@ class Follower:
 
     def _next(self) -> StepRef | None:
         """Return the step to deliver next. Raise once for each manifest that cannot be read."""
-        listed = self._root.manifest_paths()
-        if listed == self._listed:
+        manifest_paths = self._root.manifest_paths()
+        if manifest_paths == self._listed:
             return None
         checkpoints, damaged = self._root.read_all()
         for path in sorted(damaged.keys() - self._reported):
@@ -219,7 +219,7 @@ class Follower:
             raise damaged[path]
         newer = [ref for ref in checkpoints if ref.seq > self._seq]
         if len(newer) <= 1 or self._newest_only or self._seq < 0:
-            self._listed = listed  # nothing is left to see before it changes
+            self._listed = manifest_paths  # nothing is left to see before it changes
         if not newer:
             return None
         return newer[-1] if self._newest_only or self._seq < 0 else newer[0]
@@ -254,11 +254,11 @@ class Follower:
         return Update(manifest.step, manifest.seq, since, changes, names, dict(manifest.metrics))
 
     def _changes(self, manifest: Manifest, paths: list[str]) -> dict[str, LeafChange]:
-        known = {path: self._leaves[path] for path in paths if path in self._leaves}
+        copies = {path: self._leaves[path] for path in paths if path in self._leaves}
         # What was cut otherwise is compared whole.
         recut = {
             p: self._bytes_of(leaf)
-            for p, leaf in known.items()
+            for p, leaf in copies.items()
             if _cuts_of(leaf.tiles) != _cuts_of(manifest.tiles.get(p))
         }
         changes = self._changes_of_whole(
@@ -317,27 +317,27 @@ class Follower:
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
         chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
         loaded = read.read_chunks(
-            chains, {name: list(range(one.spec.chunk_count)) for name, one in chains.items()}
+            chains, {name: list(range(chain.spec.chunk_count)) for name, chain in chains.items()}
         )
         self._stored |= {
             name: Held(data, manifest.stored[name].digest) for name, data in loaded.items()
         }
         changes: dict[str, LeafChange] = {}
         for path in paths:
-            spec, of, known = manifest.spec(path), manifest.tiles[path], self._leaves.get(path)
-            self._leaves[path] = _Leaf(spec, None, of, manifest.mark_of(path))
+            spec, tiling, copy = manifest.spec(path), manifest.tiles[path], self._leaves.get(path)
+            self._leaves[path] = _Leaf(spec, None, tiling, manifest.mark_of(path))
             positions = None
-            if path not in recut and known is not None:
+            if path not in recut and copy is not None:
                 names = {
-                    number: name for number, name in enumerate(of.names(path)) if name in loaded
+                    number: name for number, name in enumerate(tiling.names(path)) if name in loaded
                 }
                 positions = _changed_in_tiles(
-                    spec, of, {n: (before[name], loaded[name]) for n, name in names.items()}
+                    spec, tiling, {n: (before[name], loaded[name]) for n, name in names.items()}
                 )
             values = self._bytes_of(self._leaves[path])
             if path in recut:
                 positions = _changed_elements(spec, recut[path], values)
-            _note(changes, spec, positions, values.view(spec.element.numpy), "", of)
+            _note(changes, spec, positions, values.view(spec.element.numpy), "", tiling)
         return changes
 
     def _holds(self, manifest: Manifest, name: str) -> bool:
@@ -361,7 +361,7 @@ def _note(
     positions: NDArray[np.int64] | None,
     values: NDArray[Any],
     digest: str,
-    of: Tiles | None,
+    tiling: Tiles | None,
 ) -> None:
     """Add the change of a leaf, if there is any.
 
@@ -371,13 +371,13 @@ def _note(
     """
     values.flags.writeable = False
     if positions is None:
-        changes[spec.path] = LeafChange(spec, None, values, digest, of)
+        changes[spec.path] = LeafChange(spec, None, values, digest, tiling)
     elif positions.size:
-        changes[spec.path] = LeafChange(spec, positions, values[positions], digest, of)
+        changes[spec.path] = LeafChange(spec, positions, values[positions], digest, tiling)
 
 
-def _cuts_of(of: Tiles | None) -> tiles.Cuts | None:
-    return None if of is None else of.cuts
+def _cuts_of(tiling: Tiles | None) -> tiles.Cuts | None:
+    return None if tiling is None else tiling.cuts
 
 
 class _Leaf(NamedTuple):
@@ -411,7 +411,9 @@ def _changed_elements(
 
 
 def _changed_in_tiles(
-    spec: LeafSpec, of: Tiles, contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+    spec: LeafSpec,
+    tiling: Tiles,
+    contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]],
 ) -> NDArray[np.int64] | None:
     """Return the elements that differ, as ``_changed_elements`` does, for a leaf in tiles.
 
@@ -420,13 +422,13 @@ def _changed_in_tiles(
     """
     positions = [np.zeros(0, np.int64)]
     for number, (before, now) in contents.items():
-        box = tiles.box(of.cuts, number)
+        box = tiles.box(tiling.cuts, number)
         inner = np.unravel_index(
             np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box]
         )
         positions.append(
             np.ravel_multi_index(
-                [at + s.start for at, s in zip(inner, box, strict=True)], spec.shape
+                [index + s.start for index, s in zip(inner, box, strict=True)], spec.shape
             )
         )
         if sum(part.size for part in positions) * _SPARSE_BELOW > math.prod(spec.shape):
@@ -442,8 +444,10 @@ def _differs(
     word = np.dtype(f"u{min(width, 8)}")
     differs: NDArray[np.bool_] = before.view(word) != now.view(word)
     if width > word.itemsize:
-        both: NDArray[np.bool_] = differs[::2] | differs[1::2]  # the widest element has 16 bytes
-        return both
+        element_differs: NDArray[np.bool_] = (
+            differs[::2] | differs[1::2]
+        )  # the widest element has 16 bytes
+        return element_differs
     return differs
 
 
@@ -482,9 +486,9 @@ def follow(
         UnsupportedFormat: The root needs a newer version of deltacheck.
     """
     if callable(leaves) or leaves is None:
-        wanted = leaves or (lambda path: True)
+        is_followed = leaves or (lambda path: True)
     else:
-        wanted = frozenset(leaves).__contains__
+        is_followed = frozenset(leaves).__contains__
     return Follower(
-        open_root(path, item, storage=storage), wanted, newest_only, poll_seconds, timeout
+        open_root(path, item, storage=storage), is_followed, newest_only, poll_seconds, timeout
     )

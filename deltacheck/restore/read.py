@@ -164,10 +164,12 @@ def _check_link(item: Filling) -> None:
             )
 
 
-def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
+def _keyframe_path(segment: Segment, keyframe: KeyframeAt) -> Place:
     """Return the directory of the array that holds a keyframe."""
     return segment.path / (
-        f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}"
+        f"{layout.LEAVES}/{keyframe.array}"
+        if keyframe.array
+        else f"{layout.PACKED}/{keyframe.packed}"
     )
 
 
@@ -177,24 +179,26 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
     packed: dict[tuple[str, str], list[Filling]] = {}
     for item in items.values():
         segment, entry = item.chain.key
-        spec, at, held = item.chain.spec, entry.key, item.chain.held
+        spec, keyframe, held_bytes = item.chain.spec, entry.key, item.chain.held
         if not item.chunks:
             continue
-        if held is not None:
-            item.data[:] = chosen_bytes(item, held)
+        if held_bytes is not None:
+            item.data[:] = chosen_bytes(item, held_bytes)
             continue
-        if at is None:  # the keyframe is rows, which apply_deltas applies first
+        if keyframe is None:  # the keyframe is rows, which apply_deltas applies first
             continue
-        if not at.array:
-            packed.setdefault((segment.id, at.packed), []).append(item)
+        if not keyframe.array:
+            packed.setdefault((segment.id, keyframe.packed), []).append(item)
         elif item.is_whole:
-            natural.append(segment.start_natural(spec, at.array, item.data))
+            natural.append(segment.start_natural(spec, keyframe.array, item.data))
         else:
             for chunk, (begin, end) in zip(
                 item.chunks, byte_extents(spec, item.chunks), strict=True
             ):
                 box = grid.box(spec.shape, spec.chunk, chunk)
-                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
+                natural.append(
+                    segment.start_natural(spec, keyframe.array, item.data[begin:end], box)
+                )
     reads = [
         read for (_, storage), group in packed.items() for read in _packed_reads(storage, group)
     ]
@@ -224,13 +228,17 @@ class _PackedRead(NamedTuple):
 def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRead]:
     """Group packed keyframes of one segment and storage type into reads of adjacent ones."""
     segment = items[0].chain.key[0]
-    placed = sorted(
-        ((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None),
+    by_offset = sorted(
+        (
+            (keyframe.offset, item)
+            for item in items
+            if (keyframe := item.chain.key[1].key) is not None
+        ),
         key=lambda item: item[0],
     )
     begin = end = 0
     leaves: list[tuple[Filling, int]] = []
-    for offset, item in placed:
+    for offset, item in by_offset:
         spec = item.chain.spec
         width = spec.element.item_bytes
         if leaves and (offset != end or (end - begin) * width >= _PACKED_READ_BYTES):
@@ -246,7 +254,7 @@ def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRea
         begin,
         end - begin,
         leaves,
-        (end - begin) * placed[0][1].chain.spec.element.item_bytes,
+        (end - begin) * by_offset[0][1].chain.spec.element.item_bytes,
     )
 
 

@@ -144,9 +144,9 @@ def check(root: Root, manifest: Manifest, digests: Mapping[str, str], update: st
         path for path, digest in manifest.replay.digests.items() if digests.get(path) != digest
     ]
     if wrong:
-        first, others = wrong[0], f" (and {len(wrong) - 1} other leaves)" if len(wrong) > 1 else ""
+        first, rest = wrong[0], f" (and {len(wrong) - 1} other leaves)" if len(wrong) > 1 else ""
         raise ReplayDiffers(
-            f"step {manifest.step}, leaf {first!r}{others}: replaying {len(manifest.replay.steps)}"
+            f"step {manifest.step}, leaf {first!r}{rest}: replaying {len(manifest.replay.steps)}"
             f" updates with {update} gives digest {digests.get(first)}, saved was"
             f" {manifest.replay.digests[first]} by {manifest.replay.update}."
             f" {way_out(root, manifest)}"

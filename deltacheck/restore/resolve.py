@@ -60,9 +60,10 @@ def resolve_leaves(
         replay.refuse(root, manifest, requested)
     for path in requested:
         if path not in specs and path not in inputs:
-            near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
+            similar = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(
-                f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}"
+                f"step {manifest.step} has no leaf {path!r}; near it:"
+                f" {', '.join(map(repr, similar))}"
             )
     boxes = boxes or {}
     check_budget(
@@ -164,13 +165,14 @@ def require_contract(
         if path in checked and RANK.index(name_of(promise.terms)) > RANK.index(contract)
     }
     if weak:
-        named = [
+        descriptions = [
             f"leaf {path!r} is {name_of(promise.terms)} (measured {promise.measured:.3g})"
             for path, promise in weak.items()
         ]
-        more = f"; and {len(named) - 3} more" if len(named) > 3 else ""
+        remainder = f"; and {len(descriptions) - 3} more" if len(descriptions) > 3 else ""
         raise ContractNotMet(
-            f"step {manifest.step} cannot be restored as {contract}: {'; '.join(named[:3])}{more}."
+            f"step {manifest.step} cannot be restored as {contract}:"
+            f" {'; '.join(descriptions[:3])}{remainder}."
             f" Restore it without contract={contract!r}, or save with a policy that keeps these"
             f" leaves {contract}"
         )

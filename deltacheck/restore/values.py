@@ -55,13 +55,14 @@ def load_leaves(
         BudgetExceeded: The result would be larger than ``max_bytes``. Nothing was read.
         Damaged: Content differs from what was saved; names leaf and file.
     """
-    some = chunks or {}
+    chunk_lists = chunks or {}
     # Whole leaves are checked first: the list of their chunks may itself be too long for memory.
     check_budget(
-        max_bytes, sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in some)
+        max_bytes,
+        sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in chunk_lists),
     )
     numbers = {
-        path: some[path] if path in some else list(range(leaf.spec.chunk_count))
+        path: chunk_lists[path] if path in chunk_lists else list(range(leaf.spec.chunk_count))
         for path, leaf in leaves.items()
     }
     needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
