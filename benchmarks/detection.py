@@ -59,8 +59,8 @@ def run(settings: Settings) -> Result:
     about = (
         f"deltacheck.codec.statistics of two arrays of {size >> 20} MiB (changed words, non-finite"
         " values, sums of squares of differences and base, largest difference) on one thread,"
-        " beside memcmp of the same bytes, and beside torch, which processes 1 MiB at a time, in its"
-        f" cache, in float32; interleaved, medians of {repetitions}, in processor time;"
+        " beside memcmp of the same bytes, and beside torch, which processes 1 MiB at a time in"
+        f" its cache, in float32; interleaved, medians of {repetitions}, in processor time;"
         f" {_native.instruction_set()}"
     )
     columns = {

@@ -177,7 +177,6 @@ class Checkpoints:
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
             ValueError: A slice is invalid, or ``contract`` is not a contract.
         """
-
         paths = list(leaves or ())  # once: a fallback may try several steps
 
         def restore_step(manifest: Manifest) -> Any:

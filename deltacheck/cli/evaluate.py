@@ -29,7 +29,7 @@ _BUILT_IN = "deltacheck.evaluate.workloads.builtin"
 _WORKLOADS = ("sft", "rl_like", "lora")
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - one argument per option
     factory: Annotated[
         str | None,
         typer.Argument(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
 
-def plan(
+def plan(  # noqa: PLR0913 - one argument per option
     words: RootOnly = None,
     profile: Annotated[
         Path | None,

@@ -65,7 +65,7 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
     )
     record = collect(session.folder / ROOTS / OBSERVED)
     pace = observed.pace(plan.every)
-    # Only the first run shows at which saves a policy becomes inexact, so kills are planned after it.
+    # Only the first run shows which saves are inexact under the policy, so kills come after it.
     inexact = [step.step for step in record.steps if step.bounded_bytes or step.reused_bytes]
     planned_kills = kills(plan, inexact)
     recoveries = []

@@ -199,8 +199,8 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
     checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
-    # Compared before and after ``load``: a wrong restore is a defect of deltacheck, a wrong ``load``
-    # one of the user's workload.
+    # Compared before and after ``load``: a wrong restore is a defect of deltacheck, but a wrong
+    # ``load`` is one of the workload.
     run.workload.load(state)
     run.step = step
     loaded = snapshot.digests(run.snapshot())

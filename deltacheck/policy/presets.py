@@ -120,7 +120,7 @@ class Policy:
         )
 
     @classmethod
-    def model_exact(
+    def model_exact(  # noqa: PLR0913 - one argument per option
         cls,
         *,
         moments: str = "reused",
@@ -197,7 +197,7 @@ class Policy:
         return cls(**limits, hidden=_checked_hidden(hidden))
 
     @classmethod
-    def post_training(
+    def post_training(  # noqa: PLR0913 - one argument per option
         cls,
         profile: Profile,
         *,

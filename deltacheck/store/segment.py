@@ -447,8 +447,8 @@ class PartReader:
         )
         if not is_known.all():
             raise Damaged(
-                f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method or"
-                " word size"
+                f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method"
+                " or word size"
             )
         return index
 

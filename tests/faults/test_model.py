@@ -562,7 +562,8 @@ def test_whatever_happens_every_step_that_is_there_is_the_one_that_was_saved() -
     seed = int(os.environ.get("DELTACHECK_MODEL_SEED") or random.SystemRandom().randrange(1 << 32))
     print(
         f"seed {seed}, {RUNS} runs of {STEPS} steps. Replay: DELTACHECK_MODEL_SEED={seed} "
-        f"DELTACHECK_MODEL_RUNS={RUNS} DELTACHECK_MODEL_STEPS={STEPS} pytest tests/faults/test_model.py"
+        f"DELTACHECK_MODEL_RUNS={RUNS} DELTACHECK_MODEL_STEPS={STEPS} pytest"
+        " tests/faults/test_model.py"
     )
     settings = hypothesis.settings(
         max_examples=RUNS,

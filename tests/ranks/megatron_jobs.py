@@ -42,7 +42,8 @@ class ShardedObject:
 
     @property
     def unique_key(self) -> str:
-        return f"{self.key}/shard_{'.'.join(map(str, self.global_offset))}_{'.'.join(map(str, self.global_shape))}"
+        offset = ".".join(map(str, self.global_offset))
+        return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:

@@ -211,7 +211,10 @@ def planned(found: Any) -> Any:
 COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "ls": (["ls", ROOT], listed),
     **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (2, 3)},
-    "show some": (["show", ROOT, NEWEST, "--leaves", "model/scale", "--leaves", "model/e*"], told_of_leaves),
+    "show some": (
+        ["show", ROOT, NEWEST, "--leaves", "model/scale", "--leaves", "model/e*"],
+        told_of_leaves,
+    ),
     "log": (["log", ROOT], logged),
     "log of classes": (["log", ROOT, "--by-class", "--levels", 2], logged),
     **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (4, RECUT))},
@@ -221,8 +224,11 @@ COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "verify one": (["verify", ROOT, NEWEST, "--deep"], checked),
     "plan": (["plan", ROOT, *SPEEDS, "--step-seconds", 1], planned),
     "repair": (["repair", ROOT, "--dry-run"], lambda found: without(found, "root")),
-    "prune": (["prune", ROOT, "--keep-last", 2, "--keep-best", "loss:max:1", "--dry-run"], lambda found: without(found, "root")),
-}  # fmt: skip
+    "prune": (
+        ["prune", ROOT, "--keep-last", 2, "--keep-best", "loss:max:1", "--dry-run"],
+        lambda found: without(found, "root"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

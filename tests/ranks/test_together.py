@@ -181,7 +181,8 @@ def test_a_save_that_goes_on_costs_the_ranks_two_exchanges(tmp_path: Path) -> No
         commit - make for commit, make in zip(came[0]["commit"], made, strict=True)
     )
     print(
-        f"commit of 4 ranks: {added * 1e3:.1f} ms beside {statistics.median(made) * 1e3:.1f} ms of rank 0's own; begin "
+        f"commit of 4 ranks: {added * 1e3:.1f} ms beside"
+        f" {statistics.median(made) * 1e3:.1f} ms of rank 0's own; begin "
         f"{statistics.median(came[0]['begin']) * 1e3:.1f} ms"
     )
 

@@ -119,9 +119,10 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
         with pytest.raises(errors.RootBusy, match=f"process {os.getpid()} on "):
             Engine(tmp_path)
         code = (
-            "import sys; from pathlib import Path; from deltacheck import errors; from"
-            " deltacheck.store.files.storage import take_lease\ntry: take_lease(Path(sys.argv[1]))\nexcept"
-            " errors.RootBusy as error: print(error)"
+            "import sys; from pathlib import Path; from deltacheck import errors\n"
+            "from deltacheck.store.files.storage import take_lease\n"
+            "try: take_lease(Path(sys.argv[1]))\n"
+            "except errors.RootBusy as error: print(error)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)],

@@ -13,7 +13,7 @@ from deltacheck.backends.torch import Engine
 
 
 class Linear:
-    """A run that learns a fixed matrix. Everything that decides how it continues is in its state."""
+    """A run that learns a fixed matrix. Its state has all that decides how it continues."""
 
     def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)

@@ -70,7 +70,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         ValueError: An option has a value that it cannot have.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per option
         self,
         root: str | os.PathLike[str] | None = None,
         *,

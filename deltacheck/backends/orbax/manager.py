@@ -35,7 +35,7 @@ _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyD
 _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
 
 
-def manager(
+def manager(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     options: Any = None,
     *,

@@ -112,7 +112,7 @@ class Engine:
         ValueError: An option has a value that it cannot have.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per option
         self,
         root: str | os.PathLike[str] | ObjectPath,
         *,

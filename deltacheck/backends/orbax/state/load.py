@@ -33,7 +33,7 @@ from deltacheck.store.root import Root, open_root
 _NUMPY = (NUMPY_ARRAY, NUMPY_SCALAR)
 
 
-def load(
+def load(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     step: int | None = None,
     target: Any = None,

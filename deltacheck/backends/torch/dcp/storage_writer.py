@@ -96,7 +96,7 @@ class DeltaStorageWriter(StorageWriter):
         ValueError: An option has a value that it cannot have, or the policy is not exact.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per option
         self,
         root: str | os.PathLike[str] | ObjectPath,
         *,

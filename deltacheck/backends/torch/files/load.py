@@ -22,7 +22,7 @@ MapLocation: TypeAlias = (
 )
 
 
-def load(
+def load(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     step: int | MapLocation | None = None,
     *,
