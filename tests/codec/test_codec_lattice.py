@@ -241,7 +241,7 @@ def test_bits_depend_neither_on_threads_nor_on_where_a_tensor_is_cut(count):
 
 
 def test_a_drift_far_below_the_step_is_kept_on_average_and_flips_few_codes():
-    """Why there is a phase: rounding to a fixed lattice would leave every value where it was."""
+    """The phase is needed: rounding to a fixed lattice would leave every value unchanged."""
     count, step, drift = 200_000, 1e-3, 2e-5
     x = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
     (first, before), (second, after) = (

@@ -122,7 +122,8 @@ def main() -> int:
         uses, key=lambda use: (use.kernel, int(use.architecture.removeprefix("sm_")))
     ):
         print(
-            f"{use.kernel:20}{use.architecture:10}{use.registers:10}{use.spill_bytes:10}{use.shared_bytes:10}"
+            f"{use.kernel:20}{use.architecture:10}{use.registers:10}"
+            f"{use.spill_bytes:10}{use.shared_bytes:10}"
         )
     over = [use.excess() for use in uses if use.excess()]
     print("\n".join(over), file=sys.stderr, end="\n" if over else "")
