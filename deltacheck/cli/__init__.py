@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code, one of the constants of ``deltacheck.cli.output``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # The streams are prepared before anything can be printed: even a usage error may quote a word
+    # that the encoding of the terminal lacks.
     output.prepare_streams()
     try:
         return _run(words)
@@ -51,10 +53,13 @@ def _discard_stdout() -> None:
 
 
 def _run(words: list[str]) -> int:
+    # Typer and the list of commands are imported here, and not with the module, so that an
+    # interrupt or a closed pipe during these imports also ends in an exit code of ours.
     import typer
 
     from deltacheck.cli.app import app
 
+    # Errors of parsing must be JSON as well, so the option is looked up before the line is parsed.
     output.use_json("--json" in words)
     # Recent versions of Typer contain a copy of click, older ones import it. The base class of
     # usage errors is therefore looked up through a name that Typer re-exports in both cases.
@@ -67,6 +72,8 @@ def _run(words: list[str]) -> int:
         # exit code of ours.
         sys.stdout.flush()
     except BrokenPipeError:
+        # A closed pipe is an ``OSError`` and would be reported as a refusal below. ``main`` ends
+        # the command without a message instead.
         raise
     except usage_error as error:
         return output.report_usage(error)
@@ -87,6 +94,8 @@ def _invoke(command: Any, words: list[str]) -> int:
         with command.make_context("deltacheck", [*words] or ["--help"]) as context:
             command.invoke(context)
     except typer.Exit as request:
+        # Without words the help was printed in place of a result, so a script must not see a
+        # success.
         return output.MISUSE if not words else request.exit_code
     except SystemExit as error:
         # Rich prints the help, and ends the process if the pipe is closed.

@@ -9,6 +9,9 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
+
+# These modules import numpy, frameworks and matplotlib only inside the functions that need them. So
+# a command works with no framework installed, and loads nothing that it does not use.
 from deltacheck.cli import (
     check,
     compare,
@@ -49,6 +52,7 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *filter(None, metavars)]
 
 
+# The order of the groups and of their commands is the order of ``deltacheck --help``.
 _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Inspect": {
         "ls": inspect.ls,
@@ -68,6 +72,8 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "delete": prune.delete,
         "gc": prune.gc,
         "compact": prune.compact,
+        # One function under two names: "restore" is the word of people who look for their state,
+        # "export" that of people who look for another format.
         "restore": copies.export,
         "export": copies.export,
         "import": copies.import_files,
@@ -83,12 +89,14 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 
+# Typer takes the help text of a command from the docstring of its function.
 for panel, commands in _GROUPS.items():
     for name, command in commands.items():
         app.command(name, cls=_Command, rich_help_panel=panel)(command)
 
 
 def _print_version(requested: bool) -> None:
+    # Typer calls this with false, too, if the option is absent.
     if requested:
         typer.echo(f"deltacheck {__version__}")
         raise typer.Exit

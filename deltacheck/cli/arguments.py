@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 
+# These words are part of the command line's interface, see docs/reference/cli.md.
 LATEST = "latest"
 TAG = "@"
+# Numbers of up to 18 digits fit a signed integer of 64 bits. A longer run of digits is the name of
+# a root.
 _STEP = re.compile(r"[0-9]{1,18}")
 
 Json: TypeAlias = Annotated[
@@ -43,6 +46,8 @@ _ROOT_HELP = (
     "The root: a directory (default: the current one), s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."
 )
 _STEP_HELP = "A step is a number, 'latest' or @TAG; anything else is the root."
+# The root and the steps are one variadic argument, because Click cannot tell an optional first
+# argument from the second one. ``parse`` sorts the words by their form instead.
 RootOnly: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT]", help=_ROOT_HELP)]
 RootStep: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="[ROOT] STEP", help=f"{_ROOT_HELP} {_STEP_HELP}")
@@ -88,10 +93,13 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
     from deltacheck.store.files import storage
 
     words = words or []
+    # The form of a word decides, and never the file system: a directory that somebody creates must
+    # not change the meaning of a command.
     steps = [
         word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)
     ]
     roots = [word for word in words if word not in steps]
+    # One of them may be a mistyped step, so the message repeats the forms of a step.
     if len(roots) > 1:
         raise typer.BadParameter(
             f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number, {LATEST!r}"
@@ -104,6 +112,7 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
             (1, 1): "one step",
             (2, 2): "two steps",
         }[min_steps, max_steps]
+        # A root whose name is a number was probably meant, so the message shows how to write it.
         remedy = (
             f". Write a root that is called {steps[0]} as ./{steps[0]}"
             if len(steps) > max_steps
@@ -111,6 +120,8 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
         )
         raise typer.BadParameter(f"this command takes {expected}, not {len(steps)}{remedy}")
     root = roots[0] if roots else "."
+    # The address is checked before any command runs: an unknown scheme is wrong usage, and not a
+    # root that does not exist.
     try:
         storage.of(root)
     except ValueError as error:
@@ -119,6 +130,7 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
 
 
 def _parse_step(word: str) -> int | str | None:
+    # ``None`` is the newest step everywhere below the command line.
     if word == LATEST:
         return None
     return word.removeprefix(TAG) if word.startswith(TAG) else int(word)
@@ -138,5 +150,6 @@ def open_steps(
     from deltacheck.store import root
 
     selection = parse(words, min_steps=count, max_steps=count)
+    # All steps are read through one ``Root``, which keeps the manifests that it has read.
     opened_root = root.open_root(selection.root, item)
     return opened_root, [opened_root.manifest(step) for step in selection.steps]

@@ -62,6 +62,7 @@ def verify(
 
     selection = parse(words, max_steps=1)
     root = open_root(selection.root, item)
+    # Each of these options reads data, so ``--subset`` and ``--resume`` imply a deep check.
     reads_data = deep or subset is not None or resume is not None
     result = verification.check(
         root,
@@ -72,6 +73,8 @@ def verify(
         resume=resume,
         display=partial(output.progress, "reading"),
     )
+    # The contracts were compared by the check. They are listed in any case, because a leaf within
+    # its bound is no finding, but the user must be able to see how near the bound is.
     contracts = _contract_rows(result.manifests)
     if as_json:
         output.print_json(
@@ -90,6 +93,7 @@ def verify(
         )
     else:
         _print_verified(result, contracts, reads_data)
+    # The results are complete on stdout before the exit code says that something was found.
     if result.findings:
         raise typer.Exit(output.FOUND_DAMAGE)
 
@@ -97,6 +101,7 @@ def verify(
 def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) -> None:
     manifests, findings = result.manifests, result.findings
     for finding in findings:
+        # A manifest that cannot be read does not say which step it is.
         step = "unknown" if finding.step is None else finding.step
         leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
         output.print_line(f"step {step}{leaf}: {finding.problem}")
@@ -104,6 +109,8 @@ def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) ->
         output.print_table(_CONTRACT_COLUMNS, contracts)
     elif contracts:
         output.print_line(_summarize_contracts(contracts))
+    # A check never runs updates of an optimizer, so it cannot claim that the replayed state is
+    # right.
     replayed = sum(manifest.replay is not None for manifest in manifests)
     if replayed:
         output.print_line(
@@ -138,6 +145,8 @@ def _parse_share(text: str) -> float:
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:
+        # An invalid number gets the same message as one out of range: 0 is refused by the test
+        # below.
         share = 0.0
     if not 0 < share <= 1:
         raise typer.BadParameter(
@@ -147,9 +156,12 @@ def _parse_share(text: str) -> float:
 
 
 def _describe_depth(result: Verified) -> str:
+    # Both must hold. A resumed run may leave nothing to later runs without having read all by
+    # itself.
     if result.remaining_bytes == 0 and result.checked_bytes == result.all_bytes:
         return "every byte read"
     share = f"{output.size(result.checked_bytes)} of {output.size(result.all_bytes)} read"
+    # The seed is printed so that a run that found damage can be repeated.
     seed = "" if result.seed is None else f", drawn with seed {result.seed}"
     return f"{share}{seed}; {output.size(result.remaining_bytes)} are left"
 
@@ -229,14 +241,20 @@ def repair(
     from deltacheck.store.files.storage import take_lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
+    # The path is used before any root is opened: the root's own document may be what is damaged.
     path = storage.local(parse(words).root, "a repair")
     result = repairing.Repaired()
     with ExitStack() as resources:
+        # A dry run takes no lease, so it also works beside a training.
         if not dry_run:
             # The root may not open before it is repaired, so its store is found by its segments.
             store = path / MANAGER_STORE if (path / MANAGER_STORE / "segments").is_dir() else path
             if (store / "segments").is_dir():
+                # The stack is unwound in reverse order, so the store is closed before its lease is
+                # released.
                 resources.callback(take_lease(store).release)
+        # A manager root has its document one level below, so the file may be missing where nothing
+        # is wrong. ``repair_root_document`` then finds nothing to write.
         if not (path / "zarr.json").is_file() or not _opens(path):
             repairing.repair_root_document(path, result, dry_run=dry_run)
         # A dry run does not write the missing document, so the root still cannot be opened.
@@ -248,6 +266,7 @@ def repair(
         output.print_json({"root": str(path), "dry_run": dry_run, "lossy": lossy, **asdict(result)})
     else:
         _print_repaired(result, dry_run)
+    # A lossy repair sets the steps aside, so what is lost is no longer in the root.
     if result.lost and not result.removed:
         raise typer.Exit(output.FOUND_DAMAGE)
 
@@ -276,6 +295,7 @@ def _print_repaired(result: Repaired, dry_run: bool) -> None:
         leaf = "" if lost.leaf is None else f", leaf {lost.leaf}"
         chunks = ""
         if lost.chunks:
+            # A leaf may have thousands of chunks. The JSON document has all of them.
             ellipsis = ", ..." if len(lost.chunks) > 8 else ""
             chunks = f", chunks {', '.join(map(str, lost.chunks[:8]))}{ellipsis}"
         output.print_line(f"{step}{leaf}{chunks}: lost: {lost.problem}")

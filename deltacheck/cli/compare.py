@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 
+# These words are keys of the JSON document and words of the summary line.
 _OUTCOMES = ("unchanged", "changed", "added", "removed", "reshaped")
 
 
@@ -50,6 +51,7 @@ def diff(
 
     root, manifests = open_steps(words, item, count=2)
     before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in manifests)
+    # Digests decide which leaves are read at all. Equal leaves cost no byte of data.
     paths = _classify(before, after, leaves or [])
     compared = _measure(root, before, after, paths["changed"])
     # Leaves that ranks have only cut into other tiles have other digests, but no changed element.
@@ -66,6 +68,7 @@ def diff(
             }
             for path in paths["reshaped"]
         ],
+        # Patterns select leaves, so a selection leaves the Python values out.
         "scalars": [] if leaves else _compare_scalars(before.manifest, after.manifest),
     }
     unchanged = len(paths["unchanged"]) + len(compared) - len(changed)
@@ -103,6 +106,7 @@ def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, lis
                 f" that matches {pattern!r}"
             )
     paths: dict[str, list[str]] = {outcome: [] for outcome in _OUTCOMES}
+    # A leaf that is tied in one step only has bytes of its own in the other one, so it is listed.
     owners = {
         path for side in (before, after) for path, owner in side.owners.items() if path == owner
     }
@@ -116,8 +120,10 @@ def _outcome(path: str, before: _Side, after: _Side) -> str:
     old, new = before.spec(path), after.spec(path)
     if old is None or new is None:
         return "added" if old is None else "removed"
+    # There is no difference to measure between elements of another type or number.
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         return "reshaped"
+    # Two missing marks say nothing: such leaves are read and compared.
     return "unchanged" if None is not before.mark(path) == after.mark(path) else "changed"
 
 
@@ -127,6 +133,7 @@ def _measure(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[
 
     rows: list[Row] = []
     old, new = before.leaves(root, paths), after.leaves(root, paths)
+    # The bar counts the earlier step only, as both sides have the same sizes.
     with output.progress("comparing", sum(leaf.spec.raw_bytes for leaf in old.values())) as advance:
         for path in paths:
             result = drift.measure(old[path], new[path])
@@ -184,6 +191,7 @@ def _print_tables(tables: dict[str, list[Row]]) -> None:
         Column("REL. L2", "relative_l2", output.number),
         Column("MAX |DIFF|", "max_abs", output.number),
     )
+    # Healthy runs have neither NaN nor infinities, and the table is wide without these columns.
     if any(row["nonfinite_before"] or row["nonfinite_after"] for row in tables["changed"]):
         drift += (Column("NONFINITE", "nonfinite_before"), Column("-> AFTER", "nonfinite_after"))
     values = (

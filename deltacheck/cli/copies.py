@@ -92,6 +92,7 @@ def export(
     """
     from deltacheck.restore.export import select
 
+    # An explicit format wins, so that a file may have any name.
     form = to or _SUFFIXES.get(out.suffix if out else "")
     if form is None:
         raise typer.BadParameter(
@@ -101,10 +102,13 @@ def export(
     try:
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:
+        # Two leaves would get one key, or a key would be empty: the prefix of ``--strip`` is wrong.
         raise typer.BadParameter(str(error)) from error
     suffix = next(suffix for suffix, candidate in _SUFFIXES.items() if candidate is form)
     path = out or Path(f"step-{manifest.step}{suffix}")
+    # This is checked before anything is written, and for folders of Orbax too.
     _refuse_inside(root, path)
+    # A selection or a stripped prefix has no place in the tree, so the file gets flat keys then.
     job = _Export(root, manifest, keys, nested=not leaves and not strip)
     weights_only: bool | None = None
     if form is Format.ORBAX:
@@ -143,8 +147,10 @@ def _refuse_inside(root: Root, path: Path) -> None:
     Raises:
         FileExistsError: If ``path`` lies in the root.
     """
+    # An object store has no path on this machine.
     if not isinstance(root.path, Path):
         return
+    # Links are resolved on both sides, or a link to the root would be accepted.
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root.path)):
         raise FileExistsError(
             errno.EEXIST,
@@ -181,6 +187,8 @@ def _write_safetensors(file: BinaryIO, job: _Export, progress: Progress) -> None
     # Hugging Face's loaders require the key "format"; "pt" means PyTorch's layout of tensors.
     source = f"deltacheck {__version__}, root {full_name(job.root.path)}, seq {job.manifest.seq}"
     metadata = {"format": "pt", "step": str(job.manifest.step), "source": source}
+    # Leaves are resolved but not read here. The writer reads them batch by batch, so that memory
+    # does not grow with the size of a leaf.
     leaves = resolve(job.root, job.manifest, job.keys)
     write_safetensors(file, leaves, metadata, progress, shapes(job.manifest, job.keys))
 
@@ -209,6 +217,8 @@ def _write_orbax(job: _Export, path: Path, force: bool) -> None:
         raise ModuleNotFoundError(
             f"--to orbax needs JAX ({error}): pip install 'deltacheck[jax]'"
         ) from error
+    # A checkpoint of Orbax is a tree of files that cannot be replaced in one rename. A failure
+    # halfway would have destroyed the old one.
     if force:
         raise typer.BadParameter(
             "--force replaces files only; remove the folder of an Orbax checkpoint yourself"
@@ -249,6 +259,7 @@ def import_files(
     from deltacheck.report.history import stored_bytes
     from deltacheck.store.root import open_root
 
+    # A folder holds many steps that have numbers, so it cannot be one of several files.
     folders = [path for path in files if path.is_dir()]
     if len(files) > 1 and (step is not None or folders):
         raise typer.BadParameter(
@@ -261,6 +272,8 @@ def import_files(
             _import_orbax(root, folders[0], item) if folders else _import_torch(root, files, step)
         )
         for path, number in imported:
+            # The root is opened anew for each step: the import commits steps through a writer of
+            # its own.
             manifest = open_root(root).manifest(number)
             stored_size = stored_bytes(manifest)
             rows.append(
@@ -273,6 +286,8 @@ def import_files(
                     "stored_bytes": stored_size,
                 }
             )
+            # Steps are printed as they are committed, because a long import must show that it goes
+            # on.
             if not as_json:
                 output.print_line(
                     f"step {number}: {len(manifest.specs)} leaves from {path}"
@@ -391,6 +406,7 @@ def mirror(
     """
     from deltacheck.maintain.mirror import Mirror
 
+    # A timeout of zero polls once, which is what ``--once`` means.
     with Mirror(source, target, "power" if power else "process") as copy:
         count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)
     if as_json:

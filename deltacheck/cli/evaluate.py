@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.records import Evidence
     from deltacheck.evaluate.run import Progress
 
+# Workloads are named and not imported: worker processes make the runs, and some are killed.
 _BUILT_IN = "deltacheck.evaluate.workloads.builtin"
 _WORKLOADS = ("sft", "rl_like", "lora")
 
@@ -133,6 +134,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter(f"--workload is one of {', '.join(_WORKLOADS)}, not {workload!r}")
     if profile is not None and policy != "post_training":
         raise typer.BadParameter("--profile goes with --policy post_training")
+    # A factory of the user has no tiny form, so ``--quick`` shortens its run only.
     tiny = "tiny_" if quick and factory is None else ""
     plan = Plan(
         factory or f"{_BUILT_IN}:{tiny}{workload}",
@@ -141,11 +143,16 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         every,
         kills,
         seeds,
+        # Every killed seed needs an unkilled run with the same seed to be compared with.
         max(seeds, noise_seeds),
         first_seed,
         "" if profile is None else str(profile.resolve()),
     )
+    # This plan is short and still passes every phase. It replaces the options for the number of
+    # steps, kills and seeds.
     plan = replace(plan, steps=12, every=3, kills=1, seeds=1, noise_seeds=2) if quick else plan
+    # Sizes and latencies are judged from the second save on, and a kill needs a save to restore
+    # from.
     if len(plan.checkpoints()) < 3:
         raise typer.BadParameter(
             f"--steps {plan.steps} leaves {len(plan.checkpoints())} checkpoints; give at least"
@@ -153,11 +160,13 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         )
     start = time.time()
     with _folder(keep) as folder, _progress() as progress:
+        # The machine is described before the runs: afterwards its load would be ours.
         description = machine.describe(folder)
         evidence = run(plan, folder, progress)
     judgement = judge(evidence)
     seconds = time.time() - start
     command = shlex.join(["deltacheck", *sys.argv[1:]])
+    # The page is written before the verdict decides the exit code, as it shows why a claim fails.
     if html is not None:
         _write_page(html, evidence, judgement, description, command)
     if as_json:
@@ -223,6 +232,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             yield Path(name)
         return
     keep.mkdir(parents=True, exist_ok=True)
+    # Files of an earlier evaluation would mix with those of this one.
     if any(keep.iterdir()):
         raise typer.BadParameter(f"{keep} is not empty; --keep takes a new or empty folder")
     yield keep.resolve()
@@ -248,6 +258,7 @@ def _progress() -> Iterator[Progress]:
         tasks: dict[str, TaskID] = {}
 
         def show(phase: str, completed: int, total: int) -> None:
+            # Phases are not known beforehand. A bar appears with the first report of its phase.
             if phase not in tasks:
                 tasks[phase] = bars.add_task(phase, total=total)
             bars.update(tasks[phase], completed=completed)
@@ -315,6 +326,7 @@ def demo(
     from deltacheck.evaluate.demo import demonstration
 
     if not as_json:
+        # The demo has its own exit codes, which are those of this command.
         raise typer.Exit(demonstration.main(seed=seed, steps=steps, quick=quick, keep=keep))
     with tempfile.TemporaryDirectory(prefix="deltacheck-demo-json-") as folder:
         figures = Path(folder) / "figures.json"
@@ -323,6 +335,7 @@ def demo(
             code = demonstration.main(
                 seed=seed, steps=steps, quick=quick, keep=keep, json_file=figures
             )
+        # A demo that cannot run on this machine ends before it writes its figures.
         if figures.exists():
             output.print_json(json.loads(figures.read_text()))
     raise typer.Exit(code)

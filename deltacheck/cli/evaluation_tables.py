@@ -36,6 +36,7 @@ def print_evaluation(
         output.print_table(columns, rows)
         for line in lines:
             output.print_line(line)
+    # A warning goes to stderr, so it is seen also if the tables are redirected to a file.
     if machine["file_system"] == "tmpfs":
         output.warn(
             "the folder is in memory (tmpfs): fsync costs nothing there, so the times until durable"
@@ -140,6 +141,8 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
     for recovery in evidence.recoveries:
         moment = "during" if recovery.kill.mid_save else "after"
         row: Row = {"name": recovery.kill.name, "at": f"{recovery.kill.saving_step}, {moment}"}
+        # A recovery that failed has no measurements. Its row has dashes, and the verdict names the
+        # reason.
         if recovery.ending is not None:
             row |= {
                 "lost": recovery.lost_steps,
@@ -167,6 +170,7 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
             f"the run is not deterministic (an unkilled repeat ends {correctness.repeat_gap:.3g}"
             " apart): the steps after a restore are not compared in bits"
         )
+    # Otherwise a run that never left the exact stage would look like a proof of the policy.
     if evidence.plan.policy != "exact" and not correctness.inexact_leaves:
         lines.append(
             "every leaf was still exact at every kill, so the policy was not tested; give more"
@@ -193,6 +197,7 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
         Column("SPIKES", "spikes"),
     )
     unkilled = {ending.seed: ending.evaluation for ending in evidence.unkilled}
+    # ``quality.curves`` has one entry for each finished recovery, in the same order.
     finished = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
     rows: list[Row] = []
     for recovery, curve in zip(finished, quality.curves, strict=True):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest, Replay, Tag
     from deltacheck.store.root import Root
 
+# Columns that ``ls`` and ``log`` share, so that both begin alike.
 _STEP = (
     Column("STEP", "step"),
     Column("SEQ", "seq"),
@@ -47,6 +48,8 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
     root = open_root(words, item)
     rows: list[Row] = []
     problems: list[str] = []
+    # An unreadable tag or manifest becomes a warning. A listing is needed most when a root is
+    # damaged.
     tags = _read_tags(root, problems)
     for step in history.steps(root, history.committed(root, problems)):
         depth = (
@@ -70,6 +73,7 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
         _RAW,
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
+        # Most roots have neither replayed steps nor saves without syncs.
         *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
@@ -100,6 +104,8 @@ def log(
     rows: list[Row] = []
     problems: list[str] = []
     tags = _read_tags(root, problems)
+    # Differences are of neighbours in the order of the saves. They are negative if a resumed run
+    # has a clock that is behind.
     previous_time: float | None = None
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
@@ -161,6 +167,8 @@ def _change_row(change: Change | None) -> Row:
         return dict.fromkeys(
             ("keyframes", "deltas", "unchanged", "words", "changed_words", "density")
         )
+    # ``raw_bytes`` of the row counts the whole state, derived leaves included. That of ``change``
+    # counts the stored leaves only.
     counts = {name: value for name, value in asdict(change).items() if name != "raw_bytes"}
     return counts | {"density": change.density}
 
@@ -197,11 +205,14 @@ def _print_steps(
     if as_json:
         output.print_json({"root": str(root.path), "steps": rows})
     elif rows:
+        # JSON has every key in every row, so that scripts need no test. Tables leave empty columns
+        # out.
         optional = {"item": root.is_manager_root, "tags": any(row["tags"] for row in rows)}
         visible_columns = [column for column in columns if optional.get(column.key, True)]
         output.print_table(visible_columns, _expand_classes(rows))
     else:
         output.print_line(f"{root.path} has no committed step")
+    # All rows are printed first: exit code 4 says that the listing is not complete.
     if damage:
         raise typer.Exit(output.DAMAGED)
 
@@ -293,6 +304,8 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     contract = manifest.contracts.get(owner)
     tiling = manifest.tiles.get(owner)
     is_replayed = manifest.replay is not None and owner in manifest.replay.digests
+    # What is stored for a replayed leaf is not its content at this step, so its density would
+    # mislead.
     changed = None if state is None or is_replayed else state.changed_words()
     words = None if state is None else state.words
     return {
@@ -325,6 +338,8 @@ def _ranks(manifest: Manifest, path: str) -> list[int] | None:
     """
     tiling, record = manifest.tiles.get(path), manifest.leaves.get(path)
     lanes = set(tiling.lanes if tiling is not None else () if record is None else (record.lane,))
+    # Lane -1 means "any segment" (format.md, section 3): the manifest no longer says who wrote the
+    # leaf.
     return sorted(lanes) if lanes and -1 not in lanes else None
 
 
@@ -332,6 +347,7 @@ def _format_ranges(numbers: list[int]) -> str:
     """Format ascending numbers, consecutive ones as a range: ``0-3, 6``."""
     runs: list[list[int]] = []
     for number in numbers:
+        # Runs of many ranks would otherwise fill the table with numbers.
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
@@ -407,6 +423,7 @@ def blame(
     from deltacheck.restore.export import matches
 
     root, (manifest,) = open_steps(words, item)
+    # Leaves that are computed at a restore have no bytes of their own, and so no origin.
     stored_paths = sorted([*manifest.leaves, *manifest.tiles])
     paths = [
         path
@@ -445,6 +462,7 @@ def _blame_rows(path: str, leaf_blame: Blame) -> list[Row]:
     import numpy as np
 
     rows: list[Row] = []
+    # The two columns are compared together: "step 5" and "step 5 or earlier" are two origins.
     origins = np.stack([leaf_blame.steps, leaf_blame.is_known.astype(np.int64)], axis=1)
     for step, is_known in sorted(map(tuple, np.unique(origins, axis=0).tolist()), reverse=True):
         chunks = np.flatnonzero((origins == (step, is_known)).all(axis=1))

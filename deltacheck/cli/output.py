@@ -60,6 +60,8 @@ class Column(NamedTuple):
     left: bool = False
 
 
+# Set once for each run, before the line is parsed. Progress bars and warnings are printed far from
+# the command that has the option.
 _json = False
 
 
@@ -82,6 +84,8 @@ def prepare_streams() -> None:
     """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
+        # Python sets a stream to ``None`` if it was closed when the process began. Its ``write``
+        # would raise ``AttributeError``.
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif callable(reconfigure := getattr(stream, "reconfigure", None)):
@@ -93,6 +97,7 @@ def prepare_streams() -> None:
 
 def print_json(document: Mapping[str, object]) -> None:
     """Print one JSON document on stdout."""
+    # ``allow_nan=False`` makes sure that no number is left that strict parsers of JSON refuse.
     content = plain({"schema": JSON_SCHEMA, **document})
     sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
@@ -103,6 +108,7 @@ def plain(value: object) -> object:
     Numbers that JSON lacks become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Bytes become
     base64 text, and complex numbers pairs.
     """
+    # Keys of a state may be numbers, and JSON has texts only.
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -122,6 +128,7 @@ def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
     On a terminal, cells are wrapped to its width. Elsewhere lines are as long as they need to be,
     so that ``grep`` and ``cut`` see whole rows.
     """
+    # The columns are walked once for each row, so an iterator would be used up by the first one.
     columns = list(columns)
     cells = [
         [
@@ -133,6 +140,7 @@ def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
     if sys.stdout.isatty():
         _print_rich_table(columns, cells)
         return
+    # Every width includes the title, so that an empty table still has its heading aligned.
     lines = [[column.title for column in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -197,12 +205,15 @@ def shape(sizes: Sequence[int]) -> str:
 
 def short(value: object) -> str:
     """Format a Python value in at most 60 characters."""
+    # ``repr`` also escapes line breaks, which would tear a row of a table apart.
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def utc(timestamp: float) -> str | None:
     """Format seconds since the epoch as ISO 8601 in UTC; ``None`` if they are no valid date."""
+    # The time of a manifest is for people and may be any number, so a wrong one must not stop a
+    # listing.
     try:
         moment = datetime.fromtimestamp(timestamp, UTC)
     except (ValueError, OverflowError, OSError):
@@ -228,6 +239,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function to call with the number of bytes that were processed since its last call.
     """
+    # With JSON, stderr has one object per line, and a bar would break the lines.
     if _json or total == 0 or not sys.stderr.isatty():
         yield lambda advance: None
         return
@@ -240,6 +252,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
     )
+    # The bar is transient: what remains on the terminal is the same as in a pipe.
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda advance: bar.advance(task, advance)
@@ -277,6 +290,8 @@ def _join_lines(text: str) -> str:
 
 def report_usage(error: Exception) -> int:
     """Report a usage error in Typer's words and return the exit code."""
+    # Old and new versions of Typer have different base classes, so attributes are asked for by
+    # name.
     describe = getattr(error, "format_message", lambda: str(error))
     context = getattr(error, "ctx", None)
     hint = f" (see '{context.command_path} --help')" if context is not None else ""
@@ -286,6 +301,7 @@ def report_usage(error: Exception) -> int:
 
 def report_error(error: Exception) -> int:
     """Report an expected failure by its message, any other as a defect; return the exit code."""
+    # An exception that is not in the table is a mistake of ours, never of the user.
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     if code is None:
         if os.environ.get("DELTACHECK_TRACEBACK"):
@@ -301,6 +317,7 @@ def report_error(error: Exception) -> int:
 
 
 def _describe(error: Exception) -> str:
+    # The text of an ``OSError`` begins with its number, which says nothing to most people.
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, MemoryError) and not isinstance(error, errors.DeltacheckError):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deltacheck.profile.rates import Rates
     from deltacheck.report.data import Record
 
+# The fields of ``Machine``, in the order of the options below.
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
 
@@ -162,12 +163,14 @@ def plan(  # noqa: PLR0913 - one argument per option
             "--policy needs a --profile: the bytes of a root are those of the policy that wrote it"
         )
     observed = _observe_root(words, item) if profile is None else _observe_profile(profile, policy)
+    # A given step time wins: the plan may be for another machine than that of the saves.
     seconds = step_seconds or observed.step_seconds
     if not seconds:
         raise typer.BadParameter(
             "--step-seconds is needed: it cannot be derived from "
             + ("a profile" if profile else "this root")
         )
+    # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
     run = planner.Run(seconds, mtbf_hours * 3600, processes, restart_seconds)
@@ -179,6 +182,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         machine,
         run,
         max_chain_depth=max_chain_depth,
+        # 0 means "no limit" on the command line, which the planner writes as ``None``.
         max_restore_ratio=max_restore_ratio or None,
         max_restore_seconds=max_restore_seconds,
         interval_steps=interval_steps,
@@ -242,7 +246,9 @@ def _rates(record: Record) -> Rates:
     from deltacheck.errors import StepNotFound
     from deltacheck.profile.rates import LeafRate, Rates
 
+    # Damaged steps lack some of their sizes and would make saves look too cheap.
     steps = [step for step in record.steps if step.problem is None]
+    # A resumed run goes back to an earlier step. Such a pair is no interval.
     intervals = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
     if not intervals:
         raise StepNotFound(
@@ -263,6 +269,7 @@ def _rates(record: Record) -> Rates:
     computed_bytes = steps[-1].raw_bytes - sum(leaf.raw_bytes for leaf in leaves)
     if computed_bytes > 0:
         leaves += (LeafRate(computed_bytes, 1, 0.0, 0.0, 0.0),)
+    # The table of the first save describes all leaves, and later ones only those that changed.
     tables = statistics.fmean(step.written["tables"] for step in steps[1:])
     return Rates(statistics.median(intervals), leaves, tables)
 
@@ -297,7 +304,9 @@ def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
     if missing and folder is not None:
         from deltacheck.profile import probe
 
+        # Given speeds overwrite measured ones: they may be those of another machine.
         speeds = asdict(probe.measure(folder)) | speeds
+    # ``not >`` also catches NaN.
     invalid = {name: speed for name, speed in speeds.items() if not speed > 0}
     if invalid:
         values = " and ".join(f"{speed:g}" for speed in invalid.values())

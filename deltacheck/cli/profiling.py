@@ -80,6 +80,7 @@ def profile(
     from deltacheck import Profiler
     from deltacheck.errors import StepNotFound
 
+    # This is checked before the run is read, because that may take long.
     if out.exists() and not force:
         raise FileExistsError(
             errno.EEXIST,
@@ -87,7 +88,11 @@ def profile(
             str(out),
         )
     profiler = Profiler(
-        interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
+        # Every checkpoint is observed, however far apart they are.
+        interval_steps=1,
+        sample=sample,
+        optimizer=_rule(betas),
+        source=Path(source).resolve().name,
     )
     steps = 0
     for step in _steps(source, item):
@@ -151,6 +156,8 @@ def _steps(source: str, item: str | None) -> Iterator[_Step]:
     try:
         checkpoints = open_root(source, item=item)
     except NotACheckpointRoot as error:
+        # A root is tried first. Only a folder that is certainly none is searched for files of
+        # others.
         yield from _foreign_steps(Path(source), item, error)
         return
     for step in checkpoints.steps():
@@ -162,6 +169,7 @@ def _steps(source: str, item: str | None) -> Iterator[_Step]:
 
 def _foreign_steps(source: Path, item: str | None, error: Exception) -> Iterator[_Step]:
     """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
+    # Suffixes and names decide which framework is imported, as only one of them may be installed.
     entries = list(source.iterdir()) if source.is_dir() else []
     if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in entries):
         from deltacheck.backends.torch.state import sampling as torch_files
@@ -180,6 +188,7 @@ def _foreign_steps(source: Path, item: str | None, error: Exception) -> Iterator
 
 
 def _metric(metrics: Mapping[str, float | str], names: tuple[str, ...]) -> float | None:
+    # The order of the names is the order of preference.
     return next((float(metrics[name]) for name in names if name in metrics), None)
 
 
@@ -190,6 +199,7 @@ def _rows(profile: Profile) -> list[Row]:
         classes.setdefault((leaf.role, leaf.kind, leaf.dtype), []).append(leaf)
     rows: list[Row] = []
     for (role, kind, dtype), leaves in sorted(classes.items()):
+        # Medians, because a single odd leaf must not change the row of its class.
         starts = [leaf.stable_from for leaf in leaves if leaf.stable_from is not None]
         densities = [value for leaf in leaves for value in leaf.density.values]
         drifts = [value for leaf in leaves for value in leaf.drift.values]

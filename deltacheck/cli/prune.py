@@ -37,6 +37,7 @@ def _open_for_writing(words: list[str] | None) -> Iterator[Root]:
     try:
         yield root
     finally:
+        # The store is closed first: after the release another process may write to the root.
         root.store.close()
         lease.release()
 
@@ -71,6 +72,7 @@ def prune(
     from deltacheck.save import root_writer
 
     retention = Retention(keep_last, keep_every, tuple(map(_parse_best, keep_best or ())))
+    # Without a rule nothing would be deleted, which nobody wants who calls this command.
     if retention.keeps_all:
         raise typer.BadParameter(
             "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
@@ -99,6 +101,7 @@ def _parse_best(text: str) -> KeepBest:
     try:
         return KeepBest(metric, int(count or 1), mode or "min")
     except ValueError:
+        # ``KeepBest`` checks mode and count by itself, so all mistakes end here.
         raise typer.BadParameter(
             f"{text!r} is not METRIC[:MODE[:COUNT]], such as loss:min:3"
         ) from None
@@ -113,6 +116,7 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
 
     selection = parse(words, min_steps=1, max_steps=1)
     (step,) = selection.steps
+    # ``latest`` and a tag may mean another step by the time that the lease is held.
     if not isinstance(step, int):
         raise typer.BadParameter("name the step to delete by its number")
     with _open_for_writing([selection.root]) as root:
@@ -145,7 +149,9 @@ def tag(
 
     if not words:
         raise typer.BadParameter("this command takes a step and a name")
+    # The name is the last word, because it may look like a root.
     selection = parse(words[:-1], min_steps=1, max_steps=1)
+    # No lease: tags have a lock of their own, so a step can be tagged beside a training.
     root = roots.open_root(selection.root)
     try:
         new_tag = tags.put(root, selection.steps[0], words[-1], move=move)
@@ -223,6 +229,8 @@ def gc(
     rewritten: tuple[compaction.Rewritten, ...] = ()
     with _open_for_writing(words) as root:
         if compact:
+            # Segments are rewritten before the collection, which can then remove the old ones in
+            # the same run.
             rewritten = compaction.reclaim(root, below=below, dry_run=dry_run)
         # The writer of a manager root may be another library. Segments that are newer than every
         # step may then belong to a save in progress.
