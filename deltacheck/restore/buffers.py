@@ -17,6 +17,8 @@ from deltacheck.restore.content import byte_extents, chunk_bytes
 # Leaves of this size and above have their own memory. Larger: fewer calls of the decoder, but a
 # caller that keeps one small leaf keeps the whole block that it lies in.
 _ALONE_BYTES = 1 << 20
+# The largest block that small leaves share. Larger: fewer calls of the decoder and of the hash;
+# smaller: less memory that one kept leaf holds.
 _BLOCK_BYTES = 16 << 20
 # Bytes of reads that are started before the decoder needs them. Larger: more reads overlap, but
 # more memory beside the result.
@@ -46,6 +48,7 @@ class Filling(NamedTuple):
         return len(self.chunks) == self.chain.spec.chunk_count
 
 
+# Compared by identity: a comparison of two arrays has no truth value.
 @dataclass(slots=True, eq=False)
 class Block:
     """Memory that several leaves share, so that one call decodes or hashes many small ones.
@@ -103,6 +106,8 @@ def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
     )
     expected = [c.digests if len(n) == c.spec.chunk_count else c.digests[n] for c, n in leaves]
     word_bytes = leaves[0][0].spec.word_bytes
+    # The memory is not cleared: keyframes fill it, and every chunk is verified before a caller gets
+    # it.
     block = Block(
         word_bytes,
         np.empty(int(bounds[-1]) * word_bytes, np.uint8),
@@ -125,6 +130,7 @@ def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
 
 def chosen_bytes(item: Filling, whole: U8) -> U8:
     """Return the bytes of the requested chunks, taken from the bytes of the whole leaf."""
+    # The common case needs no list of extents, which is long for a large leaf.
     if item.is_whole:
         return whole
     extents = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
@@ -155,6 +161,8 @@ def start_ahead(
     started_bytes = following = 0
     while following < len(reads) or pending:
         while following < len(reads) and (
+            # Two at least: the read that is yielded, and one that goes on meanwhile even if it is
+            # larger than the limit.
             len(pending) < 2 or started_bytes + reads[following].size <= _AHEAD_BYTES
         ):
             read = reads[following]
@@ -163,4 +171,6 @@ def start_ahead(
             following += 1
         read, handle, size = pending.popleft()
         yield read, handle
+        # Counted until now, since the caller has used the memory of this read while the generator
+        # stood.
         started_bytes -= size

@@ -56,6 +56,8 @@ class Chain(Leaf):
     @property
     def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
         """Return the entries whose rows must be decoded, oldest first."""
+        # A keyframe without `key` is in encoded form (docs/reference/format.md, section 2): its
+        # rows are decoded like those of a delta.
         return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
 
     @property
@@ -91,6 +93,8 @@ class Chain(Leaf):
         spec = self.spec
         chunks = loaded.chunks[spec.path]
         covering = chunks_of_elements(spec, first, stop)
+        # Some chunks may be missing. The loaded ones lie one after the other, so the offset is the
+        # size of those before.
         before = bisect.bisect_left(chunks, covering.start)
         begin = chunk_bytes(spec, chunks[:before]) // spec.element.item_bytes
         begin += first - int(spec.element_bounds()[covering.start])
@@ -146,6 +150,8 @@ def resolve_chains(
     """
     paths = list(paths)
     segments = open_segments(root, manifest, paths)
+    # The tables of segments state how long their indexes are, so a table that is too large is
+    # refused before any of them is read.
     _refuse_large_tables(manifest, paths, segments, max_bytes)
     entries_of = entries_by_path(segments, set(paths))
     links = [
@@ -156,6 +162,8 @@ def resolve_chains(
     for (spec, record, entries), digests in zip(
         links, _expected_digests(links, segments), strict=True
     ):
+        # This ties the chunk digests to the manifest: from here on they prove the bytes of each
+        # chunk.
         if leaf_digest(digests) != record.digest:
             raise Damaged(
                 f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give"
@@ -168,6 +176,7 @@ def resolve_chains(
         if held_leaf is None or not covered_links:
             chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
         else:
+            # The first covered link is the keyframe, which `deltas` does not contain.
             rest = tuple(deltas[covered_links - 1 :])
             chains[spec.path] = Chain(spec, key, rest, digests, held_leaf.data)
     return chains
@@ -175,6 +184,8 @@ def resolve_chains(
 
 def _covered_links(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
     """Return the largest number of links that give content with this digest; 0 if none do."""
+    # A leaf may return to earlier content, so a digest may occur twice. After its last occurrence
+    # the fewest links remain to be read.
     return max(
         (number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest),
         default=0,
@@ -210,6 +221,8 @@ def _links(
         stored_entries: All entries of the leaf in the step's segments, oldest first.
     """
     location = f"step {manifest.step}, leaf {path!r}"
+    # Section 3 of docs/reference/format.md: the last keyframe and the deltas after it make the
+    # leaf.
     keyframe = next(
         (i for i in range(len(stored_entries) - 1, -1, -1) if stored_entries[i][1].is_whole), None
     )
@@ -218,6 +231,8 @@ def _links(
     entries = stored_entries[keyframe:]
     expected = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
+    # A leaf that changes its dtype, shape or chunks is written as a keyframe, so all links of a
+    # chain have the same.
     fits = (before.dtype, before.shape, before.chunk) == expected
     for number, entry in entries[1:]:
         if entry.base != before.digest:
@@ -262,11 +277,14 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
             for part, first, count in entry.delta:
                 rows[number].setdefault(part, []).append((leaf, row, first, count))
                 row += count
+    # All reads begin before the first result is awaited, so that they overlap.
     for number, segment in enumerate(segments):
         segment.start_tables(rows[number], digests=bool(keys[number] or rows[number]))
     for number, segment in enumerate(segments):
         for leaf, row, count in keys[number]:
             digests[bases[leaf] : bases[leaf + 1]] = segment.digests[row : row + count]
+        # A delta may leave out chunks, but an encoded keyframe must have a row for each of them.
+        # Nothing else gives a chunk without a row its content.
         covered = np.zeros(digests.shape[0] if encoded_keys[number] else 0, np.bool_)
         for part, runs in rows[number].items():
             leaf_of, row_of, first_of, count_of = np.array(runs, np.int64).T
@@ -276,6 +294,8 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
                 .index[_ranges(first_of, count_of), columns.CHUNK]
                 .astype(np.int64)
             )
+            # All leaves share `digests`: a chunk number that is too large would replace a digest of
+            # another leaf.
             beyond = np.flatnonzero(chunks >= counts[owners])
             if beyond.size:
                 spec = links[owners[beyond[0]]].spec
@@ -285,6 +305,7 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
                     file=segment.path / layout.DELTA / str(part) / "index",
                     leaf=spec.path,
                 )
+            # Segments ascend, so the digest of a later delta replaces that of an earlier one.
             digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
             if covered.size:
                 covered[bases[owners] + chunks] = True

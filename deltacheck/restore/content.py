@@ -37,6 +37,7 @@ class Loaded(NamedTuple):
 
 def chunk_bytes(spec: LeafSpec, chunks: Sequence[int]) -> int:
     """Return the size of some chunks in memory. No chunk may be named twice."""
+    # A leaf that is read whole needs no table of its chunks, which is long for a large leaf.
     if len(chunks) == spec.chunk_count:
         return spec.raw_bytes
     return int(np.diff(spec.bounds())[list(chunks)].sum()) * spec.word_bytes if chunks else 0
@@ -85,6 +86,7 @@ def cut_box(item: Loaded, box: Sequence[slice]) -> Array:
     out = np.empty([s.stop - s.start for s in box], spec.element.numpy)
     touched_chunks = set(chunks_of_box(spec, box))
     for chunk, (begin, end) in zip(item.chunks, byte_extents(spec, item.chunks), strict=True):
+        # More chunks may be loaded than this box touches, for other boxes of the leaf.
         if chunk not in touched_chunks:
             continue
         chunk_box = grid.box(spec.shape, spec.chunk, chunk)
@@ -145,12 +147,14 @@ def bounded_slices(
         start, stop, step = item.indices(size)
         if step != 1:
             raise ValueError(f"leaf {path!r}: only slices of step 1 can be restored, not {item}")
+        # A stop before the start selects nothing, as in NumPy.
         bounded.append(slice(start, max(start, stop)))
     return tuple(bounded)
 
 
 def machine_bytes() -> int:
     """Return the memory of this machine, which is the default budget of a restore."""
+    # All physical memory, whoever uses it: the default budget refuses only what can never fit.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -44,6 +44,7 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
     """Return an error of the same class with the completed message."""
     if error.leaf and not error.file:
         error = _located(root, manifest, error)
+    # Whoever raised the error may have named the leaf or the file already. Each is named once.
     text = str(error)
     if error.file and error.file not in text:
         text = f"{text} ({error.file})"
@@ -58,6 +59,7 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
         root,
         lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file),
     )
+    # The class stays, so that a caller may still catch `ChainBroken` or `DamagedStream` alone.
     return type(error)(
         f"step {manifest.step} of {root.path}: {text}. {way_out(whole_refs)}",
         file=error.file,
@@ -77,6 +79,7 @@ def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
             pass
     except Damaged as located:
         return located
+    # No link is damaged by itself, so only the leaf is known.
     return error
 
 
@@ -89,6 +92,7 @@ def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
     for ref in manifest.segments:
         try:
             segments.append(root.store.segment(ref))
+        # The tables that can be read still name the leaves that need the file.
         except Damaged:
             continue
     return list(dict.fromkeys(map(tiles.leaf_of, _leaves_of(manifest, segments, file))))
@@ -96,6 +100,7 @@ def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
 
 def _needs(manifest: Manifest, segments: Sequence[Segment], file: str) -> bool:
     """Return True if a step needs a file or an array, or if that is unknown."""
+    # Without a segment the damage may concern any step, so none is called whole.
     name = _segment_of(file)
     if name is None:
         return True
@@ -157,11 +162,14 @@ def newest_whole_of(
     first: DeltacheckError | None = None
     for root, manifest in _merged(roots, step):
         if isinstance(manifest, Damaged | UnsupportedFormat):
+            # The first error is the one of the requested step. It is raised if no other step
+            # restores.
             first = first or manifest
             log.warning("%s", manifest)
             continue
         try:
             value = restore(root, manifest)
+        # Other errors, such as an exceeded budget, are no reason for an earlier step.
         except Damaged as error:
             first = first or error
             log.warning("%s", error)
@@ -202,6 +210,8 @@ def _merged(
         except StepNotFound as error:
             missing.append(error)
 
+    # The merge is lazy: earlier steps are looked up only if a later one does not restore. It is
+    # stable, so of several roots with a step the first one is tried first.
     for _, root, manifest in heapq.merge(*map(numbered, roots), key=lambda item: -item[0]):
         yield root, manifest
     if len(missing) == len(roots):
@@ -219,6 +229,7 @@ def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | U
         requested = root.manifest(step)
     except (Damaged, UnsupportedFormat) as error:
         yield error
+        # The sequence number of an unreadable manifest is unknown, so its step must do.
         before = (lambda ref: ref.step < step) if isinstance(step, int) else (lambda ref: True)
     else:
         yield requested
@@ -232,6 +243,7 @@ def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | U
         )
         before = lambda ref: ref.seq < requested.seq  # noqa: E731 - one of three
     for ref in reversed(root.checkpoints()):
+        # A manager root may have several items. A step of another item is no substitute.
         if before(ref) and (
             not root.is_manager_root or item in (None, ref.manifest_path.parent.name)
         ):

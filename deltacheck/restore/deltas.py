@@ -79,6 +79,7 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
                 else:
                     row_ranges = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
                     runs += [_Run(item, begin, end) for begin, end in row_ranges]
+    # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
     ordered = sorted(by_part.items(), key=lambda item: item[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
     scratch = Scratch()
@@ -86,6 +87,8 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
         try:
             streams = reading.result()
         except Damaged:
+            # The memory of this span does not go back to `scratch`: reads that were started with
+            # the failed one may still write to it.
             _apply_alone(span, codec)
             continue
         for runs in _calls(span):
@@ -102,6 +105,7 @@ def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
     for run in span.runs:
         single_run = span._replace(runs=[run])
         try:
+            # A pool of its own: this path is rare, and the memory is freed with the run.
             streams = single_run.start(Scratch()).result()
         except Damaged as error:
             error.leaf = run.item.chain.spec.path
@@ -144,6 +148,8 @@ def _calls(span: _Span) -> Iterator[list[_Run]]:
     run only. The codec also requires contiguous streams: runs that are not adjacent are joined
     only if they are small.
     """
+    # The n-th run of a leaf goes into the n-th group of its block, so that no call has two runs of
+    # one leaf.
     groups: dict[tuple[int, int], list[_Run]] = {}
     runs_before: Counter[int] = Counter()
     for run in span.runs:
@@ -178,12 +184,17 @@ def _apply_runs(
     row = 0
     for run, length in zip(runs, lengths, strict=True):
         if not run.item.is_whole:
+            # Only some chunks are in memory, so the number of a chunk becomes its position among
+            # them.
             local[row : row + length] = np.searchsorted(
                 np.asarray(run.item.chunks), local[row : row + length]
             )
         row += length
+    # The codec counts the chunks of the block, the index those of the leaf.
     local += np.repeat(np.array([run.item.first for run in runs], np.int64), lengths)
     words = np.diff(block.bounds)
+    # The index has no digest of its own, so it is compared with the shapes before the decoder
+    # relies on it.
     wrong = np.flatnonzero(
         (rows[:, columns.WORDS] != words[local]) | (rows[:, columns.WORD_BYTES] != block.word_bytes)
     )
@@ -201,6 +212,8 @@ def _apply_runs(
             _encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes
         )
     except DamagedStream as error:
+        # The decoder does not tell which leaf is damaged. If none fails alone, the joint error is
+        # raised.
         _name_damage(span, runs, local, streams, codec)
         raise DamagedStream(
             f"{_location(span, runs[0])} or one of the {len(runs) - 1} after it: {error}",
@@ -235,9 +248,11 @@ def _encoded(
     """
     rows = _rows(span, runs)
     encoded = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
+    # A row of the codec lacks the leaf, the words and their size, which the block implies.
     encoded[:, CHUNK] = local
     encoded[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
     edges = np.array(_stretches(runs))
+    # Runs of one stretch are contiguous in each stream and are passed without a copy.
     joined = {}
     for name, stream in streams.items():
         offsets = span.segment.part(span.part).offsets[name]
@@ -258,6 +273,8 @@ def _name_damage(
     """Decode leaf by leaf after a joint call failed, and raise for the leaf at fault."""
     row = 0
     for run in runs:
+        # The failed call may have changed the memory already. That is harmless, since the restore
+        # fails in any case.
         item = run.item
         begin, row = row, row + run.stop - run.first
         encoded = _encoded(span, [run], local[begin:row] - item.first, streams)

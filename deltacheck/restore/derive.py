@@ -70,9 +70,12 @@ def compute(
             values = octaves.values(
                 codes, fraction_bits=derived.fraction_bits, signed=derived.signed, out=out
             )
+    # The order of the two operations, and float32, are fixed by docs/reference/format.md, section 3
+    # (derived leaves): another order would give other bits.
     if derived.scale == 1.0 and not derived.first:
         return values
     if derived.how == "same":
+        # The source is a leaf of its own and must not be scaled with this one.
         values = values.copy()
     with np.errstate(all="ignore"):  # overflows concern codes that no save wrote
         for begin in range(0, count, _BLOCK):

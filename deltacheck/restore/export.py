@@ -83,6 +83,7 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
         if patterns and not any(matches(path, pattern) for pattern in patterns):
             continue
         key = path.removeprefix(strip)
+        # Only a state that is a single array has the empty path, and may have the empty key.
         if key in keys or (not key and path):
             raise ValueError(
                 f"without {strip!r}, leaf {path!r} would be called {key!r}, as another is or as"
@@ -187,7 +188,9 @@ def write_safetensors(
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format begins the data at a multiple of 8 bytes and allows spaces before it.
     text += b" " * (-len(text) % 8)
+    # Checked before the first write, so that no file is left that readers would refuse.
     if len(text) > _SAFETENSORS_HEADER_BYTES:
         raise UnsupportedLeaf(
             f"a safetensors file cannot name {len(leaves)} leaves; export them in groups"
@@ -225,6 +228,7 @@ def write_npz(
             f"leaf {min(collisions)!r} has the name that npz needs for the type of another; leave"
             " it out"
         )
+    # One stream for all entries, because a batch of reads may serve several small leaves.
     pieces = stream(leaves, progress)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for key, leaf in leaves.items():
@@ -234,6 +238,7 @@ def write_npz(
                     entry, (shapes or {}).get(key, spec.shape), np.dtype(spec.element.storage)
                 )
                 remaining = spec.raw_bytes
+                # Bytes are counted because an empty leaf has no piece in the stream.
                 while remaining:
                     _, piece = next(pieces)
                     entry.write(piece.data)
@@ -250,6 +255,7 @@ def _needs_note(spec: LeafSpec) -> bool:
 def _entry(archive: zipfile.ZipFile, key: str) -> contextlib.AbstractContextManager[BinaryIO]:
     # ZipInfo has a fixed date, so that the same leaves give the same file.
     info = zipfile.ZipInfo(key + ".npy")
+    # The size is unknown when the entry is opened. Without zip64, an entry above 2 GiB would fail.
     return archive.open(info, "w", force_zip64=True)  # type: ignore[return-value]
 
 
@@ -274,14 +280,19 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+    # `lexists` also sees a link without a target, which a rename would replace.
     if os.path.lexists(path) and not path.is_file():
         raise FileExistsError(errno.EEXIST, "not a regular file, and never replaced", str(path))
     if os.path.lexists(path) and not overwrite:
         raise _exists(path)
+    # In the same directory, because neither a hard link nor a rename leaves a file system. Cut, so
+    # that a long name does not exceed the limit of the file system with its additions.
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
             yield file
+            # Durable before it has its name: otherwise a power cut could leave the name without the
+            # content.
             file.flush()
             os.fsync(file.fileno())
         if overwrite:
@@ -290,6 +301,7 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
             _publish(temporary, path)
         sync_directory(path.parent)
     finally:
+        # After a hard link the temporary name still exists; after a rename it does not.
         temporary.unlink(missing_ok=True)
 
 

@@ -124,6 +124,7 @@ class StepReader:
             StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve_leaves`` and
                 ``load_boxes`` raise them.
         """
+        # One resolution for each leaf. Tiles between two boxes are resolved, too, but not read.
         hulls = _hulls(requests.values())
         leaves = resolve_leaves(
             self.root, self.manifest, list(hulls), max_bytes=self._max_bytes, boxes=hulls
@@ -136,10 +137,12 @@ class StepReader:
         groups = [keys[position] for position in sorted(keys)]
         boxes = [requests[group[0]] for group in groups]
         sizes = [box_bytes(leaves[path].spec, box) for path, box in boxes]
+        # The batches together make the result, which the caller holds whole.
         check_budget(self._max_bytes, sum(sizes))
         largest_batch = sum(sizes) if batch_bytes is None else batch_bytes
         for batch in batches(range(len(boxes)), sizes.__getitem__, largest_batch):
             arrays = load_boxes(
+                # A leaf may have several boxes, so their numbers are the keys.
                 {str(number): leaves[boxes[number].leaf] for number in batch},
                 {str(number): boxes[number].box for number in batch},
                 max_bytes=self._max_bytes,
@@ -155,6 +158,7 @@ class StepReader:
 
 def leaf_of_box(spec: LeafSpec, box: Array) -> Loaded:
     """Return a box of a leaf as a loaded leaf of the box's shape."""
+    # The bytes of an array can be viewed only if it is contiguous.
     data = np.ascontiguousarray(box).reshape(-1).view(np.uint8)
     return Loaded(dataclasses.replace(spec, shape=box.shape), [], data)
 

@@ -72,6 +72,7 @@ class LeafChange:
                 f"leaf {self.spec.path!r} is {self.spec.dtype}{list(self.spec.shape)}; the array to"
                 f" change is {array.dtype}{list(array.shape)}{layout}"
             )
+        # A view of the caller's memory, because the array is contiguous.
         array.reshape(-1)[slice(None) if self.positions is None else self.positions] = self.values
 
     def check(self, array: NDArray[Any]) -> None:
@@ -86,6 +87,8 @@ class LeafChange:
         if self.tiles is None:
             self._check(self.spec, array, self.digest)
             return
+        # Only the tiles have digests (docs/reference/format.md, section 3), the leaf as a whole has
+        # none.
         for number, record in enumerate(self.tiles.records()):
             box = tiles.box(self.tiles.cuts, number)
             self._check(record.spec(tiles.name(self.spec.path, box)), array[box], record.digest)
@@ -158,7 +161,10 @@ class Follower:
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         self._seq = -1
+        # The manifest paths when nothing newer was left. While the listing stays the same, no
+        # manifest is read.
         self._listed: list[Place] = []
+        # Unreadable manifests whose errors were raised. They must not block the steps after them.
         self._reported: set[Place] = set()
         self.anchor()
 
@@ -169,6 +175,7 @@ class Follower:
             update = self.poll()
             if update is not None:
                 yield update
+                # The time that the consumer took is not part of the timeout.
                 begin = time.monotonic()
             elif self._timeout is not None and time.monotonic() - begin >= self._timeout:
                 return
@@ -193,10 +200,13 @@ class Follower:
             return None
         try:
             manifest = self._root.read(reference.manifest_path)
+            # Set before the update is made: after an error the next call goes on with the next
+            # step.
             self._seq = manifest.seq
             return self._update(manifest)
         except FileNotFoundError:
             return None  # deleted since it was listed
+        # The copy may be updated in part, so nothing may be compared with it.
         except DeltacheckError:
             self.anchor()
             raise
@@ -240,6 +250,8 @@ class Follower:
             self.anchor()
         since, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
+        # A leaf without a digest in the manifest, such as a bounded one, has a mark that never
+        # equals "". It is compared at every step.
         stale = [
             p
             for p in specs
@@ -247,9 +259,9 @@ class Follower:
         ]
         for paths in batches(stale, lambda path: specs[path].raw_bytes, _BATCH_BYTES):
             changes |= self._changes(manifest, paths)
-        self._segments = (
-            segments  # kept, so that those which the next step shares are not read again
-        )
+        # Held, because the store keeps no segment open by itself: those that the next step shares
+        # are then not read again.
+        self._segments = segments
         self._step = manifest.step
         return Update(manifest.step, manifest.seq, since, changes, names, dict(manifest.metrics))
 
@@ -267,6 +279,7 @@ class Follower:
         changes |= self._changes_of_tiled(
             manifest, [path for path in paths if path in manifest.tiles], recut
         )
+        # Tiles of the earlier cuts are not read again, and would keep their memory.
         for path in recut:
             current = set(manifest.names_of(path))
             for name in [
@@ -314,6 +327,7 @@ class Follower:
             for name in manifest.names_of(path)
             if not self._holds(manifest, name)
         ]
+        # Taken before `self._stored` refers to the new content.
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
         chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
         loaded = read.read_chunks(
@@ -331,6 +345,7 @@ class Follower:
                 names = {
                     number: name for number, name in enumerate(tiling.names(path)) if name in loaded
                 }
+                # With equal cuts the copy had every tile, so `before` has all that were read.
                 positions = _changed_in_tiles(
                     spec, tiling, {n: (before[name], loaded[name]) for n, name in names.items()}
                 )
@@ -348,6 +363,7 @@ class Follower:
         if leaf.data is not None or leaf.tiles is None:
             assert leaf.data is not None
             return leaf.data
+        # Made anew at each call: a second whole copy of the leaves would double the memory.
         values = np.empty(leaf.spec.shape, leaf.spec.element.numpy)
         for number, name in enumerate(leaf.tiles.names(leaf.spec.path)):
             box = tiles.box(leaf.tiles.cuts, number)
@@ -433,6 +449,7 @@ def _changed_in_tiles(
         )
         if sum(part.size for part in positions) * _SPARSE_BELOW > math.prod(spec.shape):
             return None
+    # Tiles interleave in the flattened leaf, so positions ascend only within each tile.
     return np.sort(np.concatenate(positions))
 
 
@@ -440,13 +457,13 @@ def _differs(
     spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
 ) -> NDArray[np.bool_]:
     """Return True for each element that differs in at least one bit."""
+    # Bits are compared and not values: a NaN differs from itself, and -0.0 equals 0.0.
     width = spec.element.item_bytes
     word = np.dtype(f"u{min(width, 8)}")
     differs: NDArray[np.bool_] = before.view(word) != now.view(word)
     if width > word.itemsize:
-        element_differs: NDArray[np.bool_] = (
-            differs[::2] | differs[1::2]
-        )  # the widest element has 16 bytes
+        # The widest element, complex128, has 16 bytes: two words.
+        element_differs: NDArray[np.bool_] = differs[::2] | differs[1::2]
         return element_differs
     return differs
 

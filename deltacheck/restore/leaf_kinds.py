@@ -34,6 +34,7 @@ from deltacheck.restore.content import (
 )
 from deltacheck.store.manifest import Derived
 
+# `chain` imports this module, so an import at run time would be a cycle.
 if TYPE_CHECKING:
     from deltacheck.restore.chain import Chain
 
@@ -63,6 +64,7 @@ class Leaf(ABC):
     to the numbers of its chunks.
     """
 
+    # Without it, the subclasses would have a `__dict__` in spite of their slots.
     __slots__ = ()
 
     spec: LeafSpec
@@ -118,6 +120,7 @@ class Leaf(ABC):
             self.elements(first, stop, loaded).view(np.uint8)
             for first, stop in element_runs(self.spec, chunks)
         ]
+        # The empty array stands for a leaf without elements: `concatenate` refuses an empty list.
         return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
 
     def box_values(self, box: Box, loaded: LoadedChunks) -> Array:
@@ -161,9 +164,11 @@ class Tiled(Leaf):
             needed[spec.path].update(chunks_of_box(spec, overlap.in_tile))
 
     def computed_box_bytes(self, box: Box) -> int:
+        # A box is copied from the tiles directly, so it takes no whole chunks of the leaf.
         return box_bytes(self.spec, box)
 
     def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        # The tiles cover the leaf without gaps, so every element is written.
         values = np.empty(stop - first, self.spec.element.numpy)
         begin = 0
         for box in tiles.boxes_of_range(self.spec.shape, first, stop):
@@ -218,6 +223,7 @@ class Formula(Leaf):
             yield from source.stored_chains()
 
     def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+        # Formulas work element by element, so the range is the same in all of their inputs.
         for part in (self.codes, *self.sources.values()):
             if part is not None:
                 part.add_needed(first, stop, needed)
@@ -247,6 +253,8 @@ class Formula(Leaf):
     def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
         # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
         values = Leaf.chunk_values(self, chunks, loaded)
+        # The digest is that of the whole leaf. A part is as certain as the content that it follows
+        # from.
         if self.derived.digest and len(chunks) == self.spec.chunk_count:
             self._check_digest(values)
         return values

@@ -31,7 +31,8 @@ from deltacheck.store.manifest import KeyframeAt, LeafEntry
 from deltacheck.store.segment import Segment
 
 _HASH_THREADS = 4
-_PACKED_READ_BYTES = 4 << 20  # the most that one read of adjacent packed leaves takes
+# A read of adjacent packed leaves takes no further leaf beyond this size.
+_PACKED_READ_BYTES = 4 << 20
 
 
 def read_chunks(
@@ -54,6 +55,7 @@ def read_chunks(
     """
     blocks = allocate_blocks(chains, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
+    # Keyframes first: deltas are applied to them in place.
     _read_keyframes(items)
     apply_deltas(items, codec or default_codec())
     _verify(blocks)
@@ -84,6 +86,7 @@ def follow_links(
     for path, chain in chains.items():
         for segment, entry in (chain.key, *chain.deltas):
             links.setdefault(segment.id, (segment, {}))[1][path] = entry
+    # Names of segments ascend with the saves, so the walk goes from the oldest link to the newest.
     for _, (segment, entries) in sorted(links.items()):
         segment.start_tables(
             {run[0] for entry in entries.values() for run in entry.delta}, digests=True
@@ -116,6 +119,7 @@ def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | N
     Raises:
         Damaged: A chunk differs from its digest; names leaf and file.
     """
+    # The zeros are never compared: `_check_link` takes the digests of the segment.
     link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
     ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
     if base is not None:
@@ -132,6 +136,8 @@ def _check_link(item: Filling) -> None:
     The chain of the item must be this link alone.
     """
     (segment, entry), spec = item.chain.key, item.chain.spec
+    # The keyframe in an array has a digest for each chunk, in order; an encoded entry has one for
+    # each of its rows (docs/reference/format.md, section 2).
     rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
     digests = entry.digests
     for part, first, count in rows:
@@ -189,6 +195,8 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
             continue
         if not keyframe.array:
             packed.setdefault((segment.id, keyframe.packed), []).append(item)
+        # These reads go straight into the block. They are awaited last, so that they go on while
+        # packed leaves are copied.
         elif item.is_whole:
             natural.append(segment.start_natural(spec, keyframe.array, item.data))
         else:
@@ -241,6 +249,7 @@ def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRea
     for offset, item in by_offset:
         spec = item.chain.spec
         width = spec.element.item_bytes
+        # A gap ends the read, since its bytes belong to leaves that nobody asked for.
         if leaves and (offset != end or (end - begin) * width >= _PACKED_READ_BYTES):
             yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * width)
             leaves = []
@@ -277,5 +286,6 @@ def _verify(blocks: Sequence[Sequence[Filling]]) -> None:
             )
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        # The results are empty, but `map` raises an error only when its result is taken.
         for _ in pool.map(check, blocks):
             pass

@@ -20,6 +20,8 @@ from deltacheck.store.root import Root, Store
 # The values of the option `verify`. none: a save is not read back. commit: it is read back before
 # the step exists, on the thread that commits. receipt: after the commit, in the background.
 WHEN = ("none", "commit", "receipt")
+# Leaves that are read back at a time. Larger: fewer calls; smaller: less memory beside the
+# training.
 _BATCH_BYTES = 64 << 20
 
 
@@ -67,12 +69,16 @@ def rebuild(
     stored_paths = [path for path in paths if path in manifest.stored]
     for path in stored_paths:
         recorded = manifest.stored[path].digest
+        # Compared before anything is read: here the encoder or the memory is at fault, and not the
+        # storage.
         if live.get(path, recorded) != recorded:
             raise ReceiptFailed(
                 f"step {manifest.step}, leaf {path!r}: the state had digest {live[path]} when it"
                 f" was captured, what was encoded has {recorded}",
                 leaf=tiles.leaf_of(path),
             )
+    # The tables that the given store has opened come from before the read-back, so a new one opens
+    # the files.
     fresh = Store(store.path, store.threads)
     forget(store, manifest)
     raw_bytes = 0
@@ -107,6 +113,7 @@ def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
 
 def forget(store: Store, manifest: Manifest) -> None:
     """Ask the system to drop cached pages of a step's segments, so that they are read from disk."""
+    # This machine caches no pages of an object store.
     if not isinstance(store.path, Path):
         return
     for ref in manifest.segments:
@@ -117,6 +124,7 @@ def forget(store: Store, manifest: Manifest) -> None:
 
 def _forget_file(path: str) -> None:
     try:
+        # Neither a link nor a FIFO in the place of a file may be followed, or block this thread.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return  # the read that follows reports it

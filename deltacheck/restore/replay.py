@@ -156,6 +156,7 @@ def check(root: Root, manifest: Manifest, digests: Mapping[str, str], update: st
 def way_out(root: Root, manifest: Manifest) -> str:
     """Return a sentence about the newest earlier step that restores without a replay."""
     for ref in reversed(root.checkpoints()):
+        # By sequence number and not by step: a resumed run repeats steps.
         if ref.seq < manifest.seq and read_manifest(ref.manifest_path).replay is None:
             return f"Newest earlier step that restores without a replay: {ref.step}"
     return "No earlier step restores without a replay"
@@ -201,13 +202,17 @@ def replay_updates(
             inputs = {name: input_at(path) for name, path in step.inputs.items()}
             replica.update(step.options, inputs)
         content, digests = content_of(replica.memory())
+    # The update is code of a framework or of the user. Whatever it raises means that it cannot
+    # replay the step here.
     except Exception as error:
         raise ReplayDiffers(
             f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed"
             f" with {update_name}: {type(error).__name__}: {error}."
             f" {way_out(root, manifest)}"
         ) from error
+    # The replica names its arrays by their place in the memory, the manifest promises leaves.
     by_place = {plan.places.get(path, path): digest for path, digest in digests.items()}
+    # No content is returned before every digest was compared (docs/reference/format.md, section 3).
     check(root, manifest, by_place, update_name)
     return content
 

@@ -75,6 +75,7 @@ def resolve_leaves(
         ),
     )
     needed = dict.fromkeys(requested)
+    # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):
         needed.setdefault(path)
     numbers = {
@@ -99,6 +100,8 @@ def resolve_leaves(
     leaves: dict[str, Leaf] = {}
 
     def build(path: str) -> Leaf:
+        # Several formulas may name the same leaf, which is built once. The recursion is short: a
+        # leaf follows from at most 8 others in a row (docs/reference/format.md, section 3).
         if path not in leaves:
             derived = manifest.derived.get(path)
             if path in names:
@@ -158,7 +161,9 @@ def require_contract(
         return
     if contract not in RANK:
         raise ValueError(f"contract must be one of {', '.join(RANK)}, not {contract!r}")
+    # A leaf without a promise is exact, so only leaves with one can be too weak.
     checked = manifest.contracts.keys() if paths is None else set(paths)
+    # `RANK` goes from the strongest contract to the weakest.
     weak = {
         path: promise
         for path, promise in sorted(manifest.contracts.items())

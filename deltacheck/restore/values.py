@@ -65,6 +65,8 @@ def load_leaves(
         path: chunk_lists[path] if path in chunk_lists else list(range(leaf.spec.chunk_count))
         for path, leaf in leaves.items()
     }
+    # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
+    # every chain.
     needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     for path, leaf in leaves.items():
         for first, stop in element_runs(leaf.spec, numbers[path]):
@@ -139,6 +141,7 @@ def _read(
     check_budget(max_bytes, total)
     try:
         data = read.read_chunks(chains, chunks, codec)
+        # Whole chains only: a save can continue from a leaf only if it has all of its content.
         if stored is not None:
             stored.update(
                 {
@@ -148,6 +151,7 @@ def _read(
                 }
             )
         return load(LoadedChunks(chunks, data, into or {}))
+    # A limit of the process (ulimit) may be below the budget, which is checked against the machine.
     except MemoryError as error:
         raise BudgetExceeded(
             f"this process cannot have the {total} bytes that the restore takes; name fewer leaves"
@@ -160,12 +164,15 @@ def unshared_paths(loaded: Mapping[str, Loaded], stored: Mapping[str, U8]) -> se
     A leaf is not among them if another leaf or ``stored`` refers to the same memory.
     """
     memory = {path: _owner_of(item.data) for path, item in loaded.items()}
+    # Counted by identity, because arrays cannot be hashed.
     references = Counter(map(id, memory.values())) + Counter(
         id(_owner_of(data)) for data in stored.values()
     )
     return {
         path
         for path, array in memory.items()
+        # A change through a view would reach the neighbours in a block, and a kept view would hold
+        # all of the block.
         if array.flags.owndata
         and array.nbytes == loaded[path].data.nbytes
         and references[id(array)] == 1
