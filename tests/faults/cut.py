@@ -321,9 +321,8 @@ def main() -> int:
                 f" {outcome.states} states, {outcome.saves} saves "
                 f"after: {outcome.lost} lose an acknowledged step, {outcome.unreadable} list an"
                 f" unreadable one, {outcome.wrong} a wrong one, "
-                f"{outcome.stuck} stop the next process; {time.monotonic() - begin:.0f} s"(
-                    "" if is_expected else "  <- NOT AS PROMISED"
-                )
+                f"{outcome.stuck} stop the next process; {time.monotonic() - begin:.0f} s"
+                + ("" if is_expected else "  <- NOT AS PROMISED")
                 + (" (it must)" if is_expected and name in MUST_LOSE else ""),
                 flush=True,
             )

@@ -673,7 +673,7 @@ def test_the_command_marks_logged_steps(
     assert kinds["rng"] == "delta"
     assert shown["replay"]["base_step"] == 1
     assert json.loads(said("show", "1", "--json"))["replay"] is None
-    assert "2 of them are kept as gradients" in said("verify", "--deep")
+    assert "2 of them are stored as gradients" in said("verify", "--deep")
     assert main(["export", str(tmp_path), "3", "--out", str(tmp_path / "x.npz")]) != 0
 
 
