@@ -11,6 +11,9 @@ class DeltacheckError(Exception):
     """Base class of all errors that deltacheck raises on purpose."""
 
 
+# Many classes also derive from the built-in exception of the same meaning. Callers that handle
+# ``OSError`` or ``ValueError`` then need no import from this module.
+
 # --- misuse: the call is wrong, storage is not at fault -------------------------------------------
 
 
@@ -149,6 +152,7 @@ class BudgetExceeded(DeltacheckError, MemoryError):
 # --- corruption: bytes in storage differ from those that were saved -------------------------------
 
 
+# No base class from the built-in exceptions: code that retries on ``OSError`` must not retry this.
 class Damaged(DeltacheckError):
     """Bytes in storage differ from those that were committed.
 
@@ -166,18 +170,30 @@ class Damaged(DeltacheckError):
 
     def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:
         super().__init__(message)
+        # Text, because an error may pass between processes, and a place may not.
         self.file = str(file)
         self.leaf = leaf
 
 
 class DamagedStream(Damaged):
-    """An encoded chunk does not follow the format."""
+    """An encoded chunk does not follow the format.
+
+    Args:
+        message: The description of the damage.
+        file: The file or the array directory at fault, if known.
+        leaf: The path of the leaf at fault, if known.
+    """
 
 
 class ReceiptFailed(Damaged):
     """A step that was just saved differs from the captured state when it is read from storage.
 
     The hardware or the storage changes data silently. Do not rely on the step.
+
+    Args:
+        message: The description of the damage.
+        file: The file or the array directory at fault, if known.
+        leaf: The path of the leaf at fault, if known.
     """
 
 
@@ -185,4 +201,9 @@ class ChainBroken(Damaged):
     """A segment that a step needs is missing, or does not continue the chain of a leaf.
 
     Restore one of the steps that the message lists as whole, or run ``deltacheck repair``.
+
+    Args:
+        message: The description of the damage.
+        file: The file or the array directory at fault, if known.
+        leaf: The path of the leaf at fault, if known.
     """

@@ -289,11 +289,11 @@ class Checkpoints:
             Damaged: A table on the way is damaged. ``ChainBroken`` is one kind of it.
         """
         manifest = self.manifest(step)
-        wanted = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
-        for path in wanted:
+        paths = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
+        for path in paths:
             if not manifest.names_of(path):
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
-        return blame.blame(self._root, manifest, wanted)
+        return blame.blame(self._root, manifest, paths)
 
     def branch(
         self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False

@@ -62,7 +62,17 @@ class Case:
 
 
 def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
-    """Return words like those of a training: normally distributed floats, or random bits."""
+    """Return words like those of a training: normally distributed floats, or random bits.
+
+    Args:
+        count: The number of words.
+        word_bytes: Bytes of a word: 1, 2, 4 or 8. Words of 2 bytes are bfloat16 numbers, words of 4
+            bytes are float32 numbers, and all others are random bits.
+        seed: The seed of the generator. The same seed gives the same words.
+
+    Returns:
+        The words, unsigned integers of ``word_bytes`` bytes, ``(count,)``.
+    """
     random = np.random.default_rng(seed)
     match word_bytes:
         case 2:
@@ -76,42 +86,56 @@ def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
 
 
 def moved(base: NDArray[Any], density: float, most: int, seed: int = 1) -> NDArray[Any]:
-    """Return a copy in which a share of the words changed by 1 to ``most``, up or down."""
+    """Return a copy in which a share of the words changed by 1 to ``most``, up or down.
+
+    Args:
+        base: The words, unsigned integers, 1-D.
+        density: The share of the words to change, 0 to 1.
+        most: The largest difference, at least 1. It must fit a signed word.
+        seed: The seed of the generator. The same seed gives the same changes.
+
+    Returns:
+        The changed words, of the shape and dtype of ``base``.
+    """
     random = np.random.default_rng(seed)
     current = base.copy()
-    chosen = random.random(base.size) < density
+    is_changed = random.random(base.size) < density
     steps = random.integers(1, most + 1, base.size) * random.choice([-1, 1], base.size)
-    current[chosen] += steps[chosen].astype(f"<i{base.itemsize}").view(base.dtype)
+    current[is_changed] += steps[is_changed].astype(f"<i{base.itemsize}").view(base.dtype)
     return current
 
 
 def cases() -> Iterator[Case]:
-    """Yield runs that together use all methods, all streams and all kinds of tiles."""
+    """Yield runs that together use all methods, all streams and all kinds of tiles.
+
+    Yields:
+        The runs, in an order that never changes.
+    """
     for w in WORD_BYTES:
         tile = TILE_BYTES // w
-        whole = words(3 * tile + 37, w)
+        base = words(3 * tile + 37, w)
         cut = _bounds(
-            0, tile, tile, 2 * tile + 5, whole.size
+            0, tile, tile, 2 * tile + 5, base.size
         )  # a whole tile, an empty chunk, more than a tile, a partial one
         far = min(100_000, (1 << (8 * w - 1)) - 1)
-        for why, current in {
-            "nothing-changed": whole.copy(),
-            "few-changed": moved(whole, 0.001, 3),
-            "some-changed-far": moved(whole, 0.01, far),
-            "many-changed": moved(whole, 0.2, 3),
-            "most-changed": moved(whole, 0.7, 3),
-            "all-changed-a-little": moved(whole, 1.0, 3),
-            "all-changed-far": moved(whole, 1.0, far),
-            "all-new": words(whole.size, w, seed=9),
+        for name, current in {
+            "nothing-changed": base.copy(),
+            "few-changed": moved(base, 0.001, 3),
+            "some-changed-far": moved(base, 0.01, far),
+            "many-changed": moved(base, 0.2, 3),
+            "most-changed": moved(base, 0.7, 3),
+            "all-changed-a-little": moved(base, 1.0, 3),
+            "all-changed-far": moved(base, 1.0, far),
+            "all-new": words(base.size, w, seed=9),
         }.items():
-            yield _case(why, current, whole, cut, w)
+            yield _case(name, current, base, cut, w)
         yield _case(
-            "one-word", np.array([5], whole.dtype), np.array([3], whole.dtype), _bounds(0, 1), w
+            "one-word", np.array([5], base.dtype), np.array([3], base.dtype), _bounds(0, 1), w
         )
-        last = whole.copy()
+        last = base.copy()
         last[-1] ^= 1
-        yield _case("only-the-last-word-changed", last, whole, _bounds(0, whole.size), w)
-        unseen = np.zeros(9 * tile, whole.dtype)
+        yield _case("only-the-last-word-changed", last, base, _bounds(0, base.size), w)
+        unseen = np.zeros(9 * tile, base.dtype)
         unseen[tile : 8 * tile] = words(7 * tile, w)
         yield _case(
             "changes-outside-the-sample-too-large-for-sparse",
@@ -120,18 +144,18 @@ def cases() -> Iterator[Case]:
             _bounds(0, 9 * tile),
             w,
         )
-        gaps = np.zeros(tile, whole.dtype)
+        gaps = np.zeros(tile, base.dtype)
         gaps[[0, 1, 255, 511, 512, 512 + 256, tile - 1]] = 1  # gaps of 0, 254, 255, 256 and more
         yield _case("gaps-around-the-escape", gaps, np.zeros_like(gaps), _bounds(0, tile), w)
-        steps = np.zeros(tile, whole.dtype)
+        steps = np.zeros(tile, base.dtype)
         steps[:20:2] = (
             np.array([127, -127, 128, -128, 129, -129, 1, -1, 126, -126])
             .astype(f"<i{max(w, 2)}")
             .astype(f"<i{w}")
-            .view(whole.dtype)
+            .view(base.dtype)
         )
         yield _case("values-around-the-escape", steps, np.zeros_like(steps), _bounds(0, tile), w)
-        yield Case("no-base", whole.view(np.uint8), None, cut, w)
+        yield Case("no-base", base.view(np.uint8), None, cut, w)
         yield Case("no-base-constant", np.full(tile * w, 7, np.uint8), None, _bounds(0, tile), w)
         yield Case("empty", np.empty(0, np.uint8), np.empty(0, np.uint8), _bounds(0), w)
     odd = np.array(
@@ -156,7 +180,15 @@ CASES = tuple(cases())
 
 
 def same(one: Encoded, other: Encoded) -> bool:
-    """Return True if two encodings are equal to the byte."""
+    """Return True if two encodings are equal to the byte.
+
+    Args:
+        one: An encoding.
+        other: The encoding to compare it with.
+
+    Returns:
+        ``True`` if rows, names of streams and streams are equal.
+    """
     return (
         np.array_equal(one.rows, other.rows)
         and one.streams.keys() == other.streams.keys()
@@ -192,7 +224,11 @@ class Damage:
 
 
 def damages() -> Iterator[Damage]:
-    """Yield encodings with one error each, for all checks of section 4.3 of format.md."""
+    """Yield encodings with one error each, for all checks of section 4.3 of format.md.
+
+    Yields:
+        The damaged encodings, in an order that never changes.
+    """
     # Chunk 0 is sound; chunk 1 has two whole tiles and one of 100 words and is the one to suffer.
     w, tile = 2, TILE_BYTES // 2
     base = words(2 * tile + 2 * tile + 100, w)
@@ -207,9 +243,9 @@ def damages() -> Iterator[Damage]:
             table[1, column] = value
         changed = {name: content.copy() for name, content in sound.streams.items()}
         for name, edit in streams.items():
-            given = changed.get(name, np.empty(0, np.uint8))
-            result = edit(given)
-            changed[name] = given if result is None else np.asarray(result, np.uint8)
+            stream = changed.get(name, np.empty(0, np.uint8))
+            result = edit(stream)
+            changed[name] = stream if result is None else np.asarray(result, np.uint8)
         return Damage(why, Encoded(table, changed), base.view(np.uint8), bounds, w, says)
 
     # What chunk 1 owns at the end of each stream.
@@ -226,8 +262,8 @@ def damages() -> Iterator[Damage]:
 
     def both(*edits: Any) -> Any:
         def edit(content: U8) -> None:
-            for one in edits:
-                one(content)
+            for single_edit in edits:
+                single_edit(content)
 
         return edit
 
@@ -427,8 +463,8 @@ def _push_over(start: int, count: int) -> Any:
 
 
 def _flip_clear_bit(content: U8) -> None:
-    at = int(np.flatnonzero(content != 255)[0])
-    content[at] = content[at] | (int(content[at]) + 1)
+    position = int(np.flatnonzero(content != 255)[0])
+    content[position] = content[position] | (int(content[position]) + 1)
 
 
 def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
@@ -446,35 +482,37 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
     for chunk in range(bounds.size - 1):
         part = slice(int(bounds[chunk]), int(bounds[chunk + 1]))
         z = reference.zigzag(current[part], base[part])
-        tiles = [z[at : at + TILE_BYTES // 2] for at in range(0, z.size, TILE_BYTES // 2)]
+        tiles = [
+            z[offset : offset + TILE_BYTES // 2] for offset in range(0, z.size, TILE_BYTES // 2)
+        ]
         gaps = [
             reference.gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles
         ]
         wide = reference.wide_words(z)
         positions = method in (SPARSE, BITMAP)
-        made: dict[str, U8] = {}
+        chunk_streams: dict[str, U8] = {}
         if positions:
-            made = {
+            chunk_streams = {
                 "tiles": reference.tiles_table(tiles, gaps),
                 "values": reference.values_code(z),
                 "wide": wide.view(np.uint8),
             }
-            made |= (
+            chunk_streams |= (
                 {"gaps": np.concatenate(gaps)}
                 if method == SPARSE
                 else {"bitmap": reference.bitmap_code(z)}
             )
         elif method == DIFF:
-            made = {f"diff{k}": plane for k, plane in enumerate(reference.byte_planes(z))}
+            chunk_streams = {f"diff{k}": plane for k, plane in enumerate(reference.byte_planes(z))}
         elif method == PLANES:
-            made = {
+            chunk_streams = {
                 f"plane{k}": plane
                 for k, plane in enumerate(
                     reference.byte_planes(reference.rotate_left(current[part]))
                 )
             }
         else:
-            made = {"raw": current[part].view(np.uint8)}
+            chunk_streams = {"raw": current[part].view(np.uint8)}
         rows.append(
             (
                 chunk,
@@ -484,7 +522,7 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
                 wide.size if positions else 0,
             )
         )
-        for name, content in made.items():
+        for name, content in chunk_streams.items():
             streams[name].append(content)
     return Encoded(
         np.array(rows, np.uint32),
@@ -500,14 +538,34 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec[Any]:
+        """Return the codec to test. A subclass must override this fixture.
+
+        Returns:
+            The codec.
+        """
         raise NotImplementedError("give the suite a `codec` fixture")
 
     def held(self, data: U8) -> Any:
-        """Return a new array of the codec's own kind with these bytes."""
+        """Return a new array of the codec's own kind with these bytes.
+
+        Args:
+            data: The bytes, uint8, 1-D.
+
+        Returns:
+            The array. By default it is a NumPy array.
+        """
         return data.copy()
 
     def encoded(self, codec: Codec[Any], case: Case) -> tuple[Encoded, Any]:
-        """Return the encoding of a case and the new base, in memory of the codec's kind."""
+        """Return the encoding of a case and the new base, in memory of the codec's kind.
+
+        Args:
+            codec: The codec to test.
+            case: The run of chunks to encode.
+
+        Returns:
+            The encoding, and the new base; ``None`` for a case without a base.
+        """
         base = None if case.base is None else self.held(case.base)
         return codec.encode(self.held(case.current), base, case.bounds, case.word_bytes)
 
@@ -560,16 +618,16 @@ class CodecContract:
     def test_a_chunk_never_takes_more_than_its_own_bytes(self, codec: Codec[Any]) -> None:
         for case in CASES:
             encoded, _ = self.encoded(codec, case)
-            stored = np.diff(case.bounds)[encoded.rows[:, CHUNK]]
+            stored_words = np.diff(case.bounds)[encoded.rows[:, CHUNK]]
             assert (
                 sum(stream.size for stream in encoded.streams.values())
-                <= int(stored.sum()) * case.word_bytes
+                <= int(stored_words.sum()) * case.word_bytes
             )
 
     def test_chunks_are_encoded_alone(self, codec: Codec[Any]) -> None:
         base = words(9000, 4)
         current = moved(base, 0.05, 300)
-        apart, whole = (
+        bounds, single_call = (
             _bounds(0, 4000, 9000),
             self.encoded(codec, _case("whole", current, base, _bounds(0, 4000, 9000), 4))[0],
         )
@@ -578,16 +636,18 @@ class CodecContract:
             case = _case("part", current[low:high], base[low:high], _bounds(0, high - low), 4)
             for name, content in self.encoded(codec, case)[0].streams.items():
                 streams.setdefault(name, []).append(content)
-        assert apart.size - 1 == whole.rows.shape[0]
+        assert bounds.size - 1 == single_call.rows.shape[0]
         assert same(
-            whole,
-            Encoded(whole.rows, {name: np.concatenate(parts) for name, parts in streams.items()}),
+            single_call,
+            Encoded(
+                single_call.rows, {name: np.concatenate(parts) for name, parts in streams.items()}
+            ),
         )
 
     def test_results_outlive_the_next_call(self, codec: Codec[Any]) -> None:
         case = next(c for c in CASES if str(c) == "some-changed-far-32-bit")
         first, _ = self.encoded(codec, case)
-        kept = Encoded(
+        snapshot = Encoded(
             first.rows.copy(), {name: content.copy() for name, content in first.streams.items()}
         )
         for _ in range(3):
@@ -595,7 +655,7 @@ class CodecContract:
                 codec,
                 _case("other", words(20_000, 4, 5), words(20_000, 4, 6), _bounds(0, 20_000), 4),
             )
-        assert same(first, kept)
+        assert same(first, snapshot)
 
     # --- bases ------------------------------------------------------------------------------------
 
@@ -657,15 +717,15 @@ class CodecContract:
     def test_damage_is_refused_before_its_chunk_is_written(
         self, codec: Codec[Any], damage: Damage
     ) -> None:
-        room = np.full(damage.base.size + 256, 0xA5, np.uint8)
-        inside = room[128:-128]
-        inside[:] = damage.base
+        guarded = np.full(damage.base.size + 256, 0xA5, np.uint8)
+        target = guarded[128:-128]
+        target[:] = damage.base
         with pytest.raises(DamagedStream) as refusal:
-            codec.apply(damage.encoded, inside, damage.bounds, damage.word_bytes)
+            codec.apply(damage.encoded, target, damage.bounds, damage.word_bytes)
         assert damage.says in str(refusal.value)
-        assert (room[:128] == 0xA5).all()
-        assert (room[-128:] == 0xA5).all()
+        assert (guarded[:128] == 0xA5).all()
+        assert (guarded[-128:] == 0xA5).all()
         last = (
             int(damage.bounds[-2]) * damage.word_bytes
         )  # the last chunk is the damaged one, or comes after it
-        assert np.array_equal(inside[last:], damage.base[last:])
+        assert np.array_equal(target[last:], damage.base[last:])

@@ -32,7 +32,15 @@ MOST = 1 << 20
 
 
 def made(folder: Place, *names: str) -> Place:
-    """Create a directory below ``folder``."""
+    """Create a directory below ``folder``.
+
+    Args:
+        folder: The directory or prefix.
+        *names: The names of the directories below it, the outermost first.
+
+    Returns:
+        The innermost directory.
+    """
     for name in names:
         folder = folder / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +48,15 @@ def made(folder: Place, *names: str) -> Place:
 
 
 def at_once(work: Callable[[int], object], count: int = WRITERS) -> list[object]:
-    """Call ``work(0)``, ``work(1)``, ... in threads at the same moment; return the results."""
+    """Call ``work(0)``, ``work(1)``, ... in threads at the same moment; return the results.
+
+    Args:
+        work: The function, which gets the number of its thread.
+        count: The number of threads.
+
+    Returns:
+        The results, in the order of the numbers.
+    """
     start = threading.Barrier(count)
 
     def wait(number: int) -> object:
@@ -91,21 +107,21 @@ class PlaceContract:
     def test_a_reader_never_sees_half_a_file(self, folder: Place) -> None:
         contents = [bytes([number]) * 200_000 for number in range(4)]
         arrays.replace_file(folder, "a", contents[0])
-        done = threading.Event()
-        seen: list[bytes] = []
+        stop_event = threading.Event()
+        contents_read: list[bytes] = []
 
         def read() -> None:
-            while not done.is_set():
-                seen.append((folder / "a").read_bytes())
+            while not stop_event.is_set():
+                contents_read.append((folder / "a").read_bytes())
 
         reader = threading.Thread(target=read)
         reader.start()
         for number in range(12):
             arrays.replace_file(folder, "a", contents[number % 4])
-        done.set()
+        stop_event.set()
         reader.join()
-        assert seen
-        assert set(seen) <= set(contents)
+        assert contents_read
+        assert set(contents_read) <= set(contents)
 
     def test_a_deleted_file_is_gone_and_can_be_created_anew(self, folder: Place) -> None:
         arrays.replace_file(folder, "a", b"old")
@@ -119,8 +135,8 @@ class PlaceContract:
         assert storage.subdirectories(folder / "none") == []
         for name in ("b", "a", "a.b", "s0000000001-abcdef01"):
             arrays.replace_file(made(folder, "under", name), "zarr.json", b"{}")
-        found = storage.subdirectories(folder / "under")
-        assert found == sorted(
+        directories = storage.subdirectories(folder / "under")
+        assert directories == sorted(
             folder / "under" / name for name in ("b", "a", "a.b", "s0000000001-abcdef01")
         )
         assert (folder / "under").is_dir()
@@ -130,7 +146,10 @@ class PlaceContract:
         for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
             arrays.replace_file(made(folder, "under", *names), "x", b"1")
         storage.remove_tree(folder / "under" / "a")
-        assert [found.name for found in storage.subdirectories(folder / "under")] == ["a.b", "ab"]
+        assert [directory.name for directory in storage.subdirectories(folder / "under")] == [
+            "a.b",
+            "ab",
+        ]
         assert (folder / "under" / "ab" / "x").read_bytes() == b"1"
         storage.remove_tree(folder / "under" / "a", ignore_errors=True)
 
@@ -145,16 +164,16 @@ class PlaceContract:
         assert [(folder / name / "zarr.json").read_bytes() for name in names] == [
             b"%d" % n for n in range(len(names))
         ]
-        assert {found.name for found in storage.subdirectories(folder)} == set(names)
+        assert {directory.name for directory in storage.subdirectories(folder)} == set(names)
 
     def test_an_array_is_read_as_it_was_written(self, folder: Place) -> None:
         values = np.arange(5000, dtype=np.float32).reshape(50, 100)
         spec = ArraySpec.natural((50, 100), "float32", (16, 100), {})
-        where = arrays.context(parent=storage.context(folder))
-        arrays.write(folder / "array", spec, values, where).result(timeout=60)
-        assert np.array_equal(ReadableArray(folder / "array", spec, where).read(), values)
+        context = arrays.context(parent=storage.context(folder))
+        arrays.write(folder / "array", spec, values, context).result(timeout=60)
+        assert np.array_equal(ReadableArray(folder / "array", spec, context).read(), values)
         out = np.zeros((10, 100), np.float32)
-        ReadableArray(folder / "array", spec, where).start_into(
+        ReadableArray(folder / "array", spec, context).start_into(
             out, [slice(20, 30), slice(0, 100)]
         ).result()
         assert np.array_equal(out, values[20:30])
@@ -162,34 +181,34 @@ class PlaceContract:
     def test_a_stream_is_read_as_it_was_written(self, folder: Place) -> None:
         pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
         spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
-        where = arrays.context(parent=storage.context(folder))
-        writer = StreamWriter(where, local=storage.storage_of(folder).has_files)
+        context = arrays.context(parent=storage.context(folder))
+        writer = StreamWriter(context, local=storage.storage_of(folder).has_files)
         writer.write(folder / "stream", spec, pieces).result(timeout=60)
         writer.close()
         assert np.array_equal(
-            ReadableArray(folder / "stream", spec, where).read(), np.concatenate(pieces)
+            ReadableArray(folder / "stream", spec, context).read(), np.concatenate(pieces)
         )
 
     def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
         values = np.arange(100, dtype=np.uint8)
         spec = ArraySpec.flat(100, "uint8", "store", {})
-        where = arrays.context(parent=storage.context(folder))
-        arrays.write(folder / "array", spec, values, where).result(timeout=60)
+        context = arrays.context(parent=storage.context(folder))
+        arrays.write(folder / "array", spec, values, context).result(timeout=60)
         (folder / "array" / "c.0").unlink()
         with pytest.raises(ChainBroken):
-            ReadableArray(folder / "array", spec, where).read()
+            ReadableArray(folder / "array", spec, context).read()
 
     def test_damaged_data_is_an_error(self, folder: Place) -> None:
         spec = ArraySpec.flat(100, "uint8", "store", {})
-        where = arrays.context(parent=storage.context(folder))
-        arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), where).result(
+        context = arrays.context(parent=storage.context(folder))
+        arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), context).result(
             timeout=60
         )
         content = bytearray((folder / "array" / "c.0").read_bytes())
         content[50] ^= 1
         arrays.replace_file(folder / "array", "c.0", bytes(content))
         with pytest.raises(Damaged):
-            ReadableArray(folder / "array", spec, where).read()
+            ReadableArray(folder / "array", spec, context).read()
 
     def test_a_store_is_made_once_and_then_found(self, folder: Place) -> None:
         Store.create(folder).close()
@@ -208,14 +227,14 @@ class PlaceContract:
 
     def test_of_many_that_want_the_lease_one_gets_it(self, folder: Place) -> None:
         Store.create(folder).close()
-        held: list[Lease] = []
+        leases: list[Lease] = []
 
         def take(number: int) -> bool:
             try:
-                held.append(take_lease(folder))
+                leases.append(take_lease(folder))
             except RootBusy:
                 return False
             return True
 
         assert at_once(take, 4).count(True) == 1
-        held[0].release()
+        leases[0].release()

@@ -10,7 +10,13 @@ from deltacheck.save.channel import Channel, Ranks
 
 
 class Threads:
-    """Channels between threads of one process that stand for ranks."""
+    """Channels between threads of one process that stand for ranks.
+
+    Args:
+        size: The number of ranks.
+        timeout_seconds: The longest wait for a rank that is absent; a call then raises
+            ``RankFailed``. Longer: slow machines pass; shorter: a lost rank is noticed sooner.
+    """
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         self._size = size
@@ -19,8 +25,8 @@ class Threads:
     def ranks(self) -> list[Ranks]:
         """Return one ``Ranks`` for each thread, in order.
 
-        Args:
-            timeout_seconds: Calls raise ``RankFailed`` if a rank is absent for this time.
+        Returns:
+            The channels of each rank. Every call makes new ones, which share nothing with others.
         """
         begins, ends = self._channels(), self._channels()
         return [Ranks(begin, end) for begin, end in zip(begins, ends, strict=True)]

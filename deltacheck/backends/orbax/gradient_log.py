@@ -329,9 +329,9 @@ def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
     """Return ``copies`` as the inputs of update ``number`` since the base."""
     specs = {}
     for name, value in copies.items():
-        described = leaves.describe(value)
-        assert described is not None
-        specs[name] = LeafSpec.of(replay.input_path(number, name), described.shape, described.dtype)
+        leaf = leaves.describe(value)
+        assert leaf is not None
+        specs[name] = LeafSpec.of(replay.input_path(number, name), leaf.shape, leaf.dtype)
     return Update(specs, copies, skeleton)
 
 

@@ -104,16 +104,16 @@ class LeafCodec:
         gathered. A leaf that XLA does not support is encoded in host memory.
         """
         parts: list[_Part] = []
-        others: list[int] = []
+        host_jobs: list[int] = []
         for number, job in enumerate(jobs):
-            own = self._parts(number, job)
-            parts += own
-            if not own:
-                others.append(number)
+            leaf_parts = self._parts(number, job)
+            parts += leaf_parts
+            if not leaf_parts:
+                host_jobs.append(number)
         # A stable sort: the devices one after the other, each with its leaves in order.
         parts.sort(key=lambda part: part.job.current.device.id)
         yield from self._by_xla(jobs, parts, make_room)
-        for number in others:
+        for number in host_jobs:
             current, base, bounds, word_bytes = jobs[number]
             make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes)
@@ -131,8 +131,10 @@ class LeafCodec:
         if not self._for_xla(leaf):
             return []
         if leaf.is_fully_replicated:
-            whole = leaf.addressable_shards[0].data
-            return [_Part(number, 0, job._replace(current=whole, base=_beside(whole, job.base)))]
+            replica = leaf.addressable_shards[0].data
+            return [
+                _Part(number, 0, job._replace(current=replica, base=_beside(replica, job.base)))
+            ]
         cut = chunks_of_shards(leaf, job.bounds, job.word_bytes)
         if cut is None:
             return []
@@ -140,8 +142,13 @@ class LeafCodec:
         parts = []
         for shard, first, chunks in cut:
             bounds = job.bounds[first : first + chunks + 1] - job.bounds[first]
-            current, own = leaf.addressable_shards[shard].data, base.addressable_shards[shard].data
-            parts.append(_Part(number, first, GroupJob(current, own, bounds, job.word_bytes)))
+            current, base_shard = (
+                leaf.addressable_shards[shard].data,
+                base.addressable_shards[shard].data,
+            )
+            parts.append(
+                _Part(number, first, GroupJob(current, base_shard, bounds, job.word_bytes))
+            )
         return parts
 
     def _by_xla(
@@ -151,16 +158,16 @@ class LeafCodec:
             return
         missing = Counter(part.leaf for part in parts)
         bases: dict[int, list[jax.Array]] = {}
-        for made in self._xla.encode_group([part.job for part in parts], make_room, lambda: None):
-            spans, whole = [], {}
-            for span in made.spans:
+        for group in self._xla.encode_group([part.job for part in parts], make_room, lambda: None):
+            spans, new_bases = [], {}
+            for span in group.spans:
                 part = parts[span.job]
                 spans.append(GroupSpan(part.leaf, part.first_chunk + span.first_chunk, span.chunks))
-                bases.setdefault(part.leaf, []).append(made.bases[span.job])
+                bases.setdefault(part.leaf, []).append(group.bases[span.job])
                 missing[part.leaf] -= 1
                 if missing[part.leaf] == 0:
-                    whole[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
-            yield EncodedGroup(spans, made.encoded, whole, made.digests)
+                    new_bases[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
+            yield EncodedGroup(spans, group.encoded, new_bases, group.digests)
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """Apply in host memory, as the protocol defines it."""

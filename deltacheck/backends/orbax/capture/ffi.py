@@ -91,10 +91,10 @@ class FfiCodec:
                 bounds, _checked_device_array("current", current), word_bytes
             )
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
-        [made] = self.encode_group(
+        [group] = self.encode_group(
             [GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None
         )
-        return made.encoded, made.bases[0]
+        return group.encoded, group.bases[0]
 
     def takes(self, device: jax.Device) -> bool:
         """Return ``True`` if arrays on this device can be encoded there."""
@@ -119,16 +119,16 @@ class FfiCodec:
                 and jobs[stop].current.sharding.device_set
                 == jobs[first].current.sharding.device_set
             ):
-                more = _checked_job(jobs[stop])
-                if total == 0 or more == 0 or total + more > self.window_bytes:
+                job_bytes = _checked_job(jobs[stop])
+                if total == 0 or job_bytes == 0 or total + job_bytes > self.window_bytes:
                     break
-                total, stop = total + more, stop + 1
+                total, stop = total + job_bytes, stop + 1
             make_room(total)
-            made = _encoded(first, jobs[first:stop], total)
+            group = _encoded(first, jobs[first:stop], total)
             first = stop
             if first == len(jobs):
                 all_read()
-            yield made
+            yield group
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """Apply in host memory, as the protocol defines it; ``decode`` does it on the device."""
@@ -219,13 +219,13 @@ def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -
     if bounds is None:
         bounds = np.array([0, total // word_bytes], np.uint64)
     bounds = memory.checked_bounds(bounds, total, word_bytes)
-    on = {
+    programs = {
         platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64))
         for platform in _registered()
     }
-    if not on:
+    if not programs:
         _require_handlers("cpu")
-    counts, numbers = jax.lax.platform_dependent(current, base, **on)
+    counts, numbers = jax.lax.platform_dependent(current, base, **programs)
     return Statistics(*counts.T, *numbers.T)
 
 
@@ -238,17 +238,19 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     word_bytes = tuple(job.word_bytes for job in jobs)
     spans = [GroupSpan(first + number, 0, job.bounds.size - 1) for number, job in enumerate(jobs)]
     if total == 0:
-        nothing = Encoded(np.empty((0, ROW_WIDTH), np.uint32), {})
+        empty = Encoded(np.empty((0, ROW_WIDTH), np.uint32), {})
         return EncodedGroup(
             spans,
-            nothing,
+            empty,
             {span.job: job.base for span, job in zip(spans, jobs, strict=True)},
             None,
         )
     platform = _platform_of(jobs[0].current)
     _require_handlers(platform)
     currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
-    new_bases, (rows, head, payload, *more) = _encode(currents, bases, bounds, word_bytes, platform)
+    new_bases, (rows, head, payload, *digest_words) = _encode(
+        currents, bases, bounds, word_bytes, platform
+    )
     entries = np.asarray(head).reshape(-1).view(np.uint64)
     count, overflow, sizes = int(entries[0]), bool(entries[1]), entries[2:]
     if overflow:
@@ -258,7 +260,7 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
         )
     streams = _streams(_fetched(payload, int(sizes.sum())), sizes)
     # The device writes (high, low) pairs of 64 bits; JAX may be limited to 32 bits.
-    digests = np.asarray(more[0])[:count].copy().view(np.uint64) if more else None
+    digests = np.asarray(digest_words[0])[:count].copy().view(np.uint64) if digest_words else None
     bases_by_job = {span.job: base for span, base in zip(spans, new_bases, strict=True)}
     return EncodedGroup(
         spans, Encoded(np.asarray(rows)[:count].copy(), streams), bases_by_job, digests
@@ -293,7 +295,7 @@ def _encode(
         results,
         input_output_aliases={len(currents) + i: i for i in range(len(bases))},
     )
-    made = call(
+    outputs = call(
         *currents,
         *bases,
         word_bytes=np.array(word_bytes, np.int64),
@@ -301,8 +303,8 @@ def _encode(
         bounds=np.concatenate(edges).astype(np.int64),
     )
     if platform == "CUDA":
-        made = made[:-1]  # the workspace
-    return tuple(made[: len(bases)]), tuple(made[len(bases) :])
+        outputs = outputs[:-1]  # the workspace
+    return tuple(outputs[: len(bases)]), tuple(outputs[len(bases) :])
 
 
 @partial(jax.jit, static_argnames="size")
@@ -499,11 +501,11 @@ def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
     payload = np.zeros(
         max(_LEAST_PAYLOAD_BYTES, 1 << (total - 1).bit_length() if total else 0), np.uint8
     )
-    at = 0
+    offset = 0
     for name, size in zip(STREAMS, sizes, strict=True):
         if size:
-            payload[at : at + size] = encoded.streams[name]
-            at += size
+            payload[offset : offset + size] = encoded.streams[name]
+            offset += size
     return payload
 
 

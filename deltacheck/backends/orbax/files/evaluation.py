@@ -55,9 +55,9 @@ class Saver:
 
     def save(self, step: int, state: object, metrics: Mapping[str, float]) -> None:
         """Begin to save. ``finish`` must have been called for the save before."""
-        before, began = bytes_on_disk(self._root), time.perf_counter()
+        bytes_before, start_time = bytes_on_disk(self._root), time.perf_counter()
         self._manager.save(step, args=DeltaSaveArgs(state, metrics=metrics))
-        self._running = _Watched(self._manager, step, before, began)
+        self._running = _Watched(self._manager, step, bytes_before, start_time)
 
     def finish(self) -> tuple[int, float, float, int] | None:
         """Wait for the running save and return its figures.
@@ -65,16 +65,21 @@ class Saver:
         They are those of ``deltacheck.backends.torch.files.evaluation``. The manager has no record
         of when a save became durable, so a thread waits for it.
         """
-        watched, self._running = self._running, None
-        if watched is None:
+        running_save, self._running = self._running, None
+        if running_save is None:
             return None
-        began = time.perf_counter()
-        watched.join()
-        waited = time.perf_counter() - began
-        if watched.error is not None:
-            raise watched.error
-        stored = bytes_on_disk(self._root) - watched.bytes_before
-        return watched.step, watched.called_seconds + waited, watched.durable_seconds, stored
+        start_time = time.perf_counter()
+        running_save.join()
+        wait_seconds = time.perf_counter() - start_time
+        if running_save.error is not None:
+            raise running_save.error
+        stored_bytes = bytes_on_disk(self._root) - running_save.bytes_before
+        return (
+            running_save.step,
+            running_save.called_seconds + wait_seconds,
+            running_save.durable_seconds,
+            stored_bytes,
+        )
 
     def restore(self, like: object) -> tuple[int, Any]:
         """Return the newest step and its state, in the types of ``like``."""

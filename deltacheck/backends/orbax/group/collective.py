@@ -91,9 +91,9 @@ class RankGroup(Group):
         Raises:
             RankFailed: A process failed, or the processes disagree.
         """
-        begun = self.joint.begin(step, seq, pieces.held(flat), flat.skeleton, busy=False)
-        assert begun is not None  # no process is busy: Orbax has waited for the save before
-        return begun
+        assignment = self.joint.begin(step, seq, pieces.held(flat), flat.skeleton, busy=False)
+        assert assignment is not None  # no process is busy: Orbax has waited for the save before
+        return assignment
 
 
 def names_of(begun: AgreedSave) -> list[str]:

@@ -120,9 +120,9 @@ class StoreChannel:
         return f"{self._prefix}/{self._number}/{direction}/{rank}"
 
     def _put(self, direction: str, rank: int, payload: bytes) -> None:
-        parts = [payload[at : at + _PART_BYTES] for at in range(0, len(payload), _PART_BYTES)] or [
-            b""
-        ]
+        parts = [
+            payload[offset : offset + _PART_BYTES] for offset in range(0, len(payload), _PART_BYTES)
+        ] or [b""]
         key = self._key(direction, rank)
         for number in range(len(parts) - 1, 0, -1):
             self._store.key_value_set_bytes(f"{key}/{number}", parts[number])
@@ -142,16 +142,16 @@ class StoreChannel:
 
     def _await(self, key: str, deadline: Deadline) -> bytes:
         while True:
-            left = deadline.left
-            assert left is not None
+            remaining_seconds = deadline.left
+            assert remaining_seconds is not None
             try:
                 content: bytes = self._store.blocking_key_value_get_bytes(
-                    key, max(1, int(1000 * min(left, _SLICE_SECONDS)))
+                    key, max(1, int(1000 * min(remaining_seconds, _SLICE_SECONDS)))
                 )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-                if left <= _SLICE_SECONDS:
+                if remaining_seconds <= _SLICE_SECONDS:
                     raise TimeoutError(f"nothing came within {self._timeout_seconds:g} s") from None
             else:
                 return content

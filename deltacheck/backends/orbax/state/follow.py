@@ -68,16 +68,16 @@ def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
         assert change.positions is not None
         values = change.values.view(np.dtype(bits))
         return _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
-    whole = (
+    host_leaf = (
         np.ascontiguousarray(leaves.bytes_of(leaf))
         .copy()
         .view(spec.element.numpy)
         .reshape(spec.shape)
     )
-    change.apply(whole)
+    change.apply(host_leaf)
     if leaves.is_key(leaf.dtype):
-        return leaves.key_of(jnp.asarray(whole), tag, leaf.sharding)
-    return leaves.on_devices({spec.path: whole}, {spec.path: leaf.sharding})[spec.path]
+        return leaves.key_of(jnp.asarray(host_leaf), tag, leaf.sharding)
+    return leaves.on_devices({spec.path: host_leaf}, {spec.path: leaf.sharding})[spec.path]
 
 
 def _scatter(leaf: jax.Array, positions: Any, values: Any, bits: Any, sharding: Any) -> jax.Array:

@@ -60,8 +60,8 @@ def describe_target(value: object) -> ArrayLeaf | None:
     """
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return _described(value, None)
-    described = describe_numpy(value)
-    return None if described is None else described._replace(identity=None)
+    leaf = describe_numpy(value)
+    return None if leaf is None else leaf._replace(identity=None)
 
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:
@@ -168,11 +168,11 @@ def _whole(value: jax.Array) -> NDArray[Any]:
     if value.is_fully_replicated:
         return np.asarray(shards[0].data)
     # Not np.asarray(value), because it caches a copy of the whole leaf as long as the array exists.
-    whole = np.empty(value.shape, value.dtype)
+    gathered = np.empty(value.shape, value.dtype)
     for shard in shards:
         if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
-    return whole
+            gathered[shard.index] = np.asarray(shard.data)
+    return gathered
 
 
 @contextlib.contextmanager
@@ -204,9 +204,9 @@ def on_devices(
     Raises:
         ValueError: A sharding does not fit the shape of a leaf; the message names it.
     """
-    placed = {path: _put(path, array, shardings[path]) for path, array in host.items()}
+    device_arrays = {path: _put(path, array, shardings[path]) for path, array in host.items()}
     groups: dict[Any, list[str]] = {}
-    for path, array in placed.items():
+    for path, array in device_arrays.items():
         groups.setdefault((frozenset(array.devices()), array.committed), []).append(path)
     for (devices, _), paths in groups.items():
         # On the processor, device_put may use the NumPy memory itself, even with may_alias=False
@@ -214,21 +214,23 @@ def on_devices(
         # memory. The output of a jitted function owns its buffer.
         if any(device.platform == "cpu" for device in devices):
             targets = tuple(shardings[path] for path in paths)
-            copies = jax.jit(_copies, out_shardings=targets)(tuple(placed[path] for path in paths))
-            placed |= dict(zip(paths, copies, strict=True))
-    for array in placed.values():
+            copies = jax.jit(_copies, out_shardings=targets)(
+                tuple(device_arrays[path] for path in paths)
+            )
+            device_arrays |= dict(zip(paths, copies, strict=True))
+    for array in device_arrays.values():
         array.block_until_ready()  # the caller may change the host memory after this
-    return {path: placed[path] for path in host}
+    return {path: device_arrays[path] for path in host}
 
 
 def _put(path: str, array: NDArray[Any], sharding: Sharding | None) -> jax.Array:
     try:
-        placed: jax.Array = jax.device_put(array, sharding)
+        device_array: jax.Array = jax.device_put(array, sharding)
     except ValueError as error:
         raise ValueError(
             f"leaf {path!r} of shape {array.shape} cannot be placed as {sharding}: {error}"
         ) from error
-    return placed
+    return device_array
 
 
 def _copies(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -183,33 +183,33 @@ def _restore_tree(
     max_bytes: int | None,
     read: Read | None,
 ) -> Restored:
-    stored = places_of(manifest.tree)
-    placements = _shardings_by_path(shardings, stored, manifest.step)
+    places = places_of(manifest.tree)
+    placements = _shardings_by_path(shardings, places, manifest.step)
     if paths is not None:
         if target is not None:
             raise ValueError("name leaves or give a target, not both")
         paths = list(dict.fromkeys(paths))
-        stored |= {
+        places |= {
             path: (path, None)
             for path in (manifest.replay.inputs if manifest.replay is not None else ())
         }
-        unknown = [path for path in paths if path not in stored]
+        unknown = [path for path in paths if path not in places]
         if unknown:
             resolve_leaves(root, manifest, unknown)  # raises, naming what is near
-        selected = {path: _as_saved(path, stored[path], manifest, placements) for path in paths}
+        selected = {path: _as_saved(path, places[path], manifest, placements) for path in paths}
         return Restored(_read_arrays(root, manifest, selected, False, max_bytes)[0], {}, {})
     if target is None:
         requests = {
-            path: _as_saved(path, place, manifest, placements) for path, place in stored.items()
+            path: _as_saved(path, place, manifest, placements) for path, place in places.items()
         }
     else:
         requested, target = (
             target,
             leaves.map_leaves(
-                lambda path, leaf: _in_saved_form(path, leaf, stored, manifest), target
+                lambda path, leaf: _in_saved_form(path, leaf, places, manifest), target
             ),
         )
-        requests = _as_targeted(target, stored, manifest, placements)
+        requests = _as_targeted(target, places, manifest, placements)
     arrays, read = (
         (make(requests, read.loaded), read)
         if read is not None
@@ -268,10 +268,12 @@ def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict
     boxes: dict[tuple[str, jax.Device], Request] = {}
     for path, array in requests.items():
         assert array.sharding is not None
-        stored = reader.manifest.spec(array.owner).shape
-        shape = stored[:-1] if leaves.is_key_tag(array.tag) else stored
+        stored_shape = reader.manifest.spec(array.owner).shape
+        shape = stored_shape[:-1] if leaves.is_key_tag(array.tag) else stored_shape
         shapes[path], shardings[path] = shape, array.sharding
-        for device, box in pieces.boxes_of(array.sharding, shape, stored[len(shape) :]).items():
+        for device, box in pieces.boxes_of(
+            array.sharding, shape, stored_shape[len(shape) :]
+        ).items():
             boxes[path, device] = Request(array.owner, box)
     parts: dict[str, dict[jax.Device, NDArray[Any]]] = {path: {} for path in requests}
 
@@ -343,14 +345,18 @@ def _as_targeted(
     _match_numbers(flat.skeleton, flat.leaves, manifest)
     stored_path = match_targets(manifest, flat)
     requests = {}
-    for path, described in flat.leaves.items():
+    for path, target_leaf in flat.leaves.items():
         saved = stored[path][1]
-        if saved != described.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(described.tag):
+        if (
+            saved != target_leaf.tag
+            and leaves.is_key_tag(saved)
+            and leaves.is_key_tag(target_leaf.tag)
+        ):
             raise TreeMismatch(
-                f"leaf {path!r} is a {saved} in step {manifest.step}, a {described.tag} in the"
+                f"leaf {path!r} is a {saved} in step {manifest.step}, a {target_leaf.tag} in the"
                 " target"
             )
-        tag = described.tag if leaves.jax_has(described.dtype) else NUMPY_ARRAY
+        tag = target_leaf.tag if leaves.jax_has(target_leaf.dtype) else NUMPY_ARRAY
         requests[path] = ArrayRequest(
             stored_path[path], tag, placements.get(path) or sharding_of(flat.arrays[path])
         )
@@ -414,15 +420,15 @@ def _fits(number: object, dtype: Any) -> bool:
 
 def _number_as(leaf: Any, number: object) -> Any:
     """Return a restored number in the form that the target asks for."""
-    described = leaves.describe_target(leaf)
-    if described is None:
+    target_leaf = leaves.describe_target(leaf)
+    if target_leaf is None:
         return number
     array = np.asarray(number, leaf.dtype)
-    if described.tag in _NUMPY:
-        return array[()] if described.tag == NUMPY_SCALAR else array
-    placed = sharding_of(leaf)
-    if placed is not None and pieces.spans_processes(placed):
-        return pieces.spread(array, placed)
+    if target_leaf.tag in _NUMPY:
+        return array[()] if target_leaf.tag == NUMPY_SCALAR else array
+    sharding = sharding_of(leaf)
+    if sharding is not None and pieces.spans_processes(sharding):
+        return pieces.spread(array, sharding)
     return leaves.on_devices({"": array}, {"": sharding_of(leaf)})[""]
 
 

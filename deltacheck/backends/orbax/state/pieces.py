@@ -31,14 +31,14 @@ def describe(value: object) -> ArrayLeaf | None:
     Raises:
         UnsupportedLeaf: The array belongs to this process alone, so the others do not know it.
     """
-    described = leaves.describe(value, of_all=True)
+    leaf = leaves.describe(value, of_all=True)
     if isinstance(value, jax.Array) and value.is_fully_addressable:
         raise UnsupportedLeaf(
             f"it is an array of process {jax.process_index()} alone ({value.sharding}), in a run of"
             f" {jax.process_count()}; make it one of all, for example with jax.device_put(x,"
             " NamedSharding(mesh, PartitionSpec()))"
         )
-    return described
+    return leaf
 
 
 def pieces(value: object, shape: tuple[int, ...]) -> list[Piece]:
@@ -164,10 +164,10 @@ def assembled(
             name = f"{path}\0{device.id}"
             host[name] = values
             placements[name] = SingleDeviceSharding(device, memory_kind=shardings[path].memory_kind)
-    placed = leaves.on_devices(host, placements)
+    device_arrays = leaves.on_devices(host, placements)
     result: dict[str, jax.Array] = {}
     for path, by_device in parts.items():
-        arrays = [placed[f"{path}\0{device.id}"] for device in by_device]
+        arrays = [device_arrays[f"{path}\0{device.id}"] for device in by_device]
         if leaves.is_key_tag(tags.get(path)):
             arrays = [leaves.key_of(array, tags[path], None) for array in arrays]
         # JAX needs the dtype if no device of this process has a part.

@@ -33,10 +33,8 @@ def name_of(update: Update) -> str:
 
     It appears in errors, because other code is the first reason to suspect for other bits.
     """
-    named = update if hasattr(update, "__qualname__") else type(update)
-    return (
-        f"{named.__module__}.{named.__qualname__} (jax {jax.__version__}, {jax.default_backend()})"
-    )
+    code = update if hasattr(update, "__qualname__") else type(update)
+    return f"{code.__module__}.{code.__qualname__} (jax {jax.__version__}, {jax.default_backend()})"
 
 
 class Replica:
@@ -72,8 +70,8 @@ def owned(memory: Any) -> Any:
     """Return a copy of a memory, made in the same way as at a restore."""
     with leaves.own_rules():
         flat = tree.flatten(memory, leaves.describe, leaves.expand)
-        stored = {path: as_loaded(value) for path, value in flat.arrays.items()}
-        return _memory(flat.skeleton, {path: path for path in stored}, stored, memory)
+        loaded = {path: as_loaded(value) for path, value in flat.arrays.items()}
+        return _memory(flat.skeleton, {path: path for path in loaded}, loaded, memory)
 
 
 def replayed(
@@ -132,9 +130,9 @@ def as_loaded(value: Any) -> Loaded:
     """Return an array as a restore would have read it."""
     if isinstance(value, Loaded):
         return value
-    described = leaves.describe(value)
-    assert described is not None
-    spec = LeafSpec.of("", described.shape, described.dtype)
+    leaf = leaves.describe(value)
+    assert leaf is not None
+    spec = LeafSpec.of("", leaf.shape, leaf.dtype)
     return Loaded(spec, list(range(spec.chunk_count)), leaves.bytes_of(value))
 
 
@@ -159,20 +157,23 @@ def _memory(
     present: dict[str, Any] = {}
     leaves.map_leaves(present.__setitem__, like)
     for path in sorted(present.keys() ^ (logged.keys() | numbers.keys())):
-        now, then = ("is", "is not") if path in present else ("is not", "is")
+        present_verb, logged_verb = ("is", "is not") if path in present else ("is not", "is")
         raise TreeMismatch(
-            f"leaf {path!r} {now} in what the update works on, and {then} in what was logged"
+            f"leaf {path!r} {present_verb} in what the update works on, and {logged_verb} in what was logged"
         )
     requests = {
         path: ArrayRequest(places[owner], tag, sharding_of(present[path]))
         for path, (owner, tag) in logged.items()
     }
     for path, request in requests.items():
-        described, spec = leaves.describe_target(present[path]), stored[request.owner].spec
-        if described is not None and (described.shape, described.dtype) != (spec.shape, spec.dtype):
+        target_leaf, spec = leaves.describe_target(present[path]), stored[request.owner].spec
+        if target_leaf is not None and (target_leaf.shape, target_leaf.dtype) != (
+            spec.shape,
+            spec.dtype,
+        ):
             raise TreeMismatch(
                 f"leaf {path!r} of what the update works on is"
-                f" {described.dtype}{list(described.shape)}, {spec.dtype}{list(spec.shape)} was"
+                f" {target_leaf.dtype}{list(target_leaf.shape)}, {spec.dtype}{list(spec.shape)} was"
                 " logged"
             )
     arrays = make(requests, stored)
@@ -198,5 +199,5 @@ def _inputs(skeleton: Node, stored: Mapping[str, Loaded]) -> tuple[Any, ...]:
 
 
 def _untied(value: object) -> ArrayLeaf | None:
-    described = leaves.describe(value)
-    return None if described is None else described._replace(identity=None)
+    leaf = leaves.describe(value)
+    return None if leaf is None else leaf._replace(identity=None)

@@ -45,22 +45,22 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                     for part, size in zip(shard.index, data.shape, strict=True)
                 ]
                 local = tuple(index - low for index, low in zip(indices, lows, strict=True))
-                inside = np.ones(elements.shape, np.bool_)
+                in_shard = np.ones(elements.shape, np.bool_)
                 for index, size in zip(local, shard.data.shape, strict=True):
-                    inside &= (index >= 0) & (index < size)
-                local = tuple(index[inside] for index in local)
+                    in_shard &= (index >= 0) & (index < size)
+                local = tuple(index[in_shard] for index in local)
                 if _on_host(shard):
-                    samples[path][inside] = np.asarray(shard.data)[local]
-                elif inside.any():
+                    samples[path][in_shard] = np.asarray(shard.data)[local]
+                elif in_shard.any():
                     name = f"{len(holes.setdefault(path, []))}:{path}"
-                    holes[path].append(inside)
+                    holes[path].append(in_shard)
                     remote.setdefault(shard.device, {})[name] = (shard.data, local)
             if not isinstance(data, jax.Array):
                 samples[path][...] = np.asarray(data)[indices]
         for requests in remote.values():
-            for name, picked in jax.device_get(_gather()(requests)).items():
+            for name, values in jax.device_get(_gather()(requests)).items():
                 number, _, path = name.partition(":")
-                samples[path][holes[path][int(number)]] = np.asarray(picked).reshape(-1)
+                samples[path][holes[path][int(number)]] = np.asarray(values).reshape(-1)
     return samples
 
 
@@ -118,15 +118,15 @@ def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[
     import orbax.checkpoint as ocp
 
     for step, place in steps(folder):
-        chosen = place / item_of(step, place, item)
+        item_path = place / item_of(step, place, item)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                metadata = checkpointer.metadata(chosen).item_metadata.tree
+                metadata = checkpointer.metadata(item_path).item_metadata.tree
                 as_numpy = jax.tree.map(
                     lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata
                 )
                 state = checkpointer.restore(
-                    chosen, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+                    item_path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
                 )
         except (ValueError, OSError, KeyError) as error:
             reason = str(error).partition("\n")[0]
