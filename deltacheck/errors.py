@@ -152,7 +152,7 @@ class BudgetExceeded(DeltacheckError, MemoryError):
 # --- corruption: bytes in storage differ from those that were saved -------------------------------
 
 
-# No base class from the built-in exceptions: code that retries on ``OSError`` must not retry this.
+# Not an ``OSError``: a handler that repeats failed I/O would meet the same bytes again.
 class Damaged(DeltacheckError):
     """Bytes in storage differ from those that were committed.
 
@@ -170,7 +170,7 @@ class Damaged(DeltacheckError):
 
     def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:
         super().__init__(message)
-        # Text, because an error may pass between processes, and a place may not.
+        # Callers pass paths, addresses in an object store and names; users get text in all cases.
         self.file = str(file)
         self.leaf = leaf
 

@@ -34,6 +34,7 @@ from deltacheck.store.root import Root
 
 log = logging.getLogger("deltacheck")
 
+# The value of ``_saving`` between saves. It refers to no learner, so that old arrays are freed.
 _NOTHING: tuple[Any, Flat] = None, Flat({"t": "none"}, {}, {})
 
 
@@ -116,8 +117,10 @@ class GradientLog:
             )
         begin = time.perf_counter()
         recorded = self._recorded(inputs)  # before the update, which may donate them
+        # Only the recording is a cost of the log. The update is the training's own time.
         self._seconds += time.perf_counter() - begin
         result = self._update(learner, *inputs)
+        # Recorded after the update: one that raises has returned no new learner.
         if recorded is not None:
             copies, skeleton = recorded
             self._book.record(lambda number: _numbered(number, copies, skeleton))
@@ -151,6 +154,8 @@ class GradientLog:
         Raises:
             UnsupportedLeaf, SaveFailed, StorageTimeout: As ``manager.save`` raises them.
         """
+        # The manager may skip the step and never call the handler. The handle of an earlier save
+        # must not be returned for this one.
         self._handle = None
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
         handle = self._handle
@@ -219,6 +224,8 @@ class GradientLog:
         if saver is not self._saver:
             self._book.forget()  # its base is a step of another root or item
             self._saver = saver
+        # Taken before the save begins: an accessor that raises then leaves no save waiting for
+        # Orbax.
         learner = self._learner(state)
         self._saving = learner, _flat(learner)
         return self._book.plan(flat, saver.standing(), lambda: self._saving[1])
@@ -236,6 +243,7 @@ class GradientLog:
             The seconds that the training has spent in recording since the save before.
         """
         self._handle = handle
+        # Cleared at once, because the learner of a finished save would keep its arrays alive.
         (learner, memory), self._saving = self._saving, _NOTHING
         self._book.saved(
             plan,
@@ -243,6 +251,7 @@ class GradientLog:
             standing,
             lambda: self._based(handle.step, learner, memory, flat, standing),
         )
+        # Handed over once: these seconds belong to the blocking time of this save only.
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -274,15 +283,19 @@ class GradientLog:
         )
 
     def _recorded(self, inputs: tuple[Any, ...]) -> tuple[dict[str, Any], Node] | None:
+        # The next save stores the state itself in any case. A copy would only take memory.
         if not self._book.listens:
             return None
         try:
             flat = _flat(inputs)
             _refuse_classes(flat.skeleton)
+        # The training must not stop for an input that cannot be stored.
         except UnsupportedLeaf as error:
             self._book.spoil(f"an input of the update cannot be kept: {error}")
             return None
         with leaves.own_rules():
+            # The update may donate its inputs, and a data loader may overwrite them, before the
+            # save reads them.
             return {path: _copy(value) for path, value in flat.arrays.items()}, flat.skeleton
 
     def _based(
@@ -302,6 +315,7 @@ class GradientLog:
             return None
         try:
             twin = replica.Replica(self._update, replica.owned(learner))
+        # The device may have no memory for a second learner. The log then stores states only.
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             log.warning(
                 "step %d: there is no replica to replay on, and the next save stores the state"
@@ -311,6 +325,7 @@ class GradientLog:
             )
             return None
         return Base(
+            # ``standing`` has the number of the next save. The base is the one before it.
             standing[1] - 1,
             step,
             replica.name_of(self._update),
@@ -331,6 +346,8 @@ def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
     for name, value in copies.items():
         leaf = leaves.describe(value)
         assert leaf is not None
+        # The number counts from the base, so an input keeps its path in all later saves. They refer
+        # to what is stored already, and do not store it again.
         specs[name] = LeafSpec.of(replay.input_path(number, name), leaf.shape, leaf.dtype)
     return Update(specs, copies, skeleton)
 
@@ -338,6 +355,7 @@ def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
 def _copy(value: Any) -> Any:
     """Return a copy that only the log donates or writes to. Of keys, copy their data."""
     if not isinstance(value, jax.Array):
+        # Not ``asarray``, which would share the memory of the training.
         return np.array(value)
     return (jax.random.key_data(value) if leaves.is_key(value.dtype) else value).copy()
 
@@ -362,6 +380,8 @@ def _refuse_classes(node: Any) -> None:
     for code by a name.
     """
     if isinstance(node, dict):
+        # This kind of node stands for named tuples, dataclasses and framework containers. Only the
+        # name of the class is stored.
         if node.get("t") == "fields":
             raise UnsupportedLeaf(
                 f"a restore could not build a {node['c']} again; give the update dicts, lists and"

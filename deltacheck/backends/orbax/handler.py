@@ -126,6 +126,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         try:
             return [self._begin(directory, args)]
         except BaseException:
+            # Orbax is creating the directories of this save on a thread. A retry must not meet it
+            # there.
             await_directories()
             raise
 
@@ -156,10 +158,14 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             DeltacheckError: The item cannot be restored; see ``DeltaRestoreArgs``.
         """
         args = args or DeltaRestoreArgs()
+        # A single process needs no coordination service.
         if jax.process_count() == 1:
             return self._restore(directory, args)[1]
+        # Imported here, because only runs of several processes use it.
         from deltacheck.backends.orbax.group.collective import restored_by_all
 
+        # Joined at the first restore, which all processes call together. Their keys in the service
+        # match only if each has joined equally often.
         if self._restoring is None:
             self._restoring = Joint(
                 join(f"{self._root or ''}:restore", self._options.io_timeout_seconds)
@@ -182,6 +188,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             log=args.log,
         )
         if (
+            # The next save can continue only from a whole step (otherwise there are no chains), and
+            # only in the same root: a segment must not depend on the segments of another root.
             restored.chains
             and not (self._read_only or self._closed)
             and root.path == self._root_of(place)
@@ -214,6 +222,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             directory: The item's directory.
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
+        # Only process 0 has a ``Writer``, and with it the lease that a deletion needs.
         if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
 
@@ -222,8 +231,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
         A second call does nothing.
         """
+        # Set first, so that a save that another thread begins meanwhile is refused.
         self._closed = True
         while self._items:
+            # Each item leaves the table before it is closed, so that a second call does not close
+            # it again.
             self._items.popitem()[1].close()
 
     @classmethod
@@ -253,13 +265,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
         item = self._item(place)
+        # The other processes already wait for this one. A leaf that is refused here must fail the
+        # save in all of them instead of letting them run into their timeout.
         with item.sharing_failure():
             flat = item.flatten(args.item)
+            # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
         return item.begin(place, args.item, flat, metrics, begin, args.log)
 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
+        # Made at the first call: only Orbax knows the names of the items.
         if key not in self._items:
             self._items[key] = Item(*key, self._options, lazy=self._is_lazy)
         return self._items[key]
@@ -278,6 +294,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
         A step of another manager is read from the store beside that step.
         """
+        # The step decides, not the manager: Orbax restores steps of other directories, too.
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
             root = open_root(path)
@@ -285,6 +302,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
                 return root, root.read(place.directory / "zarr.json")
             except Damaged as error:
                 message = f"step {place.step} of {path}: {error}. {way_out(whole_steps(root))}"
+                # The class is kept: callers distinguish ``ChainBroken`` from other damage.
                 raise type(error)(message, file=error.file) from error
         except FileNotFoundError:
             raise NotACheckpointRoot(

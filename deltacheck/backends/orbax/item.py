@@ -86,6 +86,8 @@ class Item:
         self._base: tuple[Restored, Manifest] | None = None
         self.writer: Writer | Guest | None = None
         self._group: RankGroup | None = None
+        # Registered before the first save: the segments of a restored step must already be safe
+        # from the collections of other items of this process.
         holders.add(self)
 
     @contextlib.contextmanager
@@ -100,6 +102,8 @@ class Item:
         if self._group is None:
             from deltacheck.backends.orbax.group.collective import RankGroup
 
+            # Every process constructs this in its first save of the item, so their keys in the
+            # service match.
             self._group = RankGroup(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
         with self._group.sharing_failure():
             yield
@@ -128,10 +132,14 @@ class Item:
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()
+            # Before the plan: a log plans on the last save only if that became a step.
             self._settle(saver)
+        # Read before the save: the saver may drop its chains on another thread as soon as it has
+        # begun.
         epoch = saver.standing()[0]
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
+        # All items of a root share one store, and no two segments may have the same number.
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
         with leaves.own_rules():
@@ -139,6 +147,7 @@ class Item:
             handle = saver.save(
                 step,
                 plan.rest.skeleton,
+                # By path, as in the torch backend: equal states then give equal segments in both.
                 {path: sources[path] for path in sorted(sources)},
                 gate.commit,
                 metrics=metrics,
@@ -148,6 +157,8 @@ class Item:
         try:
             self._last = Commit(handle, gate, place)
         except BaseException:
+            # Nothing would open the gate, and the committer thread would wait for its whole
+            # timeout.
             gate.abandon("Orbax could not wait for it")
             raise
         # With the epoch from before the save: if the save has failed since, it is no base.
@@ -174,31 +185,42 @@ class Item:
         """
         from deltacheck.backends.orbax.group.collective import names_of
 
+        # The calls on ``group`` below are exchanges. Each process must make all of them in this
+        # order, or report a failure in the place of one.
         with leaves.own_rules():
             with group.sharing_failure():
                 if log is not None or not self._options.policy.is_exact:
                     raise ValueError(
                         "several processes save with an exact policy and without a gradient log"
                     )
+                # Without a saver there was no save before that could be lost.
                 is_committed = self._saver is None or self._last_step_exists()
                 if self._saver is not None:
                     self._saver.raise_unseen()
+            # Used up even if another process has restored something else: after this save, the
+            # restored step is behind the newest one.
             base, self._base = self._base, None
             opened = group.open(
                 flat, "" if base is None else base[1].nonce, partial(self._take, is_committed)
             )
             with group.sharing_failure():
+                # Creating the store can fail, too, and the others wait for the next exchange.
                 saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
+            # Process 0 decides for all: a step is no base for some processes only.
             if not opened.is_committed:
                 saver.forget()
             if opened.resumes and base is not None:
+                # Before the plan: the tiles are cut as in the restored step, so that their chains
+                # continue.
                 group.joint.resume(base[1], None)
             assignment = group.begin(place.step, opened.seq, flat)
             if opened.resumes and base is not None:
+                # After the plan: only now this process knows which of the tiles it writes.
                 self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
             saver.number_from(opened.seq)
             gate = (
                 Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
+                # Process 0 alone writes the manifest.
                 if group.joint.is_first
                 else None
             )
@@ -215,6 +237,7 @@ class Item:
                 )
             except Exception as error:
                 # The other processes have begun the save, and wait for what this one reports.
+                # On a thread of its own, because the report waits for the other processes.
                 Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
                 raise
         try:
@@ -250,10 +273,12 @@ class Item:
         A failure has been raised through Orbax, or is logged here.
         """
         self._base = None
+        # From here on, no save can build on the segments.
         holders.discard(self)
         if self.writer is None:
             return
         if self._last is not None:
+            # If Orbax has not created the directory by now, it never will.
             self._last.abandon("the manager was closed")
         try:
             if self._saver is not None:
@@ -263,7 +288,10 @@ class Item:
         finally:
             if self._saver is None:
                 self.writer.release(self)
+            # A forked child has no part in the lease of its parent.
             elif self._saver.is_ours():
+                # The root stays locked until the last thread has ended: a thread that hangs may
+                # still write.
                 self._saver.when_stopped(partial(self.writer.release, self))
 
     def _open(self) -> tuple[Saver, Writer]:
@@ -297,11 +325,15 @@ class Item:
         last, self._last = self._last, None
         if last is None:
             return True
+        # Without effect if the gate is open. Otherwise the wait below would last for the whole
+        # timeout, because Orbax has failed before it created the directory.
         last.abandon("Orbax gave the step up")
         error = last.handle.exception(self._options.io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
             # Orbax raises failed saves only; the save that is about to begin raises this one.
             progress_of(last.handle).unsee_error()
+        # After an error nothing is left to do here: the saver has dropped the chains of a failed
+        # save itself.
         if error is None and not last.place.is_committed():
             log.warning(
                 "step %d was never committed by Orbax: the next save writes whole leaves",
@@ -329,6 +361,8 @@ class Item:
             refs = tuple(ref for ref in refs if ref.id in own_segments)
         try:
             for ref in refs:
+                # Since the restore, Orbax may have deleted the step, and another process may have
+                # collected its segments.
                 self.writer.store.segment(ref)
         except DeltacheckError as error:
             log.warning(
@@ -344,6 +378,8 @@ class Item:
         segments = set() if self._saver is None else self._saver.protected_segments()
         if self._group is not None:
             segments |= self._group.segments
+        # Read once: this runs on the collector thread, and a save may clear the attribute
+        # meanwhile.
         base = self._base
         return segments if base is None else segments | {ref.id for ref in base[1].segments}
 
@@ -378,6 +414,8 @@ class Gate:
         self._directory = directory
         self._durability = durability
         self.timeout_seconds = timeout_seconds
+        # Orbax opens the gate on one of its threads, ``close`` and ``cancel`` abandon it on the
+        # training thread, and the committer thread waits for the first of them.
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._verdict = ""  # the first decision; "" until then
@@ -405,6 +443,7 @@ class Gate:
         This runs on the committer thread. The step exists once Orbax has renamed the directory.
         Raises ``SaveFailed`` if Orbax does not create the directory in time.
         """
+        # Bounded, because Orbax may have failed without telling the handler.
         if not self._changed.wait(self.timeout_seconds):
             raise SaveFailed(
                 f"Orbax did not create {self._directory} within {self.timeout_seconds:g} s"
@@ -415,10 +454,12 @@ class Gate:
                 " existed"
             )
         content = encode_manifest(manifest)
+        # Created and never replaced: a manifest that exists was written by another handler.
         if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(
                 f"{self._directory} already holds a manifest; two handlers save the same item"
             )
+        # The entry must be durable before Orbax renames the directory and so makes the step exist.
         self._durability.sync_directory(self._directory)
         return Written.of(content)
 
@@ -439,6 +480,7 @@ class Commit:
         self.gate = gate
         self.place = place
         if gate is not None:
+            # Orbax runs this coroutine once it has created the directories of the step.
             self._opening = _open(gate)
             self._directory_created = CommitFutureAwaitingContractedSignals(
                 self._opening, name="deltacheck-gate"

@@ -121,14 +121,18 @@ def manager(  # noqa: PLR0913 - one argument per option
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
         registry.add(item, DeltaSaveArgs, handler)
         registry.add(item, DeltaRestoreArgs, handler)
+    # Orbax renames without a sync, so a committed step could be gone after a power cut.
     if Durability.of(durability).syncs:
         options = with_durable_steps(path, options)
     new_manager = ocp.CheckpointManager(
         path, options=options, handler_registry=registry, metadata=metadata
     )
+    # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
     _open[new_manager] = handler
     _last_saves[new_manager] = saves = LastSave(new_manager, exit_timeout_seconds)
+    # For ``finish_on_signal``, which waits for all saves registered there. At an ordinary exit
+    # ``_finish_all`` comes first and takes the entry out.
     exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
     return new_manager
 
@@ -168,6 +172,7 @@ def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) ->
             f"{manager.directory} has no step {'at all' if step is None else step}."
             f" {describe_steps(manager.all_steps())}"
         )
+    # The error of the requested step is the one that is raised, not that of the last attempt.
     first: Damaged | NotACheckpointRoot | None = None
     for candidate in steps:
         try:
@@ -192,6 +197,7 @@ def handler_of(manager: Any) -> DeltaCheckpointHandler:
     """Return the handler of a manager that ``manager()`` made; ``ValueError`` for another one."""
     try:
         return _open[manager]
+    # ``TypeError``: an object that cannot be a weak key.
     except (KeyError, TypeError):
         raise ValueError(f"{manager!r} was not made by deltacheck.backends.orbax.manager") from None
 
@@ -210,6 +216,7 @@ class LastSave:
         Raises the failure of the save if this thread has not seen it yet, or ``TimeoutError``.
         """
         open_manager, deadline = self._manager(), Deadline.after(timeout)
+        # A forked child has none of Orbax's threads, so its wait would never end.
         if open_manager is None or os.getpid() != self._owner:
             return
         if not await_renames(deadline):  # Orbax's own wait has no deadline
@@ -227,16 +234,19 @@ def _finish_at_exit() -> None:
 
 
 def _finish_all() -> None:
+    # All times run from now, so that several managers do not add up their timeouts.
     deadlines = [
         (saves, open_manager.directory, Deadline.after(saves.seconds))
         for open_manager, saves in list(_last_saves.items())
     ]
     for saves, directory, deadline in deadlines:
         message = f"{directory}: the last save did not become a checkpoint"
+        # Else the ``atexit`` hook would wait for the same save again.
         exits.forget(saves)
         try:
             saves.wait(deadline.left)
         except TimeoutError as error:
+            # Not ``fail``: the interpreter would join Orbax's thread, which hangs.
             exits.end_now(f"{message}. {error}")
         except BaseException as error:  # noqa: BLE001 - a second Ctrl-C ends this wait, too
             exits.fail(f"{message}. {error or type(error).__name__}")

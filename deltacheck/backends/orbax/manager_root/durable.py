@@ -41,9 +41,12 @@ def _durable(kind: Any) -> Any:
 
     class Durable(kind):  # type: ignore[misc]
         async def finalize(self) -> None:
+            # On threads: a sync may take long, and the event loop is Orbax's.
             await asyncio.to_thread(_sync_files, Path(self.get()))
             await super().finalize()
             final = Path(self.get_final())
+            # Once more: in its ``CommitFile`` mode Orbax ends with a new file, and a rename changes
+            # entries.
             await asyncio.to_thread(_sync_files, final)
             await asyncio.to_thread(sync_directory, final.parent)
 
@@ -58,6 +61,7 @@ def _sync_files(path: Path) -> None:
     """
     for directory, _, names in os.walk(path):
         for name in names:
+            # A link is not followed: what it refers to is not a part of the step.
             descriptor = os.open(Path(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)

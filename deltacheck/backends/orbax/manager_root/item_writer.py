@@ -18,6 +18,8 @@ from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_sto
 
 log = logging.getLogger("deltacheck")
 
+# The writers of this process, by root, because a process can hold the lease of a root once. The
+# lock also guards the users and the sequence numbers of every writer.
 _writers: dict[Path, Writer] = {}
 _lock = threading.Lock()
 
@@ -42,10 +44,13 @@ class Writer:
         self.store: Store = create_manager_store(path, durability=durability)
         self.root = Root(path, self.store)
         self._path = path
+        # The store comes first, because the lease lies in it.
         self._writer = RootWriter(self.root, take_lease(self.store.path))
         self._writer.protect(self._protected)
+        # Read under the lease: before, another process could have used the number.
         self._next_seq = self.root.next_seq()
         self._users: set[object] = set()
+        # A thread, because a call into a hanging storage cannot be interrupted.
         self._collector = Background(1, "deltacheck-collector")
 
     def take_seq(self) -> int:
@@ -85,6 +90,7 @@ class Writer:
     def _protected(self) -> set[str]:
         """Return the segments that any holder of this root may build on."""
         return set().union(
+            # A copy of the set: this runs on the collector thread, and other threads add holders.
             *(holder.protected() for holder in list(holders) if holder.root == self.root.path)
         )
 
@@ -93,6 +99,7 @@ class Writer:
         with _lock:
             self._users.discard(user)
             if not self._users:
+                # The lease goes last: until the threads have ended, they may write and delete.
                 self._collector.close()
                 self.store.close()
                 self._writer.release()

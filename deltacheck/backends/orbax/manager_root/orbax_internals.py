@@ -21,6 +21,7 @@ from deltacheck.store.deadline import Deadline
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
 _COMMIT_FILE = "commit_success.txt"
+# A prefix such as ``checkpoint_`` may precede the digits, as Orbax's name formats allow.
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
 
 
@@ -78,7 +79,11 @@ class ItemPlace:
         step = self.directory.parent
         final = step.with_name(_final_name(step))
         if final.exists():
+            # Without a temporary name, Orbax writes in place, and only its last file proves the
+            # commit.
             return final != step or (step / _COMMIT_FILE).exists()
+        # Neither name exists: the step was renamed and deleted since. A step that was given up
+        # keeps its temporary name.
         return not step.exists()
 
 
@@ -90,6 +95,7 @@ def await_directories(timeout_seconds: float = 30.0) -> None:
     program for minutes (seen in 0.12.8).
     """
 
+    # Orbax starts a coroutine of a handler when the directories exist. This one marks that moment.
     async def nothing() -> None: ...
 
     with contextlib.suppress(Exception):
@@ -107,6 +113,7 @@ def await_renames(deadline: Deadline) -> bool:
     Returns:
         False if the time ran out.
     """
+    # The manager refers to its thread only in private attributes, so it is found by name.
     for thread in threading.enumerate():
         if thread.name == "save_finalize":
             # Orbax's own ``join`` would raise the failure here, and the manager would not.

@@ -159,7 +159,8 @@ def _memory(
     for path in sorted(present.keys() ^ (logged.keys() | numbers.keys())):
         present_verb, logged_verb = ("is", "is not") if path in present else ("is not", "is")
         raise TreeMismatch(
-            f"leaf {path!r} {present_verb} in what the update works on, and {logged_verb} in what was logged"
+            f"leaf {path!r} {present_verb} in what the update works on, and {logged_verb} in what"
+            " was logged"
         )
     requests = {
         path: ArrayRequest(places[owner], tag, sharding_of(present[path]))
