@@ -79,11 +79,11 @@ def codes(
         return LatticeCoded(
             out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1))
         )
-    result, refused, largest, squared = reference_codes.lattice_codes(
+    result, refused_count, largest, squared = reference_codes.lattice_codes(
         values.reshape(-1), cells, step, first
     )
     out.reshape(-1)[:] = result
-    return LatticeCoded(out, refused, largest, squared)
+    return LatticeCoded(out, refused_count, largest, squared)
 
 
 def values(

@@ -102,17 +102,17 @@ def codes(
     native = extension()
     if native is not None:
         base_bytes = None if base is None else memory.as_bytes("base", base)
-        refused, zeroed, ratio, away = native.octave_codes(
+        refused_count, zeroed, ratio, distance = native.octave_codes(
             values.reshape(-1), base_bytes, fraction_bits, signed, band, memory.as_bytes("out", out)
         )
     else:
         form = reference_codes.octave_form(fraction_bits, signed)
         base_codes = None if base is None else base.reshape(-1)
-        result, refused, zeroed, ratio, away = reference_codes.octave_codes(
+        result, refused_count, zeroed, ratio, distance = reference_codes.octave_codes(
             values.reshape(-1), form, base_codes, band
         )
         out.reshape(-1)[:] = result
-    return OctaveCoded(out, refused, zeroed, math.log2(ratio), away * 2.0**-23)
+    return OctaveCoded(out, refused_count, zeroed, math.log2(ratio), distance * 2.0**-23)
 
 
 def values(

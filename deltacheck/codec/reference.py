@@ -62,13 +62,13 @@ class ReferenceCodec:
         streams: dict[str, list[U8]] = {name: [] for name in STREAMS}
         for chunk, part in enumerate(_chunks(bounds, word_bytes)):
             words = _words(now[part], word_bytes)
-            row, made = _encode_chunk(
+            row, chunk_streams = _encode_chunk(
                 chunk, words, None if shadow is None else _words(shadow[part], word_bytes)
             )
             if row.method == UNCHANGED:
                 continue
             rows.append(row)
-            for name, content in made.items():
+            for name, content in chunk_streams.items():
                 streams[name].append(content)
             if shadow is not None:
                 shadow[part] = now[part]
@@ -134,8 +134,8 @@ def zigzag(current: Words, base: Words) -> Words:
 
 def unzigzag(z: Words) -> Words:
     """Return the difference ``d`` of every ``z``."""
-    one = z.dtype.type(1)
-    d: Words = (z >> one) ^ (np.zeros_like(z) - (z & one))
+    unit = z.dtype.type(1)
+    d: Words = (z >> unit) ^ (np.zeros_like(z) - (z & unit))
     return d
 
 
@@ -217,11 +217,11 @@ def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     e = np.zeros_like(x)
     for bit in range(1, 64):
         e[x >= np.uint64(1 << bit)] = bit
-    one, top = np.uint64(1), np.uint64(31)
+    unit, top = np.uint64(1), np.uint64(31)
     m = np.where(e <= top, x << (top - np.minimum(e, top)), x >> (np.maximum(e, top) - top))
     r = e
     for _ in range(8):
-        m, r = (m * m) >> top, r << one
+        m, r = (m * m) >> top, r << unit
         carry = m >> np.uint64(32)
         m, r = m >> carry, r + carry
     return r
@@ -359,22 +359,22 @@ def _cut(
     streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int
 ) -> list[dict[str, U8]]:
     """Return each chunk's own part of every stream."""
-    taken = dict.fromkeys(STREAMS, 0)
-    nothing = np.empty(0, np.uint8)
+    offsets = dict.fromkeys(STREAMS, 0)
+    empty = np.empty(0, np.uint8)
     pieces = []
     for row in rows:
         piece = {}
         for name, size in _sizes(row, int(words[row.chunk]), word_bytes).items():
-            whole = streams.get(name, nothing)
-            piece[name] = whole[taken[name] : taken[name] + size]
-            taken[name] += size
-            if taken[name] > whole.size:
+            stream = streams.get(name, empty)
+            piece[name] = stream[offsets[name] : offsets[name] + size]
+            offsets[name] += size
+            if offsets[name] > stream.size:
                 raise _refuse(row.chunk, f"stream {name} ends inside it")
         pieces.append(piece)
-    for name, whole in streams.items():
-        if whole.size != taken[name]:
+    for name, stream in streams.items():
+        if stream.size != offsets[name]:
             raise DamagedStream(
-                f"stream {name} has {whole.size - taken[name]} bytes that belong to no chunk"
+                f"stream {name} has {stream.size - offsets[name]} bytes that belong to no chunk"
             )
     return pieces
 
@@ -393,12 +393,12 @@ def _decode_chunk(row: Row, streams: dict[str, U8], base: Words) -> Words:
 def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes: int) -> Words:
     """Return ``z`` of every word, 0 if unchanged, after the checks of 4.3."""
     table = streams["tiles"].view("<u2").reshape(-1, 3).astype(np.int64)
-    for column, said in ((0, row.changed), (1, row.gap_bytes), (2, row.wide_count)):
-        if table[:, column].sum() != said:
+    for column, stated in ((0, row.changed), (1, row.gap_bytes), (2, row.wide_count)):
+        if table[:, column].sum() != stated:
             raise _refuse(
                 row.chunk,
                 f"its tiles own {table[:, column].sum()} {_TILE_COLUMNS[column]}, its row says"
-                f" {said}",
+                f" {stated}",
             )
     bits = (
         np.unpackbits(streams["bitmap"], bitorder="little")
@@ -431,11 +431,11 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
                 f"{np.count_nonzero(escaped)} of its values are wide, its entry says {wide_count}",
                 tile,
             )
-        mine = wide[wide_at : wide_at + wide_count]
-        if np.any(mine <= 255):
+        tile_wide = wide[wide_at : wide_at + wide_count]
+        if np.any(tile_wide <= 255):
             raise _refuse(row.chunk, "a wide difference fits a value", tile)
         values[~escaped] += z.dtype.type(1)
-        values[escaped] = mine
+        values[escaped] = tile_wide
         z[tile * size + positions] = values
         gap_at, value_at, wide_at = gap_at + gap_bytes, value_at + count, wide_at + wide_count
     return z

@@ -42,14 +42,14 @@ def in_cell(values: F32, weights: U16) -> F32:
     """The values nearest to ``values`` that round, to nearest and ties to even, to the bfloat16
     ``weights``.
     """
-    bits, whole = values.view(np.uint32), weights.astype(np.uint32) << np.uint32(16)
-    center, odd = whole & np.uint32(MAGNITUDE), (whole >> np.uint32(16)) & np.uint32(1)
+    bits, weight_bits = values.view(np.uint32), weights.astype(np.uint32) << np.uint32(16)
+    center, odd = weight_bits & np.uint32(MAGNITUDE), (weight_bits >> np.uint32(16)) & np.uint32(1)
     nan = center > INFINITY
     low = np.where(center == 0, np.uint32(0), center - np.uint32(0x8000) + odd)
     high = np.minimum(center + np.uint32(0x8000) - odd, np.uint32(INFINITY - 1))
-    inside = np.clip(bits & np.uint32(MAGNITUDE), low, np.maximum(low, high))
-    magnitude = np.where((bits ^ whole) <= MAGNITUDE, inside, low)
-    return np.where(nan, bits, magnitude | (whole & ~np.uint32(MAGNITUDE))).view(np.float32)
+    clipped = np.clip(bits & np.uint32(MAGNITUDE), low, np.maximum(low, high))
+    magnitude = np.where((bits ^ weight_bits) <= MAGNITUDE, clipped, low)
+    return np.where(nan, bits, magnitude | (weight_bits & ~np.uint32(MAGNITUDE))).view(np.float32)
 
 
 def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F32:
@@ -67,14 +67,14 @@ def lattice_codes(
     with np.errstate(over="ignore", under="ignore"):
         x = np.where(finite, values, np.float32(0)).astype(np.float64)
         q = np.floor(x / step + phase(seed, values.size))
-        kept = finite & (q >= -(2.0**31)) & (q < 2.0**31)
-        codes = np.where(kept, q, 0).astype(np.int32)
+        coded = finite & (q >= -(2.0**31)) & (q < 2.0**31)
+        codes = np.where(coded, q, 0).astype(np.int32)
         error = np.where(
-            kept, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0
+            coded, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0
         )
         return (
             codes,
-            int(np.count_nonzero(~kept)),
+            int(np.count_nonzero(~coded)),
             float(error.max(initial=0.0)),
             added(error * error),
         )
@@ -82,7 +82,7 @@ def lattice_codes(
 
 def added(squares: F64) -> float:
     """Their sum, in the fixed order."""
-    whole = 0.0
+    total = 0.0
     for start in range(0, squares.size, PART):
         lanes = np.zeros(LANES)
         for first in range(start, min(start + PART, squares.size), LANES):
@@ -90,8 +90,8 @@ def added(squares: F64) -> float:
             lanes[: row.size] += row
         while lanes.size > 1:
             lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
-        whole += float(lanes[0])
-    return whole
+        total += float(lanes[0])
+    return total
 
 
 # --- 4.5.2: octave codes --------------------------------------------------------------------------
@@ -121,30 +121,30 @@ class OctaveForm(NamedTuple):
 def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
     bits = (8 if fraction_bits == 0 else 16) - signed
     lowest = -100 if signed and fraction_bits == 0 else LEAST_OCTAVE
-    most = min((1 << bits) - 1, (END - lowest) << fraction_bits)
+    largest = min((1 << bits) - 1, (END - lowest) << fraction_bits)
     dtype = np.uint8 if fraction_bits == 0 else np.uint16
     return OctaveForm(
-        dtype, 23 - fraction_bits, lowest << fraction_bits, most, 1 << bits if signed else 0
+        dtype, 23 - fraction_bits, lowest << fraction_bits, largest, 1 << bits if signed else 0
     )
 
 
 def octave(magnitude: U32) -> I64:
     """``L`` of the bits of positive finite floats."""
-    whole = (
+    scaled = (
         magnitude.astype(np.float32).view(np.uint32).astype(np.int64)
     )  # a subnormal is a whole number of 2^-149
     return np.where(
-        magnitude < 1 << 23, whole - (276 << 23), magnitude.astype(np.int64) - (127 << 23)
+        magnitude < 1 << 23, scaled - (276 << 23), magnitude.astype(np.int64) - (127 << 23)
     )
 
 
 def magnitude_of(places: I64) -> U32:
     """The bits of the largest floats whose ``L`` is not above ``places``."""
     low = places < -126 << 23
-    whole = (
+    scaled = (
         np.where(low, places + (276 << 23), 0).astype(np.uint32).view(np.float32).astype(np.uint32)
     )
-    return np.where(low, whole, places + (127 << 23)).astype(np.uint32)
+    return np.where(low, scaled, places + (127 << 23)).astype(np.uint32)
 
 
 def octave_values(codes: Codes, form: OctaveForm) -> F32:
@@ -180,17 +180,17 @@ def octave_codes(
         form.dtype
     )
     if base is not None:
-        were = octave_values(base, form).view(np.uint32)
-        near = (were != 0) & ((were > MAGNITUDE) == minus)
-        near &= np.abs(octave(were & np.uint32(MAGNITUDE)) - octave(magnitude)) <= band
-        codes = np.where(coded & near, base, codes)
+        base_bits = octave_values(base, form).view(np.uint32)
+        is_near = (base_bits != 0) & ((base_bits > MAGNITUDE) == minus)
+        is_near &= np.abs(octave(base_bits & np.uint32(MAGNITUDE)) - octave(magnitude)) <= band
+        codes = np.where(coded & is_near, base, codes)
     x, y = np.abs(values[coded]), np.abs(octave_values(codes[coded], form))
     ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
-    away = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
+    distance = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
     return (
         codes,
         int(np.count_nonzero(~zero & ~zeroed & ~coded)),
         int(np.count_nonzero(zeroed)),
         ratio,
-        int(away.sum()),
+        int(distance.sum()),
     )

@@ -173,7 +173,7 @@ def plan(
     """
     earlier = before or {}
     loads = np.zeros(len(holdings), np.int64)
-    planned: dict[str, Planned] = {}
+    decisions: dict[str, Planned] = {}
     shared: list[tuple[int, str, int, I64]] = []  # bytes, path, tile, ranks that hold it
     for path, (dtype, shape, ranks, boxes) in sorted(_by_leaf(holdings).items()):
         prior = earlier.get(path)
@@ -207,12 +207,12 @@ def plan(
                 loads[prior_owners[number]] += sizes[number]
             else:
                 shared.append((int(sizes[number]), path, number, candidates))
-        planned[path] = Planned(dtype, shape, cuts, owners)
+        decisions[path] = Planned(dtype, shape, cuts, owners)
     for size, path, number, candidates in sorted(shared, key=lambda t: (-t[0], t[1], t[2])):
         rank = int(candidates[np.argmin(loads[candidates])])
-        planned[path].owners[number] = rank
+        decisions[path].owners[number] = rank
         loads[rank] += max(size, 1)
-    return planned
+    return decisions
 
 
 def shares(planned: Plan, size: int) -> list[Share]:

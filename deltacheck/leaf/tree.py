@@ -369,8 +369,8 @@ def merged(skeletons: Sequence[Node]) -> Node:
         UnsupportedLeaf: Two processes disagree; names the path and both values.
     """
     union = skeletons[0]
-    for number, other in enumerate(skeletons[1:], 1):
-        union = _merged(union, other, (), number)
+    for number, skeleton in enumerate(skeletons[1:], 1):
+        union = _merged(union, skeleton, (), number)
     return union
 
 

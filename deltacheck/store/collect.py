@@ -106,19 +106,19 @@ def collect(
     is_current = storage_of(root.store.path).listing_is_current
     writer_is_dead = writer_is_dead and is_current
     candidates = set(root.store.segment_ids())
-    last, needed = _needed(root)
+    last, needed_ids = _needed(root)
     if writer_is_dead and not dry_run and _remove_unfinished(root):
-        last, needed = _needed(root)
-    until = max(last, newest)
+        last, needed_ids = _needed(root)
+    newest_seq = max(last, newest)
     unneeded = {
         name
-        for name in candidates - needed - set(protected)
-        if writer_is_dead or layout.seq_of(name) <= until
+        for name in candidates - needed_ids - set(protected)
+        if writer_is_dead or layout.seq_of(name) <= newest_seq
     }
     marks, now = _read_marks(root.store.path), _now()
     # A mark of another start of the machine, or one of the future, says nothing: its segment waits
     # anew.
-    since = {
+    first_marks = {
         name: (
             mark
             if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds
@@ -126,7 +126,7 @@ def collect(
         )
         for name in unneeded
     }
-    late = {name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds}
+    late = {name for name in unneeded if now.seconds - first_marks[name].seconds >= grace_seconds}
     due = sorted(name for name in late if is_current or name in marks)
     waiting = tuple(sorted(unneeded - set(due)))
     sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
@@ -144,7 +144,7 @@ def collect(
         except OSError as error:
             # The segment stays a candidate, and the others are removed.
             failed.append(error)
-    _write_marks(root.store, {name: since[name] for name in unneeded - set(removed)}, marks)
+    _write_marks(root.store, {name: first_marks[name] for name in unneeded - set(removed)}, marks)
     if failed:
         raise failed[0]
     return Collected(tuple(removed), waiting, sum(sizes[name] for name in removed), tuple(in_use))
@@ -155,12 +155,12 @@ def _needed(root: Root) -> tuple[int, set[str]]:
     briefs, damaged = root.briefs()
     try:
         newest = max((brief.seq for brief in briefs.values()), default=-1)
-        needed = {name for brief in briefs.values() for name in brief.segments}
+        segment_ids = {name for brief in briefs.values() for name in brief.segments}
         for error in damaged.values():
             raise error
         for path in root.other_manifest_paths():
             try:
-                needed |= {ref.id for ref in read_manifest(path).segments}
+                segment_ids |= {ref.id for ref in read_manifest(path).segments}
             except FileNotFoundError:
                 continue  # deleted since it was listed
             except StorageFailed:
@@ -178,7 +178,7 @@ def _needed(root: Root) -> tuple[int, set[str]]:
             "nothing is collected while a manifest cannot be read, since what it needs is unknown:"
             f" {error}"
         ) from error
-    return newest, needed
+    return newest, segment_ids
 
 
 def _remove_unfinished(root: Root) -> bool:

@@ -172,9 +172,9 @@ class Tiles(msgspec.Struct, frozen=True):
 
     def names(self, path: str) -> list[str]:
         """Return the stored paths of the tiles of the leaf ``path``, in C order."""
-        starts = (along[:-1] for along in self.cuts)
+        starts = (edges[:-1] for edges in self.cuts)
         return [
-            tiles.name(path, tuple(slice(at, at) for at in origin))
+            tiles.name(path, tuple(slice(start, start) for start in origin))
             for origin in itertools.product(*starts)
         ]
 
@@ -192,7 +192,7 @@ class Tiles(msgspec.Struct, frozen=True):
 
     def records(self) -> list[LeafRecord]:
         """Return the promise about each tile, in C order."""
-        sizes = ([b - a for a, b in itertools.pairwise(along)] for along in self.cuts)
+        sizes = ([b - a for a, b in itertools.pairwise(edges)] for edges in self.cuts)
         item_bytes = dtype_named(self.dtype).item_bytes
         records, chunks = [], {}
         for number, shape in enumerate(itertools.product(*sizes)):
@@ -479,8 +479,8 @@ class Brief(NamedTuple):
     @classmethod
     def of(cls, manifest: Manifest) -> Brief:
         """Return the brief of a manifest."""
-        needed = frozenset(ref.id for ref in manifest.segments)
-        return cls(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, needed)
+        segment_ids = frozenset(ref.id for ref in manifest.segments)
+        return cls(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, segment_ids)
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -45,9 +45,9 @@ class ManifestCache:
             Damaged: The file is not a manifest.
         """
         content, version = self._finish(path, whole=True)
-        known = self._manifests.get(path)
-        if content is None and known is not None and known.version == version:
-            return known.manifest
+        cached = self._manifests.get(path)
+        if content is None and cached is not None and cached.version == version:
+            return cached.manifest
         if content is None:
             content, version = self._read_again(path)
         manifest = documents.decode_manifest(content, path)
@@ -60,9 +60,9 @@ class ManifestCache:
         if content is None:
             if path in self._briefs and self._briefs[path][0] == version:
                 return self._briefs[path][1]
-            known = self._manifests.get(path)
-            if known is not None and known.version == version:
-                self._briefs[path] = version, Brief.of(known.manifest)
+            cached = self._manifests.get(path)
+            if cached is not None and cached.version == version:
+                self._briefs[path] = version, Brief.of(cached.manifest)
                 return self._briefs[path][1]
             content, version = self._read_again(path)
         brief = Brief.of(documents.decode_manifest(content, path))
@@ -72,7 +72,7 @@ class ManifestCache:
     def digest_of(self, manifest: Manifest) -> str:
         """Return the ``manifest_digest`` of the file that ``manifest`` was read from."""
         return next(
-            known.digest for known in self._manifests.values() if known.manifest is manifest
+            cached.digest for cached in self._manifests.values() if cached.manifest is manifest
         )
 
     def known(self) -> list[Place]:

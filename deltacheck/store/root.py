@@ -208,12 +208,14 @@ class Root:
         """
         if not self.is_manager_root:
             return []
-        own = set(self.manifest_paths())
+        own_paths = set(self.manifest_paths())
         folders = [e for e in subdirectories(self.path) if e.name != MANAGER_STORE]
         inner = [e for folder in folders for e in subdirectories(folder)]
         innermost = [e for folder in inner for e in subdirectories(folder)]
         return sorted(
-            p for f in (*inner, *innermost) if (p := f / "zarr.json").is_file() and p not in own
+            p
+            for f in (*inner, *innermost)
+            if (p := f / "zarr.json").is_file() and p not in own_paths
         )
 
     def checkpoints(self) -> list[StepRef]:
@@ -277,11 +279,11 @@ class Root:
     def _tagged(self, name: str) -> Manifest:
         """Return the manifest of a tag's save, even if its step number was saved again since."""
         tag = tags.find(self.store.path, name)
-        own = self.path / layout.CHECKPOINTS / layout.checkpoint_id(tag.seq) / "zarr.json"
+        own_path = self.path / layout.CHECKPOINTS / layout.checkpoint_id(tag.seq) / "zarr.json"
         paths = (
             []
             if self.is_manager_root
-            else [own, *(path for path in reversed(self.manifest_paths()) if path != own)]
+            else [own_path, *(path for path in reversed(self.manifest_paths()) if path != own_path)]
         )
         problem = None
         for path in paths:
@@ -410,14 +412,14 @@ class Root:
             *self.store.segment_ids(),
             *(e.name for e in list_directory(Path(str(self.store.path)) / layout.CHECKPOINTS)),
         ]
-        taken = [
+        used_seqs = [
             layout.seq_of(name)
             for name in names
             if layout.is_segment_id(name) or layout.is_checkpoint_id(name)
         ]
         if self.is_manager_root:
-            taken += [ref.seq for ref in self.checkpoints()]
-        return max(taken, default=-1) + 1
+            used_seqs += [ref.seq for ref in self.checkpoints()]
+        return max(used_seqs, default=-1) + 1
 
 
 def open_root(
@@ -527,7 +529,7 @@ def whole_steps(
             is_whole[ref.step] = not needs(manifest, open_segments(root, manifest))
         except (Damaged, FileNotFoundError):
             is_whole[ref.step] = False
-    return sorted(step for step, whole in is_whole.items() if whole)
+    return sorted(step for step, restores in is_whole.items() if restores)
 
 
 def open_segments(

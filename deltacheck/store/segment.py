@@ -166,13 +166,13 @@ class SegmentWriter:
                 is emptied, so that the memory of each stream is freed as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
-        described = {
-            name: Stream(sum(piece.size for piece in of), stream_codec(of, self._effort))
-            for name, of in streams.items()
+        stream_records = {
+            name: Stream(sum(piece.size for piece in pieces), stream_codec(pieces, self._effort))
+            for name, pieces in streams.items()
         }
-        self.parts.append(Part(index.shape[0], described))
+        self.parts.append(Part(index.shape[0], stream_records))
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
-        for name, stream in described.items():
+        for name, stream in stream_records.items():
             pending.append(
                 self._streams.write(
                     path / name, stream_spec(name, stream), streams.pop(name), self._effort.level
@@ -249,8 +249,8 @@ class SegmentWriter:
         if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
         self._durability.sync_tree(self.path)
-        stored = storage_of(self.path).bytes_written()
-        return SegmentRef(self.id, document_digest(content), stored)
+        stored_bytes = storage_of(self.path).bytes_written()
+        return SegmentRef(self.id, document_digest(content), stored_bytes)
 
     def _groups(self) -> list[Place]:
         holds = {
@@ -384,8 +384,8 @@ class Segment:
 
         All leaves need its table and its digests.
         """
-        inside = file.removeprefix(f"{self.path}/").split("/")
-        match inside[:2]:
+        names = file.removeprefix(f"{self.path}/").split("/")
+        match names[:2]:
             case (layout.LEAVES, name):
                 return [
                     path
@@ -539,22 +539,22 @@ def stream_sizes(index: U32) -> dict[str, U64]:
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
     tile_words = np.uint64(codec_format.TILE_BYTES) // np.maximum(width, np.uint64(1))
     tiles = (words + tile_words - np.uint64(1)) // np.maximum(tile_words, np.uint64(1))
-    nothing = np.zeros(index.shape[0], np.uint64)
+    zeros = np.zeros(index.shape[0], np.uint64)
 
-    def where(condition: NDArray[np.bool_], size: U64) -> U64:
-        return np.where(condition, size, nothing)
+    def size_if(condition: NDArray[np.bool_], size: U64) -> U64:
+        return np.where(condition, size, zeros)
 
     sizes = {
-        "tiles": where(positions, tiles * np.uint64(6)),
-        "gaps": where(method == codec_format.SPARSE, index[:, GAP_BYTES].astype(np.uint64)),
-        "bitmap": where(method == codec_format.BITMAP, (words + np.uint64(7)) // np.uint64(8)),
-        "values": where(positions, index[:, CHANGED].astype(np.uint64)),
-        "wide": where(positions, index[:, WIDE_COUNT].astype(np.uint64) * width),
-        "raw": where(method == codec_format.RAW, words * width),
+        "tiles": size_if(positions, tiles * np.uint64(6)),
+        "gaps": size_if(method == codec_format.SPARSE, index[:, GAP_BYTES].astype(np.uint64)),
+        "bitmap": size_if(method == codec_format.BITMAP, (words + np.uint64(7)) // np.uint64(8)),
+        "values": size_if(positions, index[:, CHANGED].astype(np.uint64)),
+        "wide": size_if(positions, index[:, WIDE_COUNT].astype(np.uint64) * width),
+        "raw": size_if(method == codec_format.RAW, words * width),
     }
     for k in range(8):
-        sizes[f"diff{k}"] = where((method == codec_format.DIFF) & (width > k), words)
-        sizes[f"plane{k}"] = where((method == codec_format.PLANES) & (width > k), words)
+        sizes[f"diff{k}"] = size_if((method == codec_format.DIFF) & (width > k), words)
+        sizes[f"plane{k}"] = size_if((method == codec_format.PLANES) & (width > k), words)
     return {name: sizes[name] for name in STREAMS}
 
 

@@ -110,16 +110,16 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         if move:
             arrays.replace_file(folder, "zarr.json", content)
         elif not arrays.create_file(folder, "zarr.json", content):
-            other = read_all(store)[0].get(name)
-            if other is None:
+            existing = read_all(store)[0].get(name)
+            if existing is None:
                 raise RootBusy(
                     f"there is a tag {name!r} already, which cannot be read; untag it first"
                 )
-            if other.nonce == tag.nonce:
-                return other
+            if existing.nonce == tag.nonce:
+                return existing
             raise RootBusy(
-                f"tag {name!r} is step {other.step} (seq {other.seq}) already; to give it to step"
-                f" {tag.step}, say so: move=True, --move"
+                f"tag {name!r} is step {existing.step} (seq {existing.seq}) already; to give it to"
+                f" step {tag.step}, say so: move=True, --move"
             )
         sync_directory(folder)
         sync_directory(folder.parent)

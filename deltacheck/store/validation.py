@@ -89,9 +89,9 @@ def _check_segments(manifest: Manifest) -> None:
     """Check the order of the segments: of at most this save, one per save unless of ranks."""
     ids = [ref.id for ref in manifest.segments]
     seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
-    alone = TILES not in manifest.must_understand
+    is_one_per_save = TILES not in manifest.must_understand
     if any(seq < 0 or seq > manifest.seq for seq in seqs) or any(
-        a > b or (a == b and (alone or x >= y))
+        a > b or (a == b and (is_one_per_save or x >= y))
         for (a, x), (b, y) in itertools.pairwise(zip(seqs, ids, strict=True))
     ):
         raise ValueError("its segments are not in ascending order")
@@ -109,8 +109,8 @@ def _check_segments(manifest: Manifest) -> None:
 def _check_tiles(manifest: Manifest) -> None:
     if manifest.tiles and (manifest.derived or manifest.contracts or manifest.replay is not None):
         raise ValueError("its leaves lie in tiles, and are derived, bounded or replayed")
-    most = len(manifest.lanes)
-    if any(not -1 <= record.lane < most for record in manifest.leaves.values()):
+    lane_count = len(manifest.lanes)
+    if any(not -1 <= record.lane < lane_count for record in manifest.leaves.values()):
         raise ValueError("a leaf lies in a lane that it does not have")
     if manifest.tiles and any(tiles.is_name(path) for path in (*manifest.leaves, *manifest.tiles)):
         raise ValueError("one of its leaves has the name of a tile")
@@ -123,7 +123,7 @@ def _check_tiles(manifest: Manifest) -> None:
                 f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)}"
                 " digits of digests"
             )
-        if any(not -1 <= lane < most for lane in cut.lanes):
+        if any(not -1 <= lane < lane_count for lane in cut.lanes):
             raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
         for record in _kinds(cut):
             _check_leaf(path, record)
@@ -135,7 +135,7 @@ def _is_digests(text: str, count: int) -> bool:
 
 def _kinds(cut: Tiles) -> list[LeafRecord]:
     """Return the record of one tile of each shape that occurs."""
-    sizes = [sorted({b - a for a, b in itertools.pairwise(along)}) for along in cut.cuts]
+    sizes = [sorted({b - a for a, b in itertools.pairwise(edges)}) for edges in cut.cuts]
     item_bytes = dtype_named(cut.dtype).item_bytes
     return [
         LeafRecord(cut.dtype, shape, grid.chunk_shape(shape, item_bytes), "")
@@ -186,7 +186,7 @@ def _check_derived(
     if not _is_a_shape(derived.shape):
         raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
     dtype_named(derived.dtype)
-    stored = None if record is None else record.dtype
+    stored_dtype = None if record is None else record.dtype
     codes = {
         "lattice": "int32",
         "octaves": "uint8" if derived.fraction_bits == 0 else "uint16",
@@ -194,7 +194,7 @@ def _check_derived(
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     fits = (
         derived.how in ("cast", "same", "zeros", "lattice", "octaves")
-        and stored == codes
+        and stored_dtype == codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
@@ -275,10 +275,10 @@ def check_segment(table: SegmentTable) -> None:
         if (entry.key is None) == (not entry.delta):
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
         chunks = spec.chunk_count
-        stored = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
-        if stored > chunks or (entry.is_whole and stored != chunks):
-            raise ValueError(f"leaf {path!r} has {stored} rows for {chunks} chunks")
-        digests.append((entry.digests, stored))
+        stored_rows = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
+        if stored_rows > chunks or (entry.is_whole and stored_rows != chunks):
+            raise ValueError(f"leaf {path!r} has {stored_rows} rows for {chunks} chunks")
+        digests.append((entry.digests, stored_rows))
         for part, first, count in entry.delta:
             rows.setdefault(part, []).append((first, count))
             raw_bytes[part] = raw_bytes.get(part, 0) + spec.raw_bytes
@@ -321,15 +321,17 @@ def check_segment(table: SegmentTable) -> None:
 
 def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
     """Check that ranges ``(first, count)`` cover ``total`` without a gap or an overlap."""
-    at = 0
+    position = 0
     for first, count in sorted(ranges):
-        if first != at or count < 0:
+        if first != position or count < 0:
             raise ValueError(
-                f"its leaves do not cover {what} exactly: a range begins at {first}, not {at}"
+                f"its leaves do not cover {what} exactly: a range begins at {first}, not {position}"
             )
-        at += count
-    if at != total:
-        raise ValueError(f"its leaves need {at} rows or elements of {what}, it declares {total}")
+        position += count
+    if position != total:
+        raise ValueError(
+            f"its leaves need {position} rows or elements of {what}, it declares {total}"
+        )
 
 
 def check_tag(tag: Tag) -> None:

@@ -239,11 +239,11 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until
     # zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
-    described = _start_describe(path, spec, where)
+    metadata_write = _start_describe(path, spec, where)
     if math.prod(spec.shape) == 0:
-        return _Writes(described, ())
+        return _Writes(metadata_write, ())
     return _Writes(
-        described, (target.write(values, can_reference_source_data_indefinitely=True).commit,)
+        metadata_write, (target.write(values, can_reference_source_data_indefinitely=True).commit,)
     )
 
 
@@ -356,16 +356,16 @@ class StreamWriter:
         native = self._native
         if native is None or not isinstance(path, Path):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
-        described = _start_describe(path, spec, self._where)
+        metadata_write = _start_describe(path, spec, self._where)
         contiguous = [np.ascontiguousarray(piece) for piece in pieces]
         making, durability = self._making, self._durability
 
         def work() -> None:
-            spent = _write_stream(path, spec, contiguous, native, making, level, durability)
+            times = _write_stream(path, spec, contiguous, native, making, level, durability)
             with making:
-                self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
+                self._spent = Spent(*map(sum, zip(self._spent, times, strict=True)))
 
-        return _Writes(described, (self._background.start(work),))
+        return _Writes(metadata_write, (self._background.start(work),))
 
     def take_spent(self) -> Spent:
         """Return the times of the streams written since the last call.
@@ -373,8 +373,8 @@ class StreamWriter:
         They are zero if TensorStore writes the streams.
         """
         with self._making:
-            spent, self._spent = self._spent, Spent(0.0, 0.0)
-        return spent
+            times, self._spent = self._spent, Spent(0.0, 0.0)
+        return times
 
     def close(self) -> None:
         """End the threads. No write may be under way, and none may follow."""
@@ -502,13 +502,13 @@ class ReadableArray:
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
         """Return a box, by default the whole array; ``Damaged`` if it exceeds the array."""
         shape = self._spec.shape
-        whole = box or [slice(0, size) for size in shape]
-        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
+        full_box = box or [slice(0, size) for size in shape]
+        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(full_box, shape, strict=True)):
             raise Damaged(
                 f"array {self._path} of shape {shape} has no part"
-                f" {[(s.start, s.stop) for s in whole]}"
+                f" {[(s.start, s.stop) for s in full_box]}"
             )
-        return whole
+        return full_box
 
     def _view(self, box: Sequence[slice]) -> Any:
         """Return TensorStore's view of a box, after a check of the files that it lies in."""

@@ -72,8 +72,8 @@ class Cells(NamedTuple):
             if s.stop > s.start
         ]
         if len(spans) == len(self.shape):
-            for at in itertools.product(*spans):
-                yield _name(at)
+            for position in itertools.product(*spans):
+                yield _name(position)
 
     def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box (bounded, one slice per axis) in the order of memory.
@@ -89,13 +89,13 @@ class Cells(NamedTuple):
             return self._rows(box)
         if all((s.start, s.stop) == (0, size) for s, size in zip(box, self.shape, strict=True)):
             return _all_pieces(self)
-        at = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
-        number = int(np.ravel_multi_index(at, grid.grid_shape(self.shape, self.chunk)))
+        position = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
+        number = int(np.ravel_multi_index(position, grid.grid_shape(self.shape, self.chunk)))
         if tuple(box) != grid.box(self.shape, self.chunk, number):
             return None
         return [
             Piece(
-                *self.place(at),
+                *self.place(position),
                 math.prod(s.stop - s.start for s in box)
                 * self.chunk_bytes
                 // math.prod(self.chunk),
@@ -105,8 +105,8 @@ class Cells(NamedTuple):
     def place(self, at: Sequence[int]) -> tuple[str, int]:
         """Return the file of the chunk at a grid position, and its first decoded byte there."""
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
-        within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
-        return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes
+        number = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
+        return _name([i // t for i, t in zip(at, times, strict=True)]), number * self.chunk_bytes
 
     def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
         if any(
@@ -118,9 +118,9 @@ class Cells(NamedTuple):
         begin, end = box[0].start * row_bytes, box[0].stop * row_bytes
         pieces = []
         while begin < end:
-            number, within = divmod(begin, per_file)
-            size = min(per_file - within, end - begin)
-            pieces.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), within, size))
+            number, offset = divmod(begin, per_file)
+            size = min(per_file - offset, end - begin)
+            pieces.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), offset, size))
             begin += size
         return pieces
 
@@ -137,8 +137,10 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
         * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))
     ).tolist()
     pieces: list[Piece] = []
-    for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
-        name, begin = cells.place(at)
+    for position, size in zip(
+        np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True
+    ):
+        name, begin = cells.place(position)
         if pieces and (pieces[-1].name, pieces[-1].begin + pieces[-1].size) == (name, begin):
             begin, size = pieces[-1].begin, pieces.pop().size + size
         pieces.append(Piece(name, begin, size))

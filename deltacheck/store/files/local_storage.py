@@ -62,12 +62,12 @@ class LocalStorage(Storage[Path]):
     def create_file(
         self, name: str, content: bytes, durability: Durability, timeout: float | None
     ) -> bool:
-        started = self.start_write_new(name, content, _context(durability.syncs))
-        return bool(wait_for(started, self.path / name).generation)
+        pending = self.start_write_new(name, content, _context(durability.syncs))
+        return bool(wait_for(pending, self.path / name).generation)
 
     def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
-        started = self._open(_context(durability.syncs)).write(name, content)
-        wait_for(started, self.path / name)
+        pending = self._open(_context(durability.syncs)).write(name, content)
+        wait_for(pending, self.path / name)
 
     def _open(self, context: ts.Context) -> ts.KvStore:
         return ts.KvStore.open(self.kvstore(), context=context).result()

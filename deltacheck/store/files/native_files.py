@@ -54,7 +54,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
     native = required().read_array_file
     # Its own decoder looks at the headers of frames.
     cells = cells._replace(blosc=False)
-    done = 0
+    position = 0
     for name, begin, size in pieces:
         try:
             descriptor = chunk_files.open_file(path / name, cells)
@@ -70,13 +70,13 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
                 cells.sharded,
                 codec,
                 begin,
-                out[done : done + size],
+                out[position : position + size],
             )
         finally:
             os.close(descriptor)
         if refusal:
             raise Damaged(f"array {path} is damaged: {name}: {refusal}", file=path)
-        done += size
+        position += size
 
 
 def start(work: Callable[[], None]) -> Future[None]:
@@ -86,9 +86,9 @@ def start(work: Callable[[], None]) -> Future[None]:
     except RuntimeError:
         # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished
         # then, some of them read back.
-        done: Future[None] = Future()
-        carry_out(done, work)
-        return done
+        future: Future[None] = Future()
+        carry_out(future, work)
+        return future
 
 
 @cache

@@ -201,14 +201,14 @@ class ObjectPath:
 
         The store lists every key below for it, a thousand with each request.
         """
-        below = self._prefix
-        for name in sorted({key[len(below) :].partition("/")[0] for key in self.keys()}):
+        prefix = self._prefix
+        for name in sorted({key[len(prefix) :].partition("/")[0] for key in self.keys()}):
             yield self / name
 
     def keys(self) -> list[str]:
         """Return every key below, in full, ascending. A listing may lag behind writes."""
-        below = self._prefix
-        keys = self._await(self._bucket.list(ts.KvStore.KeyRange(below, _after(below))), "list")
+        prefix = self._prefix
+        keys = self._await(self._bucket.list(ts.KvStore.KeyRange(prefix, _after(prefix))), "list")
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
     def read_bytes(self) -> bytes:
@@ -276,11 +276,11 @@ class ObjectPath:
         """
         failed: StorageFailed | None = None
         try:
-            written = self._await(
+            result = self._await(
                 self._bucket.write(self.key, content, if_equal=generation), "write", timeout
             )
-            if written.generation:
-                return bytes(written.generation)
+            if result.generation:
+                return bytes(result.generation)
         except StorageFailed as error:
             failed = error
         try:
@@ -309,10 +309,8 @@ class ObjectPath:
         """Delete every object below, one request each."""
         keys = self.keys()
         for begin in range(0, len(keys), _AT_ONCE):
-            for started in [
-                self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]
-            ]:
-                self._await(started, "delete")
+            for future in [self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]]:
+                self._await(future, "delete")
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -395,5 +393,5 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
 
 def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
     """Return those of some objects that exist, asked for by name and not by a listing."""
-    started = [(path, path.start_read()) for path in paths]
-    return [path for path, read in started if path.finish_read(read)[1] != ABSENT]
+    reads = [(path, path.start_read()) for path in paths]
+    return [path for path, read in reads if path.finish_read(read)[1] != ABSENT]

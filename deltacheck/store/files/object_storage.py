@@ -87,10 +87,10 @@ class ObjectStorage(Storage[ObjectPath]):
     ) -> Callable[[], tuple[bytes | None, object]]:
         path = self.path
         generation = version if isinstance(version, bytes) else b""
-        started = path.start_read(generation)
+        pending = path.start_read(generation)
 
         def finish() -> tuple[bytes | None, object]:
-            content, current = path.finish_read(started)
+            content, current = path.finish_read(pending)
             if content is None and not generation:
                 content, current = path.read()
             if current == ABSENT:
@@ -121,9 +121,9 @@ class ObjectStorage(Storage[ObjectPath]):
         # A listing may lag behind what is stored. A manifest's name is its sequence number, so the
         # next numbers are asked for by name. A store whose listing is current has none of them.
         folder = self.path
-        below = len(folder.key) + 1
+        prefix_length = len(folder.key) + 1
         keys = folder.keys()
-        names = [key[below:].split("/") for key in keys]
+        names = [key[prefix_length:].split("/") for key in keys]
         manifests = {
             folder / name[0] / "zarr.json"
             for name in names
@@ -132,13 +132,13 @@ class ObjectStorage(Storage[ObjectPath]):
         manifests.update(known)
         while True:
             newest = max((layout.seq_of(path.parent.name) for path in manifests), default=-1)
-            ahead = existing(
+            next_manifests = existing(
                 folder / layout.checkpoint_id(seq) / "zarr.json"
                 for seq in range(newest + 1, newest + 1 + AHEAD)
             )
-            if not ahead:
+            if not next_manifests:
                 return sorted(manifests)
-            manifests.update(ahead)
+            manifests.update(next_manifests)
 
     def check_directory(self) -> None:
         pass
@@ -220,13 +220,13 @@ def check_conditional_writes(folder: ObjectPath) -> None:
     contents = [secrets.token_bytes(8) for _ in range(4)]
     try:
         first = probe.swap(contents[0], ABSENT)
-        refused = probe.swap(contents[1], ABSENT) is None
+        is_refused = probe.swap(contents[1], ABSENT) is None
         second = None if first is None else probe.swap(contents[2], first)
-        refused = refused and first is not None and probe.swap(contents[3], first) is None
+        is_refused = is_refused and first is not None and probe.swap(contents[3], first) is None
     finally:
         with contextlib.suppress(StorageFailed):
             probe.unlink()
-    if not (first is not None and second is not None and refused):
+    if not (first is not None and second is not None and is_refused):
         raise StorageFailed(
             f"{folder}: the store does not honour conditional writes (PUT with If-None-Match and"
             " If-Match), without which two writers could commit the same step. Requests carry them"

@@ -22,7 +22,9 @@ class Scratch:
 
     def take(self, size: int) -> U8:
         """Return memory of ``size`` bytes, uint8 1-D, with undefined content."""
-        fitting = next((at for at, memory in enumerate(self._free) if memory.size >= size), None)
+        fitting = next(
+            (index for index, memory in enumerate(self._free) if memory.size >= size), None
+        )
         memory = (
             np.empty(-(-size // _STEP_BYTES) * _STEP_BYTES, np.uint8)
             if fitting is None
@@ -32,7 +34,7 @@ class Scratch:
 
     def give_back(self, memory: U8) -> None:
         """Return memory to the pool. It comes from ``take``, and no thread uses it any more."""
-        whole = memory if memory.base is None else memory.base
-        assert isinstance(whole, np.ndarray)
-        self._free.append(whole)
+        buffer = memory if memory.base is None else memory.base
+        assert isinstance(buffer, np.ndarray)
+        self._free.append(buffer)
         self._free.sort(key=len)
