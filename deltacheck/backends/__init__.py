@@ -1,1 +1,1 @@
-"""The only rooms where a framework is imported: one folder each."""
+"""Backends: the only packages that import a framework, one package for each framework."""

@@ -10,6 +10,7 @@ from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, Flat, array_paths
 from deltacheck.restore.follower import LeafChange, Update
 from deltacheck.store.manifest import Manifest
 
+# A model of another size differs in every leaf. The first few leaves show the cause.
 _SHOWN_PROBLEMS = 5
 
 
@@ -43,6 +44,8 @@ def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dic
         owner, spec = own[path], specs[stored[path]]
         problems += _mismatch(path, target.leaves[owner], spec, manifest.step, "target")
         other = chosen.setdefault(owner, stored[path])
+        # Tied leaves of the target share memory, so they can hold only one content. Equal digests
+        # prove that it does not matter whose content is read.
         if other != stored[path] and not _are_equal(manifest, other, stored[path]):
             problems.append(
                 f"leaves {owner!r} and {path!r} are tied in the target, but were saved with"
@@ -121,4 +124,5 @@ def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str
 def _are_equal(manifest: Manifest, path: str, other: str) -> bool:
     """Return ``True`` if the digests of two leaves of a step show that they are equal."""
     digest = manifest.digest_of(path)
+    # Leaves without a digest (bounded leaves and leaves in tiles) cannot be proven to be equal.
     return bool(digest) and digest == manifest.digest_of(other)

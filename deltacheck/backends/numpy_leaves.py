@@ -10,6 +10,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Flat
 from deltacheck.restore.content import Loaded
 
+# NumPy marks the native order by "=" or "|", never by "<" or ">", so this is the other order.
 _BYTE_SWAPPED = ">" if np.little_endian else "<"
 
 
@@ -25,6 +26,7 @@ def describe_numpy(value: object) -> ArrayLeaf | None:
     Raises:
         UnsupportedLeaf: The array is masked or not in native byte order.
     """
+    # NumPy's text and bytes scalars are text and bytes to Python, and void scalars have fields.
     if isinstance(value, np.generic) and not isinstance(value, np.str_ | np.bytes_ | np.void):
         return ArrayLeaf((), dtype_named(value.dtype.name).name, None, NUMPY_SCALAR)
     if not isinstance(value, np.ndarray):
@@ -42,6 +44,7 @@ def describe_numpy(value: object) -> ArrayLeaf | None:
 
 def numpy_bytes(value: np.ndarray | np.generic) -> np.ndarray:
     """Return the bytes of a NumPy array, uint8 1-D in C order; a view if its memory allows it."""
+    # As bytes, so that the codec never computes with a value and every NaN keeps its bits.
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
@@ -63,5 +66,6 @@ def place_numpy(item: Loaded, tag: str | None) -> object | None:
     if tag not in (NUMPY_ARRAY, NUMPY_SCALAR):
         return None
     spec = item.spec
+    # A copy, because a saver may keep the loaded bytes as the base of its next save.
     array = item.data.copy().view(spec.element.numpy).reshape(spec.shape)
     return array if tag == NUMPY_ARRAY else array[()]

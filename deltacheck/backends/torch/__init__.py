@@ -27,6 +27,7 @@ __all__ = [
     "save",
 ]
 
+# Names of the public interface -> modules that are imported at their first use.
 _LATER = {
     "DeltaStorageReader": "dcp",
     "DeltaStorageWriter": "dcp",

@@ -11,6 +11,8 @@ from typing import Any
 from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
 
+# The keys of the saved tree. An accelerator holds these objects in private lists, in the order in
+# which they were prepared or registered.
 _PARTS = ("models", "optimizers", "schedulers", "custom")
 
 
@@ -70,12 +72,15 @@ def load_state(accelerator: Any, state: dict[str, Any]) -> None:
             raise TreeMismatch(
                 f"the checkpoint has {len(state[part])} {part}, the accelerator has {len(prepared)}"
             )
+    # In a loop of its own, after all counts were checked: a mismatch leaves every object as it was.
     for part in _PARTS:
         for number, item in enumerate(_prepared(accelerator, part)):
             item.load_state_dict(state[part][str(number)])
+    # A run may continue in another precision, in which there is no scaler.
     if state["scaler"] is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
+    # Last, so that nothing that is loaded before draws from the restored generators.
     rng.restore(state["rng"])
 
 

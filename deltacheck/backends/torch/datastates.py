@@ -38,6 +38,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
     for name, value in section.items():
         if name == "host_cache_size":
             if (
+                # bool is a subclass of int, and ``true`` would mean 1 GiB.
                 isinstance(value, bool)
                 or not isinstance(value, int | float)
                 or not 0 < value < float("inf")
@@ -45,6 +46,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
                 raise ValueError(
                     f"{SECTION}.host_cache_size must be a number of GiB above 0, not {value!r}"
                 )
+            # A small fraction of a GiB is rounded to 0 bytes, which ``Engine`` refuses.
             options["host_cache_bytes"] = max(1, int(value * _GIB))
         elif name in _NO_COUNTERPART:
             log.info("%s.%s=%r has no counterpart: %s", SECTION, name, value, _NO_COUNTERPART[name])

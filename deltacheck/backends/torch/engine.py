@@ -153,14 +153,22 @@ class Engine:
             io_timeout_seconds=io_timeout_seconds,
             exit_timeout_seconds=exit_timeout_seconds,
         )
+        # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
         self._is_eager = capture == "eager"
+        # Only an exact policy reads each leaf once and in order, so that leaves can be copied
+        # ahead.
         self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
+        # ``before_update`` needs the saver, which does not exist yet. The session calls it only in
+        # a restore.
         self._session = _session(path, options, self.before_update, memory, process_group)
         self._saver = self._session.saver
         self._root, self._writer = self._session.root, self._session.writer
         self.restored_step: int | None = None
+        # The hook is global in torch. It is registered after everything that may raise, because
+        # nobody could remove it from an engine that was not made.
         self._guard = Guard(self.before_update)
+        # ``exits`` refers to it weakly, so it must live as long as the engine.
         self._ending = _Ending(self)
         exits.finish_at_exit(self._ending, str(path), exit_timeout_seconds)
 
@@ -195,6 +203,7 @@ class Engine:
         flat = self._session.flatten(state)
         flattening_seconds = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
+        # The handle did not exist yet when the state was flattened.
         progress_of(handle).add_blocking(flattening_seconds)
         return handle
 
@@ -213,13 +222,16 @@ class Engine:
         ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the
         leaves of the tree from all of these.
         """
+        # bool is a subclass of int, and ``True`` would become step 1.
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
         attempt = self._session.begin(step, flat, is_whole=not extra_sources and replay is None)
+        # A rank is busy, and all ranks skip the save. Nothing has begun.
         if attempt is None:
             return skipped(step)
         try:
+            # If nothing is guarded, every leaf is read or copied before ``save`` returns.
             guarded = Guarded() if self._is_eager else self._guard.guarded()
             sources = self._capture.sources(attempt.flat, guarded) | dict(extra_sources or {})
             if not self._session.make_room(step, sources.values()):
@@ -228,6 +240,7 @@ class Engine:
             handle = self._saver.save(
                 step,
                 attempt.flat.skeleton,
+                # Sorted, so that the order in the files does not depend on the origin of a leaf.
                 {path: sources[path] for path in sorted(sources)},
                 attempt.commit,
                 metrics={name: float(value) for name, value in (metrics or {}).items()},
@@ -249,6 +262,8 @@ class Engine:
         The engine calls it before every torch optimizer step. Call it before any other write.
         """
         self._saver.settle_reads()
+        # On a device the saver waits only until the reads are enqueued. The training's stream must
+        # then wait for them, which does not block the host.
         self._capture.hold()
 
     @contextlib.contextmanager
@@ -259,6 +274,7 @@ class Engine:
             The context manager.
         """
         self.before_update()
+        # There is nothing to undo. Saves begin on the training thread only, so none begins inside.
         yield
 
     def guard(self, owner: torch.optim.Optimizer | torch.nn.Module) -> None:
@@ -421,12 +437,15 @@ class Engine:
             TimeoutError: The time ran out.
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
+        # First, even if a save fails below: torch's global hook would keep the engine alive.
         self._guard.close()
         exits.forget(self._ending)
+        # A forked child has neither the threads nor the lease of its parent.
         if self._saver.is_ours():
             self._session.close(timeout)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A copy would write to the root under the same lease, and reuse sequence numbers.
         raise TypeError(
             "an Engine cannot be pickled or copied: it holds its root. Save in the process that"
             " opened it, or open another root there"
@@ -444,6 +463,8 @@ class Engine:
         try:
             self.close()
         except DeltacheckError:
+            # The error of the training is the cause to see, so the failure of a save does not
+            # replace it.
             if error is None:
                 raise
             log.exception("a save failed while another error ended the training")

@@ -85,6 +85,8 @@ class GradientLog:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        # Known before its first step, so that the first save reads its tensors in the background
+        # too.
         engine.guard(optimizer)
 
     def save(
@@ -110,16 +112,20 @@ class GradientLog:
         flat = tree.flatten(state, leaves.describe)
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
+        # The plan compares the replica with the live tensors. It comes first, because it decides if
+        # the save stores gradients or the state itself.
         plan = book.plan(flat, engine._saver.standing(), lambda: replica.memory_of(self._optimizer))
         # Read before the save: a save that fails from here on must not become a base.
         epoch = engine._saver.standing()[0]
         handle = engine._save(
             step, plan.rest, metrics, extra_sources=plan.sources, replay=plan.replay, note=plan.note
         )
+        # The recorded updates of a skipped save belong to the next one.
         if handle.state != "skipped":
             standing = (epoch, engine._saver.standing()[1])
             book.saved(plan, step, standing, lambda: self._based(step, flat, standing))
         progress_of(handle).add_blocking(
+            # The engine has added its own share of the time to the handle already.
             max(0.0, time.perf_counter() - begin + self._seconds - handle.blocking_seconds)
         )
         self._seconds = 0.0
@@ -175,6 +181,7 @@ class GradientLog:
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._depth += 1
+        # The step of a base class is a part of the update that its subclass has recorded.
         if self._depth > 1:
             return
         begin = time.perf_counter()
@@ -191,6 +198,7 @@ class GradientLog:
         """
         try:
             memory = replica.memory_of(self._optimizer)
+        # Training goes on. Without a base, the next save stores the state itself.
         except UnsupportedLeaf:
             return None
         places = logbook.places(memory, state)
@@ -205,6 +213,7 @@ class GradientLog:
         def clone(path: str, device: torch.device) -> torch.Tensor:
             value = memory.arrays[path]
             assert isinstance(value, torch.Tensor)
+            # The copy stays on the device of the live tensor: other kernels may round differently.
             return value.detach().clone()
 
         try:
@@ -219,6 +228,8 @@ class GradientLog:
             )
             return None
         return Base(
+            # ``standing[1]`` is the sequence number of the next save, so this save has the one
+            # before.
             standing[1] - 1,
             step,
             replica.name_of(self._optimizer),
@@ -239,6 +250,7 @@ def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Upda
         raise UnsupportedLeaf("the optimizer's step was called with arguments, such as a closure")
     options = replica.options_of(optimizer)
     specs, gradients = {}, {}
+    # Parameters without a gradient are left out, because an optimizer skips them.
     for parameter, weight in enumerate(replica.parameters(optimizer)):
         if weight.grad is not None:
             name = str(parameter)
@@ -247,6 +259,8 @@ def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Upda
             specs[name] = LeafSpec.of(
                 replay.input_path(number, name), described.shape, described.dtype
             )
+            # A copy, because ``zero_grad`` or the next backward pass overwrites the gradient. It is
+            # contiguous, so that a save on the host can read it without a second copy.
             gradients[name] = weight.grad.detach().clone(memory_format=torch.contiguous_format)
     return Update(specs, gradients, options)
 

@@ -56,6 +56,8 @@ class DeltaCheckIO:
                 "Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not"
                 " keep_last"
             )
+        # Lightning tests plugins with ``isinstance``. A registration needs no base class, so this
+        # module can be imported without Lightning.
         _register(type(self))
         self._folder = None if root is None else place.local(root, "DeltaCheckIO")
         self._rng = rng
@@ -88,11 +90,13 @@ class DeltaCheckIO:
                 "DeltaCheckIO takes no storage_options; give it the options of Engine when it is"
                 " made"
             )
+        # This raises the failures of saves that have ended, without a wait for those under way.
         self._settle(wait=False)
         target = place.local(path, "DeltaCheckIO").absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
             self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
+        # A new dict, because Lightning's own dict must stay as it is.
         content = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
         handle = self._engine.save(int(checkpoint.get("global_step", 0)), content)
         self._enqueue(_publish, self._engine, handle, target)
@@ -118,10 +122,12 @@ class DeltaCheckIO:
             NotACheckpointRoot: ``DeltaCheckIO`` did not make the file.
             Damaged: The step is damaged.
         """
+        # The path may belong to a save under way, whose pointer is not written yet.
         self._settle()
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         checkpoint: dict[str, Any] = load(path, map_location=map_location)
+        # Removed even if it is not used, because Lightning does not know the key.
         states = checkpoint.pop(_RNG, None)
         if self._rng and states is not None:
             rng.restore(states)
@@ -141,6 +147,7 @@ class DeltaCheckIO:
         if self._engine is not None:
             self._enqueue(_remove, self._engine, target)
         elif target.exists():
+            # No engine is open before the first save and after the end of a training.
             with Engine(pointer.read(target).root, **self._options) as engine:
                 _remove(engine, target)
 
@@ -150,10 +157,12 @@ class DeltaCheckIO:
         Raises:
             SaveFailed: A save failed and no call has raised it.
         """
+        # Cleared first, so that a second call does nothing and a later save opens the root again.
         worker, engine, self._worker, self._engine = self._worker, self._engine, None, None
         try:
             self._settle()
         finally:
+            # The worker ends before the engine, which its last actions still use.
             if worker is not None:
                 worker.shutdown()
             if engine is not None:
@@ -162,11 +171,13 @@ class DeltaCheckIO:
     def _enqueue(self, action: Callable[..., None], *arguments: object) -> None:
         """Run an action behind the training, after all earlier ones."""
         if self._worker is None:
+            # One thread, so that files appear and disappear in the order of Lightning's calls.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
         self._under_way.append(self._worker.submit(action, *arguments))
 
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
+        # A task leaves the list when its failure is raised, so that no failure is raised twice.
         done = [task for task in self._under_way if wait or task.done()]
         self._under_way = [task for task in self._under_way if task not in done]
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -199,8 +210,11 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
         return
     # With a memory tier: a file must not point to a step that a power cut would take.
     engine.persist()
+    # A file of another origin at the path is replaced, but no step belongs to it.
     before = pointer.read(path) if pointer.is_pointer(path) else None
     pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
+    # The old step is deleted after the new pointer is durable. A crash in between leaves a step
+    # without a file, never a file without its step.
     if before is not None:
         _delete(engine, before)
 
@@ -208,11 +222,13 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
 def _remove(engine: Engine, path: Path) -> None:
     if path.exists():
         target = pointer.read(path)
+        # The file first, for the same reason as in ``_publish``.
         path.unlink()
         _delete(engine, target)
 
 
 def _delete(engine: Engine, target: pointer.Pointer) -> None:
+    # The file may be of another run, and its root may belong to another process.
     if target.root == _root(engine):
         engine._writer.delete_checkpoint(target.seq)
 

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.dcp.names import step_of
 
+# Megatron's factory of readers is a global of its module, so only one load at a time may replace
+# it. Reentrant, because one loading method may call another.
 _reading = threading.RLock()
 
 
@@ -42,10 +44,13 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+        # Megatron writes this name and version to ``metadata.json``, and chooses its loader by
+        # them.
         super().__init__("torch_dist", 1)
         self._root = root
         self._options = options
         self._group: dist.ProcessGroup | None = None
+        # One thread, because the saves of one stream must not overlap.
         self._thread = ThreadPoolExecutor(1, "deltacheck-megatron")
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
@@ -70,6 +75,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
             A request without a function to fork for. Its finalization raises the error of a failed
             save.
         """
+        # Copied on this thread, because training changes the tensors as soon as this returns.
         state = self._pytorch_state(sharded_state_dict, copied=True)
         future: Future[None] = self._thread.submit(self._save, state, checkpoint_dir)
         return AsyncRequest(None, (), [future.result])
@@ -90,6 +96,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
             state,
             checkpoint_id=str(checkpoint_dir),
             storage_writer=DeltaStorageWriter(self._root, **self._options),
+            # Megatron's keys are flat already.
             planner=mcore.MCoreSavePlanner(flatten_state_dict=False),
             process_group=self._group,
         )
@@ -156,6 +163,7 @@ class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[mis
 
         It has no parameter for a reader.
         """
+        # Opened outside of the lock, because opening a root may wait for the storage.
         reader = DeltaStorageReader(self._root, step_of(str(checkpoint_dir)), **self._options)
         with _reading:
             before, mcore._get_filesystem_reader = (

@@ -20,7 +20,9 @@ from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.tree import escape_key
 
 _CLASS, _IS = "deltacheck.class", "deltacheck.is"  # permanent
+# Permanent, too. It marks the place of a tensor that is stored elsewhere in the tree.
 _HOLE = "hole"
+# Compared with the exact type: a subclass, such as an ``IntEnum``, would lose its class.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -37,6 +39,7 @@ class _SavedClass(NamedTuple):
 
 
 def _from_attributes(kind: type[Any], attributes: dict[str, Any]) -> Any:
+    # Not through the constructor: no code of the class runs on content of a checkpoint.
     instance = object.__new__(kind)
     instance.__dict__.update(attributes)
     return instance
@@ -69,6 +72,7 @@ _classes: dict[str, _SavedClass] = {
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
+    # The name comes from a checkpoint, and may be that of any attribute of torch.
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedLeaf(f"torch has no dtype {name!r}")
     return dtype
@@ -89,6 +93,7 @@ def register(kind: type[Any]) -> type[Any]:
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     entry = _of_attributes(kind.__module__, kind.__qualname__)
+    # Members of an enumeration are single objects, so they are found by value and never created.
     if issubclass(kind, enum.Enum):
         entry = _SavedClass(
             kind.__module__,
@@ -147,7 +152,9 @@ def _encoded(
         return value if instead is None else hole(instead)
     if kind in _PLAIN or isinstance(value, np.ndarray | np.generic):
         return value
+    # Exact types again: a subclass of dict may have content that its items do not show.
     if kind in (dict, OrderedDict):
+        # A restore would take such a dict for an object.
         if _CLASS in value:
             raise UnsupportedLeaf(
                 f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here;"
@@ -162,6 +169,7 @@ def _encoded(
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
     for stored, entry in _classes.items():
+        # Listed classes are compared by name, so that DeepSpeed need not be imported.
         if _kinds.get(stored) is kind or (entry.module, entry.name) == (
             kind.__module__,
             kind.__qualname__,
@@ -191,12 +199,15 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
         if place is not None and fill is not None:
             return fill(place)
         entry = _classes.get(name)
+        # A checkpoint never chooses what is imported: the class must be in the list of this
+        # process.
         if entry is None:
             raise UnsupportedLeaf(
                 f"the checkpoint has an object of class {name!r}, which is not known here; nothing"
                 " is made of it. Where you trust the class, allow it with"
                 " deltacheck.backends.torch.plain.register(...) before you read"
             )
+        # The module and the name come from the list, not from the checkpoint.
         kind = _kinds.get(name) or getattr(importlib.import_module(entry.module), entry.name)
         return entry.give(kind, decoded(content, fill))
     if isinstance(value, OrderedDict):

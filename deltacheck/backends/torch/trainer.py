@@ -31,6 +31,7 @@ from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
+# The wrapped methods are not public, so the message names a version that has them.
 _TESTED_VERSION = "5.23.0"  # of transformers
 _STATE_FILE = "trainer_state.json"  # Trainer reads it only from a file
 
@@ -82,6 +83,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         self._resumed: Mapping[str, Any] | None = None
         self._resumed_path = ""
         self._saved_step = -1
+        # On the class, because a callback gets no reference to its trainer.
         _install(Trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,6 +95,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             control: The trainer's control.
             **kwargs: Not used.
         """
+        # The state is loaded by now. This releases its memory.
         self._resumed = None
         if self._every is not None and state.global_step % self._every == 0:
             control.should_save = True
@@ -110,6 +113,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         _refuse(trainer, args[0] if args else kwargs.get("trial"))
         options = dict(self._options)
         limit = trainer.args.save_total_limit
+        # The best step may be older than the newest ``limit`` steps, and is loaded at the end.
         if limit and not trainer.args.load_best_model_at_end:
             options.setdefault("keep_last", limit)
         root = self._folder or Path(trainer.args.output_dir, "deltacheck")
@@ -129,11 +133,15 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             if isinstance(request, str | Path)
             else None
         )
+        # An existing folder is a checkpoint of ``Trainer`` itself, which loads it without this
+        # callback.
         if named is not None and not Path(str(request)).exists() and int(named[1]) in steps:
             saved = engine.restore(int(named[1]))
         elif steps and (request is True or (request is None and self._resume)):
             saved = engine.restore()
         else:
+            # There is nothing to resume from here, so ``Trainer`` decides as it does without the
+            # callback.
             return request
         path = folder / f"checkpoint-{saved['step']}"
         path.mkdir()
@@ -158,8 +166,11 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         if engine is None:  # outside of train()
             original(trainer, model, trial)
             return
+        # ``every`` and ``save_strategy`` may ask for the same step, and a resumed step exists
+        # already.
         if state.global_step == self._saved_step:
             return
+        # From here to ``trainer_state``: what ``Trainer`` itself does before it writes its state.
         trainer.store_flos()
         if state.best_global_step and state.best_global_step in (
             state.global_step,
@@ -191,6 +202,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             # As bytes, because it grows with the log, and then only the new part is written.
             "trainer_state": np.frombuffer(trainer_state.encode(), dtype=np.uint8),
         }
+        # At every save, because a callback may replace the model. A second call has no effect.
         engine.guard(trainer.model)
         engine.save(state.global_step, saved, metrics=_last_numbers(state.log_history))
         self._saved_step = state.global_step
@@ -198,6 +210,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     def _load_from_checkpoint(
         self, original: Callable[..., Any], trainer: Any, path: str, model: Any = None
     ) -> None:
+        # Another path is a checkpoint of ``Trainer`` itself.
         if self._resumed is None or path != self._resumed_path:
             original(trainer, path, model)
             return
@@ -228,6 +241,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
 
     def _load_best_model(self, original: Callable[..., Any], trainer: Any) -> None:
         engine, best = self._engine, trainer.state.best_global_step
+        # The best step may have been saved by ``Trainer`` before the callback was added.
         if engine is None or best not in engine.steps():
             original(trainer)
             return
@@ -248,6 +262,7 @@ _METHODS = (
 
 def _install(kind: Any) -> None:
     """Wrap the methods of ``Trainer``, once."""
+    # A second wrapper around the first would open the root twice.
     if getattr(kind.train, "_deltacheck", False):
         return
     missing = [name for name in _METHODS if not callable(getattr(kind, name, None))]
@@ -264,6 +279,7 @@ def _install(kind: Any) -> None:
 def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up at each call, because callbacks may be added and removed during a training.
         own = [c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)]
         if not own:
             return original(trainer, *args, **kwargs)
@@ -276,6 +292,7 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 def _refuse(trainer: Any, trial: object) -> None:
     """Raise ``ValueError`` for trainings that would not be saved whole."""
     args = trainer.args
+    # Each of these would save only a part of the state, and the loss would show at the resume.
     for is_used, feature, remedy in (
         (
             args.world_size > 1,
@@ -329,6 +346,7 @@ def _load_model(model: torch.nn.Module, saved: Mapping[str, Any], step: int) -> 
         raise TreeMismatch(
             f"{name!r} of {holder} is not in {other}; the run was begun with another model"
         )
+    # Without the frozen parameters of a PEFT model a strict load would fail.
     model.load_state_dict(saved, strict=len(expected) == len(model.state_dict()))
 
 

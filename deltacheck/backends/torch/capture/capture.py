@@ -63,6 +63,7 @@ class Capture:
             and (device := codec.accelerator_of(value)) is not None
         }
         for device in set(devices.values()):
+            # Decided once, because later the shadows themselves take up the memory.
             if device not in self._on_device:
                 self._on_device[device] = self._decide(
                     device, sum(specs[p].raw_bytes for p, d in devices.items() if d is device)
@@ -74,6 +75,7 @@ class Capture:
             for path in specs
             if path in devices and not self._on_device[devices[path]]
         }
+        # Staging serves its leaves in one order only.
         staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
         sources = {}
@@ -102,6 +104,8 @@ class Capture:
                 sources[path] = LeafSource(
                     spec, partial(_copied, devices[path], tensors[path]), lazy=True, recheck=check
                 )
+        # After the copies of ``_held``: they run on the training's stream, which the side stream
+        # follows.
         for device in set(devices.values()):
             device.begin()
         return sources
@@ -113,6 +117,7 @@ class Capture:
 
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
         """Return ``True`` if the shadows of a device lie in its own memory."""
+        # Without a device encoder every save would copy the shadow to the host.
         if self._shadow in ("host", "none") or device.native is None:
             return False
         required = int(_SPARE * (state_bytes + windows.device_bytes(codec.WINDOW_BYTES)))
@@ -134,6 +139,7 @@ def _held(value: object, guarded: bool) -> torch.Tensor:
     assert isinstance(value, torch.Tensor)
     flat = leaves.flat_bytes(value)
     if guarded or flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        # ``flat_bytes`` has made a copy already if the tensor is not plain.
         return flat
     return flat.clone()
 

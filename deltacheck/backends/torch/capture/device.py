@@ -76,6 +76,7 @@ class Cuda:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def hold(self) -> None:
+        # One event is enough: the work of a stream completes in its order.
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 
@@ -92,6 +93,7 @@ class Cuda:
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
+        # Blocks that torch's allocator has reserved but not handed out count as free.
         return (
             free
             + torch.cuda.memory_reserved(self._device)

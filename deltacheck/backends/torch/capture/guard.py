@@ -37,11 +37,14 @@ class Guarded:
 
         The first alias has the tensor's present memory. The result is empty for any other value.
         """
+        # A tensor that is not plain is copied to read it. Inference tensors have no version
+        # counter.
         if not isinstance(value, torch.Tensor) or not is_plain(value):
             return []
         address = value.untyped_storage().data_ptr()
         if address in self.owned:
             return [value.detach()]
+        # A detached alias shares the version counter, so it shows later writes too.
         aliases = self.frozen.get(address, ())
         # Without an equal version the tensor has a counter of its own and may have changed.
         if any(value._version == alias._version for alias in aliases):
@@ -95,6 +98,7 @@ class Guard:
             # The keys too: ZeRO-3 removes its parameters from the groups between the steps.
             for key, state in optimizer.state.items():
                 tensors += [key, *_tensors(state)]
+            # A DTensor has no storage of its own; saves read its local part.
             local = [
                 part for tensor in tensors if isinstance(part := local_of(tensor), torch.Tensor)
             ]
@@ -129,6 +133,7 @@ class Guard:
                         tensor.detach() for tensor in counters
                     )
                     continue
+            # A storage is frozen only if all of its parameters are.
             moving.add(address)
         self._frozen_before = frozen
         return {
@@ -171,6 +176,7 @@ def unchanged_check(
     memory of an alias.
     """
     versions = [(alias, alias._version) for alias in (tensor, *others)]
+    # The reference keeps the storage object alive, so that its address is not used again.
     storage = tensor.untyped_storage()
     memory = storage.data_ptr(), storage.nbytes()
 

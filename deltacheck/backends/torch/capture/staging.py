@@ -39,6 +39,7 @@ class Staging:
                 f"{name!r} was asked for when it was the turn of {next_name!r}; this is a defect,"
                 " please report it"
             )
+        # Waits for this copy only; the copies behind it go on.
         copied.synchronize()
         data: U8 = host.numpy()
         return data
@@ -46,6 +47,7 @@ class Staging:
     def _copy_ahead(self) -> None:
         size = sum(host.numel() for _, host, _ in self._ahead)
         while self._waiting and (
+            # A tensor that is larger than the budget is copied when nothing else is ahead.
             not self._ahead or size + self._waiting[0][1][1].numel() <= self._budget
         ):
             name, (device, tensor) = self._waiting.popleft()

@@ -51,6 +51,7 @@ class TorchCodec:
             ):
                 out = device.empty(current.numel())
             out.copy_(current, non_blocking=True)
+            # An event, so that the next optimizer step waits until the leaf was read.
             device.mark()
         return out
 
@@ -91,6 +92,7 @@ class TorchCodec:
         by_device: dict[torch.device, list[int]] = {}
         for number, job in enumerate(jobs):
             by_device.setdefault(job.current.device, []).append(number)
+        # The state is read only when the last of the devices has enqueued its reads.
         unread = len(by_device)
 
         def device_read() -> None:
@@ -104,6 +106,8 @@ class TorchCodec:
             own = [jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers]
             for made in windows.encode(device, own, WINDOW_BYTES, make_room, device_read):
                 yield made._replace(
+                    # The windows number the jobs of their device; the caller numbers those of all
+                    # devices.
                     spans=[span._replace(job=numbers[span.job]) for span in made.spans],
                     bases={numbers[span.job]: own[span.job].base for span in made.spans},
                 )
@@ -119,6 +123,7 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
 
 @cache
 def _cuda(index: int) -> Accelerator:
+    # One object for each device of the process: its side stream orders all saves.
     device = torch.device("cuda", index)
     try:
         from deltacheck import _native_cuda
@@ -133,6 +138,7 @@ def _cuda(index: int) -> Accelerator:
     problem = windows.defect(accelerator)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
+        # A device that fails the test encodes on the host, so that no save depends on wrong bits.
         accelerator.native = None
     return accelerator
 

@@ -24,6 +24,7 @@ INTERFACE = 1  # of the extension, see module_cuda.cc
 # Number of rows, 1 if the payload was too small, then the bytes of each stream.
 HEAD_ENTRIES = 2 + len(STREAMS)
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
+# Alignment in bytes of the parts of the results, the same as that of CUDA's allocations.
 _ALIGNED = 256
 
 
@@ -67,6 +68,8 @@ def encode(
         while windows and len(running) < WINDOWS:
             spans, table = windows.popleft()
             running.append(_enqueue(device, spans, table))
+            # The reads of the state are enqueued by now, and ``hold`` orders later writes of the
+            # training behind them.
             if not windows:
                 all_read()
         yield _fetch(device, running.popleft(), make_room)
@@ -86,13 +89,16 @@ def _cut(
         while first < words.size:
             before = int(ends[first - 1]) if first else 0
             stop = max(
-                first + 1, int(np.searchsorted(ends, before + window_bytes - size, side="right"))
+                # At least one chunk, even if it is larger than a window.
+                first + 1,
+                int(np.searchsorted(ends, before + window_bytes - size, side="right")),
             )
             if size and int(ends[first]) - before > window_bytes - size:
                 yield spans, np.concatenate(tables)
                 spans, tables, size = [], [], 0
                 continue
             table = np.zeros(stop - first, CHUNK)
+            # All factors are uint64: NumPy turns a mixture of uint64 and int64 into float64.
             offsets = job.bounds[first:stop] * np.uint64(job.word_bytes)
             table["current"] = np.uint64(job.current.data_ptr()) + offsets
             table["base"] = np.uint64(job.base.data_ptr()) + offsets
@@ -142,6 +148,7 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
     head = results[: HEAD_ENTRIES * 8].view(np.uint64)
     count, overflow, sizes = int(head[0]), int(head[1]), head[2:].tolist()
     used = sum(sizes)
+    # Checked before these numbers are used as sizes, because they come from the device.
     if overflow or used > window.payload.numel() or count > window.chunks:
         raise RuntimeError(
             f"{count} rows and {used} bytes do not fit a window of {window.chunks} chunks; this is"
@@ -152,6 +159,7 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
     with device.aside():
         host.copy_(window.payload[:used], non_blocking=True)
         fetched = device.mark()
+    # Copied while the payload is under way, because torch uses the pinned memory again.
     rows = results[rows_at:].view(np.uint32)[: count * ROW_WIDTH].reshape(count, ROW_WIDTH).copy()
     digests: U64 = (
         results[digests_at : digests_at + count * 16].view(np.uint64).reshape(count, 2).copy()
@@ -180,6 +188,7 @@ def defect(device: Accelerator) -> str:
     processor that computes wrong bits would otherwise be noticed only at a restore.
     """
     native = device.native
+    # A library of another build would read the table with another layout.
     if (INTERFACE, CHUNK.itemsize, HEAD_ENTRIES) != (
         native.INTERFACE,
         native.CHUNK_BYTES,
@@ -191,15 +200,18 @@ def defect(device: Accelerator) -> str:
         return problem
     try:
         return _wrong_on(device)
+    # Errors of CUDA arrive as ``RuntimeError``. Saves then go on with the host encoder.
     except RuntimeError as error:
         return f"the CUDA encoder failed: {error}"
 
 
 def _wrong_on(device: Accelerator) -> str:
     """Encode a small state, and return the first difference from the host encoder."""
+    # A fixed seed, so that a failure can be repeated.
     random = np.random.default_rng(0)
     host = default_codec()
     jobs, expected = [], []
+    # All widths of words, each with chunks of which few, some and most words change.
     for word_bytes in (1, 2, 4, 8):
         words = 40_000 // word_bytes
         bounds = np.array([0, words // 9, words // 3, words], np.uint64)

@@ -20,11 +20,13 @@ from deltacheck.errors import UnsupportedLeaf
 
 _TENSOR = ("key", "data", "global_shape", "global_offset", "replica_id", "prepend_axis_num")
 _OBJECT = ("key", "data", "unique_key", "replica_id")
+# An object of its own, because ``None`` is a value that a state may hold.
 _NOTHING: Any = object()
 _Put: TypeAlias = Callable[[object], object]
 
 
 def _is_a(value: object, fields: tuple[str, ...]) -> bool:
+    # A class itself may have the fields as attributes. Tensors are excluded, as most values are.
     return not isinstance(value, torch.Tensor | type) and all(
         hasattr(value, name) for name in fields
     )
@@ -73,8 +75,10 @@ def by_key(state: object, *, replicas: bool = False) -> object:
             )
 
     common = _without(state, take)
+    # The same object, by which ``filled`` sees that there is nothing to fill.
     if not descriptors:
         return state
+    # Tensors and objects share the keys of one dict.
     both = parts.keys() & objects.keys()
     if both:
         raise UnsupportedLeaf(f"{min(both)!r} is the key of a tensor and of an object")
@@ -96,6 +100,7 @@ def filled(state: object, restored: object) -> object:
     objects = restored["sharded"]
 
     def put(value: Any) -> object:
+        # Tensors were filled in place by the restore.
         if not _is_a(value, _TENSOR):
             content = objects[value.unique_key]
             value.data = io.BytesIO(content) if isinstance(value.data, io.BytesIO) else content
@@ -105,6 +110,7 @@ def filled(state: object, restored: object) -> object:
 
 
 def _is_main(replica_id: object) -> bool:
+    # Megatron-Core numbers replicas by an integer, or by one integer for each kind of parallelism.
     return not any(replica_id) if isinstance(replica_id, tuple | list) else not replica_id
 
 
@@ -125,6 +131,7 @@ def _shard(value: Any) -> Shard:
         raise UnsupportedLeaf(f"{value.key!r} has no tensor as its data; call init_data first")
     try:
         return Shard(
+            # Prepended axes exist only in the global shape; each rank has one position of them.
             value.data[(None,) * value.prepend_axis_num],
             tuple(value.global_shape),
             tuple(value.global_offset),
@@ -153,6 +160,7 @@ def _without(value: object, take: Callable[[object], None]) -> object:
             return value
         if all(item is _NOTHING for item in elements):
             return _NOTHING
+        # Placeholders, so that the other elements keep their positions for ``_merged``.
         return [None if item is _NOTHING else item for item in elements]
     return value
 
@@ -165,6 +173,7 @@ def _merged(state: Any, common: Any, put: _Put) -> object:
         rest = common if isinstance(common, dict) else {}
         return {key: _merged(item, rest.get(key), put) for key, item in state.items()}
     if isinstance(state, list):
+        # The list is missing in ``common`` if all of its elements were descriptors.
         others = (
             common
             if isinstance(common, list) and len(common) == len(state)

@@ -30,6 +30,7 @@ def apply(update: Update, state: object, *, check: bool = False) -> None:
         Damaged: A check failed.
     """
     flat = tree.flatten(state, leaves.describe)
+    # Everything is compared before the first write, so that a mismatch changes nothing.
     changes = changes_of(update, flat)
     for path, change in changes.items():
         _put(flat.arrays[path], change)
@@ -42,6 +43,7 @@ def _put(value: object, change: LeafChange) -> None:
         assert isinstance(value, np.ndarray)  # changes_of refuses NumPy scalars
         change.apply(value)
         return
+    # Writes go to a copy if the memory of the tensor is not its bytes in C order.
     plain = (
         value.detach()
         if leaves.is_plain(value)
@@ -50,8 +52,10 @@ def _put(value: object, change: LeafChange) -> None:
     width = change.spec.element.item_bytes
     # As integers, so that NaNs and float8 keep their bits.
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width, torch.int64)
+    # An element of 16 bytes is two words of 8.
     target = leaves.flat_bytes(plain).view(word).reshape(-1, max(1, width // 8))
     fresh = (
+        # A copy, because torch needs writable memory.
         torch.from_numpy(change.values.copy().view(np.uint8))
         .view(word)
         .reshape(-1, max(1, width // 8))

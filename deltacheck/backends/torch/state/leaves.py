@@ -28,6 +28,7 @@ def describe(value: object) -> ArrayLeaf | None:
     """
     if not isinstance(value, torch.Tensor):
         return describe_numpy(value)
+    # Classes are compared by name here, because their modules take long to import.
     if value.is_meta or type(value).__name__ == "FakeTensor":
         raise UnsupportedLeaf("a meta or fake tensor has no content; materialise it first")
     if type(value).__name__ == "DTensor":
@@ -42,6 +43,8 @@ def describe(value: object) -> ArrayLeaf | None:
         )
     name = _name_of(value.dtype)
     identity = None
+    # Leaves of equal identity are tied. Stride and lazy bits belong to it, because a transposed or
+    # conjugated view of the same memory has other bytes.
     if value.numel():
         identity = (value.device, value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity)
@@ -97,6 +100,7 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
         return numpy_bytes(value)
+    # ``cpu`` returns the tensor itself if it is on the host.
     flat: NDArray[np.uint8] = flat_bytes(value.cpu()).numpy()
     return flat
 
@@ -125,6 +129,7 @@ def tensor_of(item: Loaded) -> torch.Tensor:
     """
     spec = item.spec
     dtype = getattr(torch, spec.dtype, None)
+    # JAX has element types that torch lacks.
     if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
         raise UnsupportedLeaf(
             f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with"
@@ -173,6 +178,7 @@ def tree_of(
         stored: Arrays that are kept of the read; leaves must not share their memory.
     """
     placed: dict[tuple[str, str | None], object] = {}
+    # Leaves that own their memory alone are used without a copy.
     free = unshared_paths(loaded, stored or {})
 
     def put(path: str, owner: str, tag: str | None) -> object:

@@ -27,6 +27,7 @@ from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 
 _DEVICE = "device"  # permanent: the tag of tensors that are not on the host
+# Hooks of the live optimizer, such as the log's own, must not run for a replica.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -46,6 +47,7 @@ def memory_of(optimizer: Optimizer) -> Flat:
         UnsupportedLeaf: A value cannot be kept exactly.
     """
     weights = parameters(optimizer)
+    # The keys are permanent: the manifest of a replayed step holds this skeleton.
     memory = {
         "weights": weights,
         "state": [dict(optimizer.state.get(weight, {})) for weight in weights],
@@ -83,6 +85,7 @@ def name_of(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     devices = sorted({parameter.device.type for parameter in parameters(optimizer)})
     capability = (
+        # Kernels for other vector instructions may round an update in another way.
         torch.backends.cpu.get_cpu_capability() if devices == ["cpu"] else "/".join(devices)
     )
     return (
@@ -114,6 +117,8 @@ class Replica:
             )
 
         def put(path: str, owner: str, tag: str | None) -> torch.Tensor:
+            # Adam's step counters, for example, are on the host beside weights on a device. The
+            # second key of a path is the number of the parameter, for weights and for their state.
             device = (
                 originals[int(path.split("/")[1])].device if tag == _DEVICE else torch.device("cpu")
             )
@@ -146,6 +151,7 @@ class Replica:
         """
         restored: Any = tree.unflatten(options, _no_array)
         for group, own in zip(self.optimizer.param_groups, restored, strict=True):
+            # A scheduler changes the options between updates, so each update has its own.
             group.update(own)
         for number, weight in enumerate(parameters(self.optimizer)):
             gradient = inputs.get(str(number))
@@ -213,6 +219,7 @@ def digests(flat: Flat) -> dict[str, str]:
         return spec, leaves.bytes_of(flat.arrays[path])
 
     on_host = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
+    # Host arrays are hashed by several threads.
     by_path = dict(zip(on_host, replay.leaf_digests(map(leaf, on_host)), strict=True))
     return {path: by_path.get(path) or digest_of(*leaf(path)) for path in flat.arrays}
 
@@ -239,6 +246,7 @@ def _is_on_device(value: object) -> bool:
 
 def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
     """Return an optimizer of the same class over the tensors of ``content``, without hooks."""
+    # Not through the constructor, whose arguments are not known.
     twin = object.__new__(type(like))
     # A scheduler wraps the bound method and stores it as the attribute ``step``.
     own = {
@@ -250,6 +258,8 @@ def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
     weights: Sequence[torch.Tensor] = content["weights"]
     twin.state = defaultdict(
         dict,
+        # Before its first update a parameter has no entry, by which optimizers see that it is the
+        # first.
         {weight: state for weight, state in zip(weights, content["state"], strict=True) if state},
     )
     first = 0

@@ -17,6 +17,7 @@ def states() -> dict[str, Any]:
     version, words, spare = random.getstate()
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     saved: dict[str, Any] = {
+        # Words as an array: as integers they would be hundreds of nodes of the skeleton.
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "spare": spare},
         "numpy": {
             "kind": str(kind),
@@ -38,6 +39,7 @@ def restore(saved: dict[str, Any]) -> None:
     CUDA's are set only if this process sees as many devices as the saving one did.
     """
     python, numpy = saved["python"], saved["numpy"]
+    # Python accepts only a tuple of its own integers.
     random.setstate(
         (int(python["version"]), tuple(int(word) for word in python["words"]), python["spare"])
     )

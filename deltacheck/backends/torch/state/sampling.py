@@ -19,6 +19,7 @@ from deltacheck.profile.sample import SamplePlan
 
 __all__ = ["describe", "expand", "files", "states", "take"]
 
+# The suffixes that are in use for files of ``torch.save``.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -52,6 +53,8 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                 picked = plain[tuple(indices)]
             gathered.setdefault((plain.device, plain.dtype), {})[path] = picked
         for group in gathered.values():
+            # As bytes, because torch cannot give a bfloat16 tensor to NumPy. The copy is made
+            # because the samples must have memory of their own.
             host = flat_bytes(torch.cat(list(group.values()))).cpu().numpy().copy()
             begin = 0
             for path, picked in group.items():
@@ -95,7 +98,9 @@ def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
     for step, path in files(folder):
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # torch raises many types of errors for files that are damaged or made by an attacker.
         except Exception as error:
+            # torch adds lines of advice, of which some would run code of the file.
             reason = str(error).partition("\n")[0]
             raise Damaged(
                 f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}:"

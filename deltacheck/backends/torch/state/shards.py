@@ -23,6 +23,7 @@ from deltacheck.restore.fill import leaf_of_box
 from deltacheck.save.group import Piece, own_tiles, pieces_held
 
 
+# Without equality: a comparison of tensors has no single truth value.
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """A rank's part of a leaf whose placement torch does not know.
@@ -133,15 +134,18 @@ def pieces(value: object) -> Iterator[Piece]:
                 f"its placements {value.placements} are partial: each rank has a summand;"
                 " redistribute it before it is saved"
             )
+        # The field itself, because ``to_local`` takes part in autograd.
         local = value._local_tensor
         shape, offset = compute_local_shape_and_global_offset(
             value.shape, value.device_mesh, value.placements
         )
+        # A tensor laid out in another way than torch computes would be stored at wrong offsets.
         if tuple(shape) != tuple(local.shape):
             raise UnsupportedLeaf(
                 f"its shard has shape {tuple(local.shape)}, its placements {value.placements} say"
                 f" {tuple(shape)}"
             )
+        # A rank has nothing of a leaf that is shorter than the mesh.
         if local.numel():
             yield Piece(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local)
     elif isinstance(value, Shard | Shards):
@@ -181,7 +185,9 @@ def local_flat(
         arrays[tile.name] = (
             _dense(flat.arrays[path]) if tile.piece is None else _cut(tile.piece, tile.box)
         )
+        # No identity: a tie was resolved when the whole state was flattened.
         described[tile.name] = ArrayLeaf(tile.shape, leaf.dtype, None, leaf.tag)
+    # The order of ``flatten``, in which a save reads its leaves.
     order = sorted(arrays)
     return Flat(
         skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order}
