@@ -87,12 +87,9 @@ def profile(
             "the file exists; replace it with --force, or name another with --out",
             str(out),
         )
+    # Every checkpoint is observed, however far apart they are.
     profiler = Profiler(
-        # Every checkpoint is observed, however far apart they are.
-        interval_steps=1,
-        sample=sample,
-        optimizer=_rule(betas),
-        source=Path(source).resolve().name,
+        interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
     )
     steps = 0
     for step in _steps(source, item):

@@ -40,6 +40,8 @@ class Blame:
         Raises:
             IndexError: If there is no chunk of that number.
         """
+        # Chunk numbers of a leaf in tiles continue from tile to tile, in the order of the digests
+        # that ``_join`` puts together.
         number = chunk
         tile_specs = [self.spec] if self.cuts is None else _tile_specs(self.spec, self.cuts)
         for tile, spec in enumerate(tile_specs):
@@ -84,6 +86,7 @@ def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Bla
         ChainBroken: The same, if a chain has no keyframe.
         KeyError: If a path is not stored.
     """
+    # ``paths`` may be an iterator, and a path that is named twice must not be resolved twice.
     paths = list(dict.fromkeys(paths))
     names = {path: manifest.names_of(path) or [path] for path in paths}
     stored_paths = [name for tile_names in names.values() for name in tile_names]
@@ -108,11 +111,15 @@ def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[
     digests: dict[str, NDArray[np.uint64]] = {}
     for path, chain in resolve_chains(root, manifest, paths).items():
         count = chain.spec.chunk_count
+        # Until an older step is read, each chunk is as old as the step itself "or older".
         origins[path] = Blame(
             chain.spec, np.full(count, manifest.step, np.int64), np.zeros(count, np.bool_)
         )
         digests[path] = chain.digests
+    # Leaves without elements have no chunk whose origin could be found.
     open_paths = {path for path, origin in origins.items() if origin.steps.size}
+    # Sequence numbers decide what came before: a resumed run repeats training steps (format.md,
+    # section 1).
     older = [ref for ref in root.checkpoints() if ref.seq < manifest.seq]
     for ref in reversed(older):
         if not open_paths:
@@ -130,11 +137,14 @@ def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[
         chains = resolve_chains(root, before, sorted(comparable))
         for path in sorted(open_paths):
             origin = origins[path]
+            # A leaf that the older step lacks, or has in another shape, counts as changed
+            # altogether.
             is_equal = (
                 (chains[path].digests == digests[path]).all(axis=1)
                 if path in comparable
                 else np.zeros(origin.steps.size, np.bool_)
             )
+            # A known origin stays, even if a still older step happens to have the same bytes again.
             origin.steps[is_equal & ~origin.is_known] = before.step
             origin.is_known[~is_equal] = True
             if origin.is_known.all():

@@ -80,6 +80,8 @@ def branch(
     origin = storage.local(root.store.path, "a branch")
     manifest = root.manifest(step)
     open_segments(root, manifest)
+    # The source was read before anything is created, so a missing or damaged step leaves no empty
+    # root.
     store = Store.create(target)
     lease = take_lease(target)
     linked = copied = 0
@@ -88,6 +90,7 @@ def branch(
             source, segment = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
             for folder, _, files in os.walk(source):
                 target_folder = segment / Path(folder).relative_to(source)
+                # Only files can be linked, so the directories are made anew and are synced below.
                 target_folder.mkdir()
                 for name in files:
                     file = Path(folder) / name
@@ -100,6 +103,7 @@ def branch(
             store.durability.sync_tree(segment)
         new_root = Root(target, store)
         writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
+        # The branch is a save of its own: tags and memory roots identify a save by its nonce.
         new_manifest = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer)
         # The other run may have collected the segments while they were linked. Opening them checks
         # that the tables are those that were committed.
@@ -113,6 +117,7 @@ def branch(
 
 def _link(source: Path, target: Path) -> bool:
     try:
+        # A link in a root is never followed (format.md, section 1).
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno in _NO_LINK:

@@ -70,10 +70,13 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
         return None
     seq = root.next_seq()
     new_segment = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
+    # A leaf without deltas needs only the segment of its keyframe.
     needed_ids = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
     segments = (*(ref for ref in before.segments if ref.id in needed_ids), new_segment)
     after = manifest_on(root, before, seq, segments, "compacting")
     receipt = commit(root.path, after, root.store.durability)
+    # The old manifest is deleted last. A kill before it leaves two checkpoints of one nonce, of
+    # which the collection removes the older.
     collect.delete_checkpoint(root, before.seq)
     return Compacted(
         step=before.step,
@@ -161,6 +164,7 @@ def reclaim(
         # The segments that an unreadable manifest needs are unknown.
         raise Damaged(f"nothing is rewritten while a manifest cannot be read: {error}") from error
     manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
+    # A tight segment would only be written again as it is.
     sparse = [
         need
         for need in needs(root, manifests.values())
@@ -173,6 +177,8 @@ def reclaim(
         )
     replacements: dict[str, SegmentRef] = {}
     for need in sparse:
+        # The same sequence number with another nonce: chains are ordered by it (format.md, section
+        # 6).
         writer = root.store.writer(layout.seq_of(need.ref.id))
         replacements[need.ref.id] = write_whole(
             writer, _chains_up_to(root, need), io_timeout_seconds
@@ -184,6 +190,8 @@ def reclaim(
     }
     for path, manifest in renewals.items():
         if manifest != manifests[path]:
+            # A rename either leaves the old manifest or puts the new one in its place. Both of them
+            # restore, because the old segment is removed by a later collection only.
             arrays.replace_file(path.parent, path.name, encode_manifest(manifest))
             sync_directory(path.parent)
     return tuple(
@@ -209,9 +217,13 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
     leaf_counts: dict[str, int] = {}
     leaves: dict[str, dict[str, tuple[Manifest, LeafEntry]]] = {}
     for manifest in manifests:
+        # Several steps name the same segment. They agree in its reference, which has the table's
+        # digest.
         refs |= {ref.id: ref for ref in manifest.segments}
         for path, leaf in resolve_chains(root, manifest, manifest.stored).items():
             for segment, entry in (leaf.key, *leaf.deltas):
+                # The entry of a path is the same for every step that needs it, so the first
+                # manifest is enough.
                 leaves.setdefault(segment.id, {}).setdefault(path, (manifest, entry))
                 leaf_counts[segment.id] = len(segment.table.leaves)
     return [
@@ -245,6 +257,7 @@ def _with_replacements(
 
     Every chain is checked by its digests, and segments that are not needed any more are left out.
     """
+    # An unchanged manifest is not replaced, so its digest, which a caller may have stored, stays.
     if not replacements.keys() & {ref.id for ref in manifest.segments}:
         return manifest
     after = manifest.on([replacements.get(ref.id, ref) for ref in manifest.segments])

@@ -76,6 +76,8 @@ class DrainState:
     """
 
     def __init__(self, durable_name: str, patience_seconds: float) -> None:
+        # ``changed`` is held to write these fields, because the thread of the drain and the callers
+        # of the engine both do.
         self.requested: set[int] = set()
         self.is_idle = True
         self.has_ended = False
@@ -89,6 +91,8 @@ class DrainState:
     def wake(self) -> None:
         """Let the thread look for work."""
         with self.changed:
+            # A waiter that looks at once must not see the drain idle before the thread has begun. A
+            # thread that has ended never becomes busy again.
             self._is_woken, self.is_idle = True, self.has_ended
             self.changed.notify_all()
 
@@ -105,6 +109,8 @@ class DrainState:
     def raise_unseen(self) -> None:
         """Raise the failure of the drain that no call has raised."""
         with self.changed:
+            # A failure is raised by one call only. The next round of the drain tries the same step
+            # again.
             error, self._error = self._error, None
         if error is not None:
             raise error
@@ -127,6 +133,8 @@ class DrainState:
         Raises ``SaveFailed``, ``TimeoutError``, ``StorageTimeout``.
         """
         deadline = Deadline.after(timeout)
+        # Waiting begins now: the time since the last copy, in which nothing was due, must not
+        # count.
         self.pulse.beat()
         while not is_done():
             if deadline.left == 0:
@@ -144,6 +152,8 @@ class DrainState:
         with self.changed:
             while not self._is_woken:
                 self.changed.wait()
+            # This is reset before the work, so that a step that is committed meanwhile causes
+            # another round.
             self._is_woken = False
             return self._on_end is not None
 
@@ -155,6 +165,8 @@ class DrainState:
     def finish(self, is_last: bool) -> bool:
         """End a round of work, and return whether the thread ends."""
         with self.changed:
+            # A step may have come since this round began. The thread does not end before it is
+            # copied.
             ends = is_last and not self._is_woken
             on_end = self._on_end
         if ends and on_end is not None:
@@ -191,6 +203,7 @@ class Drain:
         self.lock = threading.Lock()
         self.retention_lock = threading.Lock()
         self.state = DrainState(str(durable.root.path), patience_seconds)
+        # The claim may discard a stale memory, so it comes before the saver can continue from it.
         self.newest = pairing.claim()
         self.is_emptying = False
         self._memory, self._durable = memory, durable
@@ -206,6 +219,7 @@ class Drain:
     def request(self, seq: int) -> None:
         """Copy a checkpoint, even if the rules do not, unless the durable root is at it."""
         with self.state.changed:
+            # Otherwise the durable root already has this checkpoint or a newer one.
             if seq > self.newest:
                 self.state.requested.add(seq)
 
@@ -231,6 +245,7 @@ class Drain:
     def _drain(self) -> None:
         """Copy the due steps, oldest first, and remove from memory what need not stay."""
         state, every = self.state, self._rules.persist_every
+        # Trimming first makes room also if there is nothing to copy.
         self._trim()
         while (brief := next_due(self._briefs(), self.newest, every, state.requested)) is not None:
             self._copy(brief)
@@ -251,6 +266,8 @@ class Drain:
             manifest = check_place(path, read_manifest(path), False)
             # If the copy exists, a process was killed between it and the record below.
             if not (copied.exists() and target.read(copied).nonce == manifest.nonce):
+                # The lease may have been lost while the step waited. Nothing is written to a root
+                # of another writer.
                 self._durable.check()
                 transfer(
                     source,
@@ -260,10 +277,13 @@ class Drain:
                     beat=self.state.pulse.beat,
                     again=brief.seq < self.newest,
                 )
+            # An older step that a tag asked for must not set the record back.
             if brief.seq > self.newest:
                 self.newest = brief.seq
                 self._pairing.record(brief.seq, brief.nonce)
         except Exception as error:
+            # Whatever failed, both roots are whole: a transfer commits last, and removes what it
+            # copied if it fails before that.
             raise SaveFailed(
                 f"step {brief.step} is in {source.path}, which a power cut would take, and could"
                 f" not be copied to {target.path}; both are as they were, and the next save"
@@ -277,6 +297,7 @@ class Drain:
         try:
             self._durable.retain()
         except Exception:
+            # The step is on the disk, which is what a save promises. The next round deletes again.
             log.warning(
                 "older steps of %s could not be deleted", self._durable.root.path, exc_info=True
             )
@@ -285,6 +306,8 @@ class Drain:
 
     def _trim(self) -> None:
         with self.lock:
+            # The lock is held from the list to the last deletion, so a caller that holds it sees no
+            # step vanish.
             briefs = self._briefs()
             keep = 0 if self.is_emptying else self._rules.keep
             stay = resident(
@@ -292,13 +315,19 @@ class Drain:
             )
             for brief in briefs:
                 if brief.seq not in stay:
+                    # Another process may have taken the memory root, and its steps are not ours to
+                    # delete.
                     self._memory.check()
                     collect.delete_checkpoint(self._memory.root, brief.seq)
+            # No grace period: memory is scarce, and readers hold a lock on the segments that they
+            # have open.
             self._memory.collect(grace_seconds=0, newest=self.newest)
         self.state.notify()
 
     def _briefs(self) -> list[Brief]:
         briefs, damaged = self._memory.root.briefs()
+        # An unreadable manifest may name segments of any step, so nothing is copied or deleted past
+        # it.
         for error in damaged.values():
             raise error
         return sorted(briefs.values(), key=lambda brief: brief.seq)

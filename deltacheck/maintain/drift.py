@@ -61,6 +61,8 @@ def measure(before: Leaf, after: Leaf) -> Drift:
         Damaged: If a chunk cannot be read; names the leaf.
     """
     sums = _Sums()
+    # The parts of equally cut leaves have chunk digests that can be compared, so equal chunks are
+    # read once. Otherwise every element is read twice.
     if before.tile_cuts == after.tile_cuts:
         for part_before, part_after in zip(before.parts, after.parts, strict=True):
             _add_leaf(part_before, part_after, sums)
@@ -75,6 +77,7 @@ def _add_leaf(before: Leaf, after: Leaf, sums: _Sums) -> None:
     if before.chunk_digests is not None and after.chunk_digests is not None:
         differs = (before.chunk_digests != after.chunk_digests).any(axis=1)
     for chunks in _batches(before, np.flatnonzero(~differs).tolist()):
+        # Passing the same array twice says that nothing changed. The norm still needs the values.
         values = _load(before, chunks)
         sums.add(values, values, element)
     for chunks in _batches(before, np.flatnonzero(differs).tolist()):
@@ -82,6 +85,8 @@ def _add_leaf(before: Leaf, after: Leaf, sums: _Sums) -> None:
 
 
 def _batches(leaf: Leaf, chunks: list[int]) -> Iterator[list[int]]:
+    # An empty leaf has no bounds to take a maximum of, and the quotient below must not divide by
+    # zero.
     largest = int(np.diff(leaf.spec.bounds()).max(initial=np.uint64(1))) * leaf.spec.word_bytes
     count = max(1, export.BATCH_BYTES // largest)
     return (chunks[first : first + count] for first in range(0, len(chunks), count))
@@ -107,6 +112,7 @@ class _Sums:
 
     def add(self, before: U8, after: U8, element: DType) -> None:
         """Add a batch; ``before is after`` if its bytes are equal."""
+        # Bytes and not values are compared: NaN differs from itself, and -0.0 equals 0.0.
         rows_before, rows_after = (data.reshape(-1, element.item_bytes) for data in (before, after))
         self.elements += rows_before.shape[0]
         if after is not before:
@@ -125,6 +131,7 @@ class _Sums:
         if before.size == 0:
             return
         self.finite += before.size
+        # ``hypot`` adds the norms of batches without an overflow of their squares.
         self.norm_before = math.hypot(self.norm_before, _norm(_magnitude(before)))
         difference = _difference(before, after)
         self.norm_difference = math.hypot(self.norm_difference, _norm(difference))

@@ -135,6 +135,8 @@ class Tier:
                 DrainRules(options.persist_every, options.keep),
                 2 * save_options.io_timeout_seconds,
             )
+            # Files that a killed process left are in use already, so the default adds them to half
+            # of what is free.
             self.memory_bytes = options.memory_bytes or self.used_bytes() + _free_bytes(path) // 2
         except BaseException:
             self._writer.release()
@@ -188,6 +190,7 @@ class Tier:
                 if not wait:
                     return False
                 state.raise_unseen()
+                # Nothing will free memory by itself any more.
                 if is_idle and not saves:
                     if self.drain.is_emptying:
                         raise SaveFailed(
@@ -202,6 +205,8 @@ class Tier:
                     state.wake()
                 state.await_change("a save waits for memory, and")
         finally:
+            # This also holds after an error: the next save must find the usual number of steps in
+            # memory.
             self.drain.is_emptying = False
 
     def persist(self, manifest: Manifest | None, timeout: float | None) -> None:
@@ -236,11 +241,15 @@ class Tier:
                 finally:
                     lock.acquire()
             if step in self._durable.root.steps():
+                # The disk first: if this fails, because of a tag for example, memory has not
+                # changed either.
                 self._durable.delete(step)
                 if step in self.root.steps():
                     self._writer.delete(step)
             else:
                 self._writer.delete(step)
+            # The bond may name a checkpoint that is deleted now. A memory with an unknown newest
+            # checkpoint would be refused at the next start.
             self.drain.record_newest()
 
     def raise_unseen(self) -> None:
@@ -270,6 +279,8 @@ class Tier:
 
     def used_bytes(self) -> int:
         """Return the bytes of all files of the memory root but the few of its control group."""
+        # The directory is listed each time, because the thread of the drain removes segments.
+        # Committed segments never change, so their sizes are kept.
         names = self.root.store.segment_ids()
         sizes = self._sizes
         segments = sum(
@@ -291,6 +302,7 @@ def durable_digest(durable: Root, manifest: Manifest) -> str:
 def _require_apart(memory: Path, durable: Place) -> None:
     if not isinstance(durable, Path):
         return
+    # Links are resolved, or two names of one directory would pass.
     paths = memory.resolve(), durable.resolve()
     if paths[0] == paths[1] or paths[0] in paths[1].parents or paths[1] in paths[0].parents:
         raise ValueError(
@@ -313,4 +325,5 @@ def _bytes_of(path: Path | Place) -> int:
 
 def _free_bytes(path: Path) -> int:
     status = os.statvfs(path)
+    # ``f_bavail`` is what a process without privileges may use.
     return status.f_bavail * status.f_frsize

@@ -49,6 +49,8 @@ class Mirror:
     ) -> None:
         self._source = open_root(storage.local(source, "a mirror"))
         path = Path(storage.local(target, "a mirror")).absolute()
+        # A root without a bond is an ordinary one. A copy of it could not prove later whose memory
+        # it is.
         bond = read_bond(self._source.path)
         if bond is None or self._source.is_manager_root:
             raise NotACheckpointRoot(
@@ -56,6 +58,8 @@ class Mirror:
                 " belongs to"
             )
         self._target = Root(path, Store.create(path, durability=Durability.of(durability)))
+        # The lease is taken before the target is read, so nobody writes between the check and the
+        # first copy.
         self._lease = take_lease(path)
         target_bond = read_bond(path)
         if self._target.manifest_paths() and (target_bond is None or target_bond.root != bond.root):
@@ -83,6 +87,7 @@ class Mirror:
         briefs, damaged = self._source.briefs()
         for error in damaged.values():
             raise error
+        # An unmounted memory looks like an empty one, and a mirror exists for exactly this loss.
         if not briefs:
             return []
         self._lease.check()
@@ -93,6 +98,7 @@ class Mirror:
         replaced = {seq for seq, _ in target_saves - source_saves} & {
             seq for seq, _ in source_saves
         }
+        # The new save needs the same name. This is the one case in which a copy is deleted first.
         for seq in replaced:
             collect.delete_checkpoint(self._target, seq)
         copied = []
@@ -109,6 +115,7 @@ class Mirror:
         for seq in deleted:
             collect.delete_checkpoint(self._target, seq)
         if copied or deleted:
+            # No grace period, as in the drain: the copy is in memory too.
             collect.collect(self._target, grace_seconds=0)
         return copied
 
@@ -127,6 +134,7 @@ class Mirror:
                 " mirror"
             )
         target_bond = read_bond(self._target.path)
+        # ``boot`` is that of the machine that wrote the document, so it may differ between copies.
         if target_bond is None or bond._replace(boot="") != target_bond._replace(boot=""):
             write_bond(self._target.path, bond)
 

@@ -53,6 +53,8 @@ class Damage:
                 damage.leaves[manifest.seq] = []
         for broken in chains.broken:
             damage.leaves.setdefault(broken.manifest.seq, []).append(broken.path)
+        # Chains are read in batches, because one walk through many chains is faster than many
+        # walks.
         for batch in batches(chains.lineages, BATCH_BYTES):
             for lineage, links in _count_sound_links(batch):
                 damage.sound_links[id(lineage)] = links
@@ -64,6 +66,8 @@ class Damage:
 
 def _count_sound_links(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
     """Count the links of each lineage, from its keyframe on, that restore the saved bytes."""
+    # Links whose tables cannot be read are not tried: without chunk digests nothing could be
+    # checked.
     readable = {lineage.path: len(tables(lineage).digests) for lineage in batch}
     links = dict.fromkeys(readable, 0)
     try:
@@ -137,6 +141,8 @@ class Reconstructor:
         self.damage = damage
         self._chains = chains
         self._manifests = manifests
+        # Keys are identities, because a lineage is mutable and has no hash. ``chains`` keeps all of
+        # them alive, so no identity is used twice.
         self._digests = {id(lineage): tables(lineage).digests for lineage in chains.lineages}
         # Leaf digest -> a lineage, and the number of links, that restore the leaf.
         self._leaves: dict[str, tuple[Lineage, int]] = {}
@@ -211,6 +217,7 @@ class Reconstructor:
         missing, sources = [], set()
         for chunk, (begin, end) in enumerate(byte_extents(spec, range(spec.chunk_count))):
             high, low = digests[chunk].tolist()
+            # The chunk's own place comes first: of a damaged leaf most chunks are usually whole.
             candidates = [
                 _ChunkVersion(lineage, links, chunk),
                 *self._chunks.get((high, low), ()),
@@ -232,6 +239,7 @@ class Reconstructor:
 
     def _apply_last_link(self, lineage: Lineage, links: int) -> Content | None:
         """Apply a delta that is whole to the reconstructed leaf before it."""
+        # If the link before restores, the delta itself is what is damaged.
         if links < 2 or self.damage.sound_links[id(lineage)] >= links - 1:
             return None
         before, _ = self._assemble(lineage, links - 1)
@@ -251,6 +259,7 @@ class Reconstructor:
         """Read one chunk, ``None`` if that fails or if it has another digest."""
         digests = self._digests[id(version.lineage)][version.links - 1]
         chain = version.lineage.chain(version.links)
+        # The chain gets the digests of this link, with which ``read_chunks`` compares the chunk.
         chain = Chain(chain.spec, chain.key, chain.deltas, digests)
         path = chain.spec.path
         try:
@@ -308,6 +317,7 @@ class Reconstructor:
         """Compute a leaf as the cast of another leaf of its step, as working copies are."""
         record = manifest.stored[leaf]
         spec = record.spec(leaf)
+        # Only these types are working copies of a wider master.
         if record.dtype not in ("bfloat16", "float16", "float32"):
             return None
         for path, master in manifest.stored.items():
@@ -321,6 +331,8 @@ class Reconstructor:
             values = _load(*self._leaves[master.digest]).view(master.spec(path).element.numpy)
             data = derive.cast(values, spec.element.numpy).view(np.uint8)
             digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            # Many leaves have the same shape. The digest alone decides whether this one is the
+            # master.
             if leaf_digest(digests) == record.digest:
                 source = f"{_describe(path)} of the same step, rounded to {record.dtype}"
                 return Content(data, digests, source)

@@ -149,6 +149,8 @@ def repair(
         StorageFailed: If the root is in an object store; copy it to a disk first.
     """
     result = result or Repaired()
+    # The caller may have read manifests before the root's document was repaired, and a root keeps
+    # them.
     root = root.afresh()
     backup = _Backup(storage.local(root.path, "a repair"), result)
     checkpoints, unreadable = root.read_all()
@@ -158,11 +160,14 @@ def repair(
     for path, error in sorted(unreadable.items()):
         problem = f"{error}: the step cannot be repaired, because nothing else describes it"
         result.lost.append(Lost(None, None, (), problem))
+        # A manifest that cannot be read does not say its step. If the requested step is readable,
+        # this one is another.
         if lossy and (step is None or step not in root.steps()):
             result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))
     chains = survey(root, manifests.values(), without_lost=True)
+    # Metadata is repaired first, because it needs no data of other steps.
     _repair_documents(root, chains, backup, result, dry_run)
     damage = Damage.find(manifests.values(), chains)
     reconstructor = Reconstructor(chains, damage, list(manifests.values()))
@@ -184,6 +189,7 @@ def repair(
             result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))
+            # Steps that were set aside must not be committed again below.
             manifests.pop(path)
     # All later steps are committed again, and a commit is refused below a newer checkpoint.
     obstacle = next(
@@ -250,6 +256,7 @@ class _Backup:
     def copy(self, document: Place) -> None:
         """Copy a file that will be replaced."""
         path = Path(str(document))
+        # A link is not followed and not copied: it could lead out of the root.
         if path.is_file() and not path.is_symlink():
             shutil.copy2(path, self._free_path(path))
 
@@ -260,6 +267,7 @@ class _Backup:
         sync_directory(path.parent)
 
     def _free_path(self, path: Path) -> Path:
+        # The directory is beside the root, because plain zarr would warn of unknown files inside.
         folder = self._root.with_name(f"{self._root.name}.damaged")
         self._result.backup = str(folder)
         target = folder / path.relative_to(self._root)
@@ -323,6 +331,8 @@ def _write(
                 result.stored_bytes += segment.stored_bytes
         renewals.append((path, manifest, manifest_on(root, manifest, seq, segments, "repairing")))
     for path, before, after in reversed(renewals):
+        # The old manifest is copied before it is replaced or deleted, so that a wrong repair can be
+        # undone.
         backup.copy(path)
         if root.is_manager_root:
             arrays.replace_file(path.parent, "zarr.json", encode_manifest(after))

@@ -18,6 +18,7 @@ def sample(lineages: list[Lineage], target_bytes: float, rng: random.Random) -> 
     """Draw lineages at random until they have ``target_bytes``, and return them in their order."""
     numbers: set[int] = set()
     size = 0
+    # Drawing without replacement: no chain is counted twice.
     for number in rng.sample(range(len(lineages)), len(lineages)):
         if size >= target_bytes:
             break
@@ -32,6 +33,7 @@ def lineage_key(lineage: Lineage) -> str:
     Keys are unique across roots. The key of a chain changes when the chain grows, so it is read
     again then.
     """
+    # Segment names have random nonces, so two roots do not share keys.
     text = "\0".join([lineage.path, *(segment.id for segment, _ in lineage.links)])
     return str(xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass")))
 
@@ -65,6 +67,8 @@ class ScrubProgress:
 
     def record(self, key: str, is_whole: bool) -> None:
         """Record the result of a check. The file is written every few seconds."""
+        # A chain that was repaired leaves the damaged ones, and one that decayed leaves the sound
+        # ones.
         (self.damaged if is_whole else self.sound).discard(key)
         (self.sound if is_whole else self.damaged).add(key)
         if time.monotonic() - self._last_save > _SAVE_SECONDS:
@@ -85,5 +89,6 @@ class ScrubProgress:
         temporary = self._path.with_name(f"{self._path.name}.new")
         content = {"done": sorted(self.sound), "damaged": sorted(self.damaged)}
         temporary.write_text(json.dumps({"deltacheck_scrub": content}))
+        # The file is not synced. After a power cut, chains are only read once more.
         temporary.replace(self._path)
         self._last_save = time.monotonic()

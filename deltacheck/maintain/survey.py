@@ -117,9 +117,12 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
             for ref in manifest.segments
             if (segment := _open_segment(root, ref, result)) is not None
         ]
+        # The missing links would make sound chains look broken.
         if len(segments) < len(manifest.segments) and not without_lost:
             continue
         names = {segment.id for segment in segments}
+        # A step that no longer names a segment has its leaves from elsewhere, so chains through
+        # that segment begin anew.
         dropped_ids, before = before - names, names
         entries = columns.entries_by_path(segments)
         for path, record in manifest.stored.items():
@@ -187,6 +190,7 @@ def _extend(
     place = f"step {manifest.step}, leaf {path!r}"
     if previous is None and not (new_links and new_links[0][1].is_whole):
         raise ChainBroken(f"{place}: none of the step's segments holds its keyframe", leaf=path)
+    # A keyframe has no base, so the comparison below holds for the first link as well.
     digest = lineage.links[-1][1].digest if lineage.links else new_links[0][1].base
     layout = (record.dtype, record.shape, record.chunk)
     for segment, entry in new_links:
@@ -227,9 +231,12 @@ def tables(lineage: Lineage) -> Tables:
     current = np.zeros((count, 2), np.uint64)
     try:
         for segment, entry in lineage.links:
+            # Each link keeps its own array. Without the copy all of them would show the last
+            # digests.
             current = current.copy()
             chunks = stored_chunks(segment, entry, count)
             rows = segment.digests[entry.digests : entry.digests + chunks.size]
+            # Row numbers come from the disk and are not trusted as indexes.
             if chunks.size and int(chunks.max()) >= count:
                 raise Damaged(
                     f"leaf {lineage.path!r} has a row beyond its {count} chunks in {segment.path}",
@@ -254,6 +261,7 @@ def stored_chunks(
     segment: Segment, entry: LeafEntry, count: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the numbers of the chunks that an entry stores, in the order of its digests."""
+    # A keyframe owns one digest row for each chunk, in order (format.md, section 2).
     if entry.key is not None:
         return np.arange(count)
     runs = [
@@ -273,6 +281,7 @@ def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Line
     size = 0
     for lineage in lineages:
         raw_bytes = lineage.record.spec(lineage.path).raw_bytes
+        # A walk holds one array for each path, so two lineages of one leaf cannot share a walk.
         if batch and (lineage.path in batch or size + raw_bytes > batch_bytes):
             yield list(batch.values())
             batch, size = {}, 0

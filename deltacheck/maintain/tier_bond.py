@@ -24,6 +24,7 @@ log = logging.getLogger("deltacheck")
 
 # The group under control/ that holds the bond of a memory root, and the name of a durable root.
 BOND = "tier"
+# Larger files are refused before they are parsed. A bond has a few hundred bytes and a path.
 _MAX_DOCUMENT_BYTES = 1 << 20
 
 
@@ -76,6 +77,7 @@ def stale(
         return Stale("it holds steps, but no record of the run whose memory it is", False)
     if bond.root != root:
         return Stale(f"it is the memory of another run, {bond.path}", False)
+    # An unknown start of the machine, on either side, proves nothing.
     if boot and bond.boot not in ("", boot):
         return Stale(
             "the machine was started anew since it was written, so it lies on a disk, and nothing"
@@ -95,11 +97,11 @@ def stale(
         not newest[1] and newest[0] in {seq for seq, _ in known_checkpoints}
     ):
         return None
-    why = (
+    text = (
         f"the run on the disk went on without it: this memory does not know checkpoint {newest[0]},"
         " the newest there"
     )
-    return Stale(why, max(seq for seq, _ in held) <= newest[0])
+    return Stale(text, max(seq for seq, _ in held) <= newest[0])
 
 
 class Pairing:
@@ -126,16 +128,18 @@ class Pairing:
             ForeignMemory: The memory holds steps that are not the newest of this run.
         """
         briefs, damaged = self._memory.briefs()
-        held = {(brief.seq, brief.nonce) for brief in briefs.values()} | {
+        memory_checkpoints = {(brief.seq, brief.nonce) for brief in briefs.values()} | {
             (seq_at(path), "") for path in damaged
         }
         newest = newest_checkpoint(self._durable)
         bond = read_bond(self._memory.path)
-        reason = stale(bond, held, self._identity, newest, collect.boot())
+        reason = stale(bond, memory_checkpoints, self._identity, newest, collect.boot())
         if reason is None and damaged:
             reason = Stale(f"it is damaged: {next(iter(damaged.values()))}", False)
         if reason is not None:
             self._discard(reason)
+        # The bond is written before the collection, and before the first save: from here on the
+        # memory is that of this run.
         seq = self.record_newest()
         collect.collect(self._memory, grace_seconds=0, writer_is_dead=True)
         return seq
@@ -186,6 +190,8 @@ def read_bond(root: Place) -> Bond | None:
             str(document["boot"]),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged):
+        # A bond that cannot be read is treated as none. The memory is then refused if it holds
+        # steps.
         return None
 
 
@@ -195,6 +201,7 @@ def write_bond(root: Place, bond: Bond) -> None:
     folder = root / layout.CONTROL / BOND
     folder.mkdir(exist_ok=True)
     content = layout.group_json({layout.ATTRIBUTE: bond._asdict()})
+    # The bond is not synced, because memory does not survive a power cut either.
     arrays.replace_file(folder, "zarr.json", content, Durability.PROCESS)
 
 
@@ -216,6 +223,8 @@ def _identity(durable: Root) -> str:
     folder, store = durable.store.path / layout.CONTROL / BOND, durable.store
     folder.mkdir(exist_ok=True)
     content = layout.group_json({layout.ATTRIBUTE: {"root": secrets.token_hex(16)}})
+    # Created if absent: two processes that open the root at once agree on the name of the first
+    # one.
     if arrays.create_file(folder, "zarr.json", content, store.durability):
         store.durability.sync_directory(folder)
         store.durability.sync_directory(folder.parent)

@@ -65,6 +65,8 @@ def transfer(
         for ref in manifest.segments:
             target_path = target.store.path / layout.SEGMENTS / ref.id
             if not _is_whole(target_path, ref, target.store.durability):
+                # The path is noted before the copy begins, so that a copy that fails halfway is
+                # removed too.
                 new_segments.append(target_path)
                 written_bytes += _copy_segment(
                     origin / layout.SEGMENTS / ref.id,
@@ -74,9 +76,11 @@ def transfer(
                     beat,
                 )
     except BaseException:
+        # A memory or a disk that is full must not stay full of segments that no manifest names.
         for path in new_segments:
             storage.remove_tree(path, ignore_errors=True)
         raise
+    # The pins are needed for copying only. The source may collect these segments during the commit.
     del pinned
     receipt = commit(
         target.path, as_at(target, manifest), target.store.durability, still_ours, again=again
@@ -102,6 +106,7 @@ def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
         return False
     if document_digest(table) != ref.digest:
         return False
+    # ``None``: an object store, whose listing has no sizes.
     if storage_of(path).bytes_below() not in (None, ref.stored_bytes):
         return False
     durability.sync_directory(path)
@@ -122,6 +127,7 @@ def _copy_segment(
         for name in Path(folder).relative_to(source).parts:
             target_folder = target_folder / name
         target_folder.mkdir()
+        # The table of the segment comes last, after everything that it describes is durable.
         for name in sorted(files):
             if target_folder != target or name != "zarr.json":
                 copied_bytes += copy_file(Path(folder) / name, target_folder / name, durability)

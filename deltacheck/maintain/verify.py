@@ -122,6 +122,7 @@ def check(
     """
     if subset is not None and not 0 < subset <= 1:
         raise ValueError(f"subset must be more than 0 and at most 1, not {subset}")
+    # Manifests that this process has read before would be answered from memory, and not be checked.
     root = root.afresh()
     manifests, findings = _manifests(root, step)
     chains = survey(root, manifests)
@@ -129,6 +130,8 @@ def check(
     if not deep and subset is None and resume is None:
         return Verified(tuple(findings), tuple(manifests))
     if seed is None and subset is not None:
+        # The operating system's numbers: a training may have seeded Python's generator, and every
+        # run would draw the same chains.
         seed = random.SystemRandom().randrange(1 << 32)
     # The order of the files on the disk, so that reads are sequential.
     lineages = sorted(chains.lineages, key=lambda lineage: (lineage.links[0][0].id, lineage.path))
@@ -158,8 +161,10 @@ def check(
                         ]
                     advance(cost_bytes(lineage))
     finally:
+        # This also happens after an interrupt, so that the next run continues from here.
         progress.save()
     findings += derived.findings
+    # These leaves have no chain of their own, so they are read once for each complete pass.
     if remaining_bytes == 0:
         findings += _check_indirect(root, manifests)
         progress.restart()
@@ -259,6 +264,7 @@ def group_problem(path: Place) -> str | None:
         document = _json_of(path)
         is_group = (document["zarr_format"], document["node_type"]) == (3, "group")
     except StorageFailed:
+        # A storage that does not answer says nothing of the file, so this is no finding.
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
