@@ -1,3 +1,4 @@
-"""Segments, manifests, commit and collection on disk: zarr through TensorStore. What is public is
-re-exported by `deltacheck`.
+"""Store segments, manifests and tags on disk: their writing, commit, reading and collection.
+
+Arrays are zarr through TensorStore. Public names are exported by ``deltacheck``.
 """

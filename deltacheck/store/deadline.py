@@ -22,6 +22,7 @@ class Deadline:
     @property
     def left(self) -> float | None:
         """Seconds left, at least 0, as waiting functions take them; ``None``: no limit."""
+        # Python's waiting functions raise OverflowError for an infinite timeout.
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
 
@@ -39,6 +40,7 @@ class Pulse:
 
     def beat(self) -> None:
         """Note progress."""
+        # Other threads read it without a lock: the assignment of a float is atomic.
         self._last = time.monotonic()
 
     @property

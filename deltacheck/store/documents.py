@@ -24,6 +24,7 @@ from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import FEATURES, Brief, Manifest, SegmentTable, Tag
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
+# Errors that the checks of a forged document may run into. All of them mean damage.
 _WRONG = (
     msgspec.ValidationError,
     ValueError,
@@ -69,7 +70,9 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
             raise TypeError("its checksum is not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{source} is damaged: {error}") from error
+    # Before the checksum, so that a document of a later version is not called damaged.
     check_version(body, source)
+    # The slow checksum decides whenever the quick one does not match.
     if not (is_canonical and checksum == _quick_checksum(body)) and checksum != _checksum(body):
         raise Damaged(
             f"{source} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
@@ -131,6 +134,7 @@ def _quick_checksum(body: Mapping[str, Any]) -> str:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
+    # Readers differ in which of two equal keys they keep.
     if len(result) != len(pairs):
         raise ValueError("a JSON object has the same key twice")
     return result
@@ -141,6 +145,7 @@ def _no_constant(name: str) -> float:
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
+    # The canonical form of section 1 of the format.
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
 
@@ -176,6 +181,7 @@ def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checke
         Damaged: It is another checkpoint's, as a partly restored backup may leave it.
     """
     name = path.parent.parent.name if is_manager_step else path.parent.name
+    # Without a number at the end, the name of a step directory says nothing about the step.
     number = re.search(r"[0-9]+\Z", name)
     if (
         (number is not None and int(number[0]) != manifest.step)
@@ -225,4 +231,5 @@ _CHECKS: Mapping[type[Any], Any] = {
 }
 
 
+# Here, before several threads decode documents.
 inspect_types(*_CHECKS)

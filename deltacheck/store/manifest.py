@@ -18,6 +18,7 @@ from deltacheck.leaf.contracts import Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 
+# Hexadecimal digits of an xxh3_128.
 DIGEST_DIGITS = 32
 
 # The names of features and stages are permanent: existing roots hold them.
@@ -77,6 +78,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
+# A list of two in JSON (section 2 of the format).
 class Stream(msgspec.Struct, frozen=True, array_like=True):
     """The length in bytes and the codec of a stream array."""
 
@@ -174,6 +176,7 @@ class Tiles(msgspec.Struct, frozen=True):
         """Return the stored paths of the tiles of the leaf ``path``, in C order."""
         starts = (edges[:-1] for edges in self.cuts)
         return [
+            # Only the start of each slice is part of a name.
             tiles.name(path, tuple(slice(start, start) for start in origin))
             for origin in itertools.product(*starts)
         ]
@@ -194,6 +197,7 @@ class Tiles(msgspec.Struct, frozen=True):
         """Return the promise about each tile, in C order."""
         sizes = ([b - a for a, b in itertools.pairwise(edges)] for edges in self.cuts)
         item_bytes = dtype_named(self.dtype).item_bytes
+        # A leaf has many tiles of few shapes, so each chunk shape is computed once.
         records, chunks = [], {}
         for number, shape in enumerate(itertools.product(*sizes)):
             if shape not in chunks:
@@ -311,6 +315,7 @@ class Stored(Mapping[str, LeafRecord]):
     def __len__(self) -> int:
         return len(self._leaves) + sum(len(cut.lanes) for cut in self._cut.values())
 
+    # The view of ``Mapping`` would search the tile of each name.
     def items(self) -> ItemsView[str, LeafRecord]:
         return _StoredItems(self)
 
@@ -328,6 +333,7 @@ class _StoredItems(ItemsView[str, LeafRecord]):
         return self._mapping.pairs()
 
 
+# ``dict=True``: the cached ``stored`` needs a place to be kept in.
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A step: its segments in order, its tree, and the digest of every leaf.
 
@@ -393,6 +399,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             self,
             # Several segments of one save have new names, and so another order.
             segments=tuple(sorted(segments, key=lambda ref: ref.id)),
+            # Section 3 of the format allows one lane of all segments in a manifest that is written
+            # again.
             lanes=(tuple(range(len(segments))),) if TILES in self.must_understand else (),
             leaves={
                 path: msgspec.structs.replace(record, lane=-1)
@@ -431,6 +439,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @property
     def specs(self) -> dict[str, LeafSpec]:
         """Descriptions of all leaves of the tree by path, ties once."""
+        # Inputs of a replay are stored like leaves, but the tree has none of them.
         inputs = set() if self.replay is None else self.replay.inputs
         return {
             path: self.spec(path)

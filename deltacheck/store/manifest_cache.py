@@ -26,6 +26,7 @@ class ManifestCache:
     def __init__(self) -> None:
         self._manifests: dict[Place, _Known] = {}
         self._briefs: dict[Place, tuple[object, Brief]] = {}
+        # Reads that ``start`` has begun. A local file is read when its result is asked for.
         self._reads: dict[Place, Callable[[], tuple[bytes | None, object]]] = {}
 
     def start(self, paths: Iterable[Place], *, whole: bool) -> None:
@@ -46,8 +47,11 @@ class ManifestCache:
         """
         content, version = self._finish(path, whole=True)
         cached = self._manifests.get(path)
+        # The file still has the version that the read began with, so the cached manifest is the
+        # content.
         if content is None and cached is not None and cached.version == version:
             return cached.manifest
+        # The entry was dropped or replaced since the read began.
         if content is None:
             content, version = self._read_again(path)
         manifest = documents.decode_manifest(content, path)
@@ -60,6 +64,7 @@ class ManifestCache:
         if content is None:
             if path in self._briefs and self._briefs[path][0] == version:
                 return self._briefs[path][1]
+            # A whole manifest of this version has been read since, so no file needs to be read.
             cached = self._manifests.get(path)
             if cached is not None and cached.version == version:
                 self._briefs[path] = version, Brief.of(cached.manifest)
@@ -105,6 +110,7 @@ class ManifestCache:
         try:
             return (self._reads.pop(path, None) or self._start(path, whole))()
         except FileNotFoundError:
+            # The step was deleted. ``known`` must not name its file for ever.
             self._manifests.pop(path, None)
             self._briefs.pop(path, None)
             raise

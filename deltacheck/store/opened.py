@@ -30,9 +30,11 @@ def open_alone(path: Place, durability: Durability) -> Opened:
     Raises what ``Store.create`` and ``take_lease`` raise.
     """
     store = Store.create(path, durability=durability)
+    # The lease comes before the sequence number, which no other writer can then take.
     lease = take_lease(path)
     try:
         return Opened(store, lease, Root(path, store).next_seq())
+    # Also after Ctrl-C: a lease that is left behind would keep the root from its next writer.
     except BaseException:
         lease.release()
         raise

@@ -129,6 +129,7 @@ class Store:
 
     def close(self) -> None:
         """End the writing threads. No save may be under way; a later one starts them again."""
+        # The entry of ``cached_property``: reading the attribute would start threads.
         streams = self.__dict__.pop("_streams", None)
         if streams is not None:
             streams.close()
@@ -315,6 +316,8 @@ class Root:
                 manifest = self.read(path)
             except FileNotFoundError:
                 continue  # deleted since it was listed
+            # The damaged manifest may be the one that is meant. ``manifest`` decides that with all
+            # of them.
             except (Damaged, UnsupportedFormat):
                 return None
             if step is None or manifest.step == step:
@@ -592,6 +595,7 @@ def _manager_manifests(root: Path, item: str | None) -> list[Path]:
     steps = [
         entry
         for entry in list_directory(root)
+        # Orbax gives unfinished steps this name, and renames them to commit.
         if entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
     ]
     links = [Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()]
@@ -612,6 +616,7 @@ def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
 def _group_attributes(path: Place) -> dict[str, Any] | None:
     """Return our attributes of a group; ``None`` if it is not one of ours."""
     try:
+        # A root's own document is small, so a large file is none of ours.
         attributes = json.loads(arrays.read_file(path / "zarr.json", 1 << 20))["attributes"][
             layout.ATTRIBUTE
         ]

@@ -31,6 +31,7 @@ from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
+# Section 1 of the format fixes the columns.
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
@@ -40,6 +41,7 @@ _STREAM_CONTENT = (
 )
 # Of a stream: the histogram of fewer bytes looks skewed whatever they are.
 _LEAST_SAMPLE_BYTES = 4096
+# About 16 KiB of a stream, whatever its length.
 _SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
 
@@ -153,6 +155,8 @@ class SegmentWriter:
         """Keep a copy of a small leaf for this segment's packed arrays."""
         storage = spec.element.storage
         offset = self._packed_length.get(storage, 0)
+        # Copied, because packed arrays are written last, when the host memory may hold other
+        # content.
         self._packed.setdefault(storage, []).append(host.copy().view(storage))
         self._packed_length[storage] = offset + host.size // spec.element.item_bytes
         return KeyframeAt(packed=storage, offset=offset)
@@ -178,6 +182,7 @@ class SegmentWriter:
                     path / name, stream_spec(name, stream), streams.pop(name), self._effort.level
                 )
             )
+            # ``_write`` has noted the write of the index.
             self._pending.append(pending[-1])
         return pending
 
@@ -211,12 +216,14 @@ class SegmentWriter:
         Raises:
             SaveFailed: The deadline has passed. A failed write raises the error of TensorStore.
         """
+        # Only now are the lengths of the packed arrays known.
         packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
         for storage, values in packed.items():
             self._write(
                 self.path / layout.PACKED / storage, packed_spec(storage, values.size), values
             )
         self._write(self.path / layout.DIGESTS, digests_spec(digests.shape[0]), digests)
+        # The table may name only what the storage has.
         for pending in self._pending:
             try:
                 pending.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -225,6 +232,7 @@ class SegmentWriter:
                     f"segment {self.id}: writing took longer than the deadline; the storage may"
                     " hang"
                 ) from None
+        # The writes hold references to the memory that they were given.
         self._pending.clear()
         table = SegmentTable(
             format=layout.FORMAT,
@@ -244,10 +252,12 @@ class SegmentWriter:
                 f"segment {self.id}: its table does not decode to itself; this is a defect, please"
                 " report it"
             )
+        # The table comes last: a segment without it is garbage that the collector removes.
         for group in self._groups():
             arrays.create_file(group, "zarr.json", layout.group_json({}), self._durability)
         if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
+        # Files were synced as they were written. Their names survive only from here on.
         self._durability.sync_tree(self.path)
         stored_bytes = storage_of(self.path).bytes_written()
         return SegmentRef(self.id, document_digest(content), stored_bytes)
@@ -294,6 +304,7 @@ class Segment:
             raise ChainBroken(
                 f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"
             ) from None
+        # Compared before the content is parsed, so only committed bytes reach the parser.
         if document_digest(content) != ref.digest:
             raise Damaged(
                 f"{self.path / 'zarr.json'} is not the file that was committed: digest"
@@ -301,6 +312,7 @@ class Segment:
                 file=self.path / "zarr.json",
             )
         self.table = documents.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
+        # Section 2 of the format requires this, although the digest has bound the content already.
         if self.table.id != ref.id:
             raise Damaged(
                 f"{self.path / 'zarr.json'} says that it is segment {self.table.id}",
@@ -440,6 +452,7 @@ class PartReader:
         ``Damaged`` if a row describes no chunk: sizes are computed from all rows.
         """
         index = np.asarray(self._index.result(), np.uint32)
+        # Method 0, unchanged, is never stored.
         is_known = (
             np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
             & (index[:, METHOD] > 0)
@@ -470,6 +483,7 @@ class PartReader:
         }
         for name, ends in offsets.items():
             length = self._part.streams[name].length if name in self._part.streams else 0
+            # From here on, offsets of the index cannot lead out of a stream.
             if int(ends[-1]) != length:
                 raise Damaged(
                     f"{self._path}: stream {name} has {length} bytes, its index asks for"
@@ -507,6 +521,7 @@ class PartReader:
         readings, data = [], {}
         for name, offsets in self.offsets.items():
             begin, end = int(offsets[first]), int(offsets[stop])
+            # A stream without bytes in these rows is left out, as encoders leave it out.
             if end > begin:
                 data[name] = scratch.take(end - begin)
                 readings.append(self._arrays[name].start_into(data[name], [slice(begin, end)]))
@@ -534,6 +549,7 @@ class StreamsReading(NamedTuple):
 
 def stream_sizes(index: U32) -> dict[str, U64]:
     """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
+    # In uint64: the bytes of a chunk may exceed 32 bits.
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)
     method = index[:, METHOD]
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)

@@ -102,6 +102,7 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
     _refuse_manager(root)
     store = root.store.path
     with lock(store):
+        # Read again under the lock: a step that is cached may have been deleted since.
         manifest = root.afresh().manifest(step)
         tag = Tag(layout.FORMAT, layout.VERSION, name, manifest.step, manifest.seq, manifest.nonce)
         folder = store / layout.CONTROL / layout.TAGS / name
@@ -115,12 +116,14 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
                 raise RootBusy(
                     f"there is a tag {name!r} already, which cannot be read; untag it first"
                 )
+            # The same tag again is no error, so a caller may repeat the call.
             if existing.nonce == tag.nonce:
                 return existing
             raise RootBusy(
                 f"tag {name!r} is step {existing.step} (seq {existing.seq}) already; to give it to"
                 f" step {tag.step}, say so: move=True, --move"
             )
+        # Synced even if saves are not: from here on, the tag protects a step.
         sync_directory(folder)
         sync_directory(folder.parent)
     return tag
@@ -141,6 +144,8 @@ def remove(root: Root, name: str) -> None:
         find(store, name)
     with lock(store):
         folder = store / layout.CONTROL / layout.TAGS / name
+        # A directory without a document is no tag (section 3.1 of the format), so this ends the
+        # tag.
         (folder / "zarr.json").unlink(missing_ok=True)
         sync_directory(folder)
         remove_tree(folder)
@@ -162,6 +167,7 @@ def lock(store: Place) -> Iterator[None]:
         RootBusy: Another process holds the lock for more than a few seconds.
     """
     folder = store / layout.CONTROL / layout.TAGS
+    # Made at the first use: a root without tags needs no such group.
     if not (folder / "zarr.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         arrays.create_file(folder, "zarr.json", layout.group_json({}))

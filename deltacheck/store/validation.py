@@ -35,6 +35,7 @@ from deltacheck.store.manifest import (
     Tiles,
 )
 
+# Elements have at most 16 bytes, so byte counts stay below 2^63.
 _MAX_ELEMENTS = 1 << 56
 _MAX_RANK = 64  # NumPy's
 _MAX_ARRAY_RANK = 32  # TensorStore's
@@ -76,6 +77,7 @@ def check_manifest(manifest: Manifest) -> None:
             f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves"
             f" is {weakest!r}"
         )
+    # In both directions: an older reader would misread a step whose feature is not listed.
     has = {
         DERIVED: manifest.derived or manifest.contracts,
         REPLAY: manifest.replay is not None,
@@ -86,7 +88,10 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def _check_segments(manifest: Manifest) -> None:
-    """Check the order of the segments: of at most this save, one per save unless of ranks."""
+    """Check the order of the segments and the lanes.
+
+    Segments ascend and are none of a later save. Only ranks write several of one save.
+    """
     ids = [ref.id for ref in manifest.segments]
     seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
     is_one_per_save = TILES not in manifest.must_understand
@@ -125,6 +130,7 @@ def _check_tiles(manifest: Manifest) -> None:
             )
         if any(not -1 <= lane < lane_count for lane in cut.lanes):
             raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+        # A check for each shape is enough, and a leaf may have millions of tiles.
         for record in _kinds(cut):
             _check_leaf(path, record)
 
@@ -149,6 +155,7 @@ def _check_order(derived: Mapping[str, Derived]) -> None:
     A restore walks the sources of a leaf without remembering which it has visited.
     """
     depths: dict[str, int] = {}
+    # A leaf that follows from itself raises CycleError, which is a ValueError.
     for path in graphlib.TopologicalSorter(
         {path: rule.sources for path, rule in derived.items()}
     ).static_order():
@@ -192,6 +199,7 @@ def _check_derived(
         "octaves": "uint8" if derived.fraction_bits == 0 else "uint16",
     }.get(derived.how)
     shapes = {specs[source].shape for source in derived.sources if source in specs}
+    # The order matters: sources are known to exist before their types are looked up.
     fits = (
         derived.how in ("cast", "same", "zeros", "lattice", "octaves")
         and stored_dtype == codes
@@ -307,6 +315,8 @@ def check_segment(table: SegmentTable) -> None:
         _check_covers(ranges, table.packed[storage], f"packed/{storage}")
     for number, declared in enumerate(table.parts):
         _check_covers(rows[number], declared.rows, f"delta/{number}")
+        # No chunk is stored in more than its own bytes. The bound is generous, and keeps a reader
+        # from allocating what a forged length asks for.
         limit = 2 * raw_bytes[number] + 1024 * declared.rows
         for name, stream in declared.streams.items():
             if (

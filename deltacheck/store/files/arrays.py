@@ -36,6 +36,7 @@ from deltacheck.store.files.waiting import wait_for
 
 Attributes = Mapping[str, Any]
 
+# Fixed by section 1 of the format: a reader computes the cut of an array from its length alone.
 STREAM_CHUNK_BYTES = 1 << 20
 # TensorStore raises mostly ValueError; of damaged blosc frames also NotImplementedError,
 # which is a RuntimeError.
@@ -77,6 +78,7 @@ class ArraySpec:
         cls, shape: tuple[int, ...], storage: str, chunk: tuple[int, ...], attributes: Attributes
     ) -> ArraySpec:
         """Return the array of a keyframe: the leaf's own shape, its chunks as zarr chunks."""
+        # A shard of a single chunk is left out below: it would only add an index to the file.
         shard = grid.shard_shape(shape, chunk, np.dtype(storage).itemsize)
         return cls(shape, storage, chunk, None if shard == chunk else shard, "values", attributes)
 
@@ -89,6 +91,7 @@ class ArraySpec:
         """
         chunks = max(1, -(-length // (STREAM_CHUNK_BYTES // np.dtype(dtype).itemsize)))
         per_chunk = max(1, -(-length // chunks))
+        # At most 32 chunks share a file (section 1 of the format).
         per_shard = per_chunk * min(chunks, grid.SHARD_BYTES // STREAM_CHUNK_BYTES)
         return cls(
             (length,), dtype, (per_chunk,), None if chunks == 1 else (per_shard,), codec, attributes
@@ -125,6 +128,7 @@ class ArraySpec:
 
     def metadata(self) -> dict[str, Any]:
         """Return the ``zarr.json`` of the array."""
+        # zarr v3 gives the ``bytes`` codec an endianness only if elements have several bytes.
         item = np.dtype(self.dtype).itemsize
         little = (
             {"name": "bytes", "configuration": {"endian": "little"}}
@@ -154,6 +158,7 @@ class ArraySpec:
                 "chunk_shape": list(self.chunk),
                 "codecs": inner,
                 "index_codecs": index,
+                # The checks in ``chunk_files`` and the native reader look for the index here.
                 "index_location": "end",
             }
             inner = [{"name": "sharding_indexed", "configuration": configuration}]
@@ -178,6 +183,7 @@ class ArraySpec:
 def _fill_value(dtype: str) -> Any:
     if dtype == "bool":
         return False
+    # JSON has no NaN, so zarr v3 writes it as text, once for each part of a complex value.
     if dtype.startswith("complex"):
         return ["NaN", "NaN"]
     return "NaN" if dtype.startswith("float") else 0
@@ -218,6 +224,7 @@ def _open(path: Place, spec: ArraySpec, where: ts.Context, **options: bool) -> t
             "metadata": spec.metadata(),
             "store_data_equal_to_fill_value": True,
             "fill_missing_data_reads": False,
+            # Arrays of a committed segment never change, so a cached chunk is never checked again.
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
             **options,
@@ -240,10 +247,14 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
     # zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
     metadata_write = _start_describe(path, spec, where)
+    # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape) == 0:
         return _Writes(metadata_write, ())
     return _Writes(
-        metadata_write, (target.write(values, can_reference_source_data_indefinitely=True).commit,)
+        # TensorStore reads ``values`` in place instead of copying them first. ``commit`` is done
+        # when the data has reached the storage, which the copy future does not promise.
+        metadata_write,
+        (target.write(values, can_reference_source_data_indefinitely=True).commit,),
     )
 
 
@@ -274,6 +285,7 @@ def write_stream_file(
         number: Number of the file.
         level: Level of zstd.
     """
+    # Level 0 stands for bytes that are stored as they are (``xla_ffi/encoder/entropy.h``).
     per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
     error = write(
         descriptor,
@@ -334,8 +346,10 @@ class StreamWriter:
         """Memory that the encoding of files takes, whatever their size."""
         if self._native is None:
             return 0
+        # Imported late, because the import fails without the native module.
         from deltacheck.codec.native import threads
 
+        # ``threads()`` counts its caller, and every thread of this writer may be one.
         return _SCRATCH_BYTES * (threads() - 1 + self._THREADS)
 
     def held_bytes(self, size: int) -> int:
@@ -355,8 +369,11 @@ class StreamWriter:
         """
         native = self._native
         if native is None or not isinstance(path, Path):
+            # The empty array comes first because NumPy cannot concatenate nothing.
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         metadata_write = _start_describe(path, spec, self._where)
+        # The native module takes plain runs of bytes. Only pieces that are not contiguous are
+        # copied.
         contiguous = [np.ascontiguousarray(piece) for piece in pieces]
         making, durability = self._making, self._durability
 
@@ -395,9 +412,11 @@ def _write_stream(
     ``making`` is held while a file is encoded, so one thread encodes while another waits for the
     disk.
     """
+    # TensorStore may be creating the same directory for ``zarr.json`` at this moment.
     path.mkdir(parents=True, exist_ok=True)
     encoding_seconds = sync_seconds = 0.0
     for number in range(spec.file_count):
+        # O_EXCL: a segment's files are written once, and a file of this name is another writer's.
         descriptor = os.open(
             path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
         )
@@ -425,6 +444,7 @@ class _Writes:
         deadline = Deadline.after(timeout)
         for future in (*self._data, self._described):
             future.result(timeout=deadline.left)
+        # A write whose condition failed has no generation: the metadata existed before.
         if not self._described.result().generation:
             # The text of TensorStore's own create.
             raise ValueError("ALREADY_EXISTS: the array is there already")
@@ -452,6 +472,7 @@ class ReadableArray:
 
     @cached_property
     def _array(self) -> Any:
+        # Opened at the first read that needs TensorStore. The native module needs no handle.
         try:
             return _open(self._path, self._spec, self._where, open=True, assume_metadata=True)
         except _TENSORSTORE_ERRORS as error:
@@ -478,12 +499,14 @@ class ReadableArray:
         if pieces is not None and out.flags.c_contiguous:
             return self._start_native(out, pieces)
         view = self._view(box)
+        # This spares a result array, which would have to be copied into ``out``.
         target = ts.array(out, copy=False)
         future = target.write(view.translate_to[(0,) * view.rank])
         return Reading(future, self._path, self._patience(view.size))
 
     def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box for the native module; ``None`` to use TensorStore."""
+        # The arithmetic of ``Cells`` does not look at bounds.
         checked = self._checked(box)
         if not isinstance(self._path, Path) or self._spec.codec not in native_files.codecs():
             return None
@@ -513,6 +536,7 @@ class ReadableArray:
     def _view(self, box: Sequence[slice]) -> Any:
         """Return TensorStore's view of a box, after a check of the files that it lies in."""
         for name in self._cells.names(self._checked(box)):
+            # Each file is checked once for each opened array, however many boxes lie in it.
             if name not in self._looked_at:
                 storage_of(self._path / name).check_array_file(self._cells)
                 self._looked_at.add(name)
@@ -557,6 +581,7 @@ def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
     text = str(error)
     if storage_of(path).is_outage(text):
         return StorageFailed(f"array {path} cannot be read: {brief(error)}")
+    # A missing file has a class of its own: a segment may have been deleted with its step.
     if text.startswith("NOT_FOUND"):
         return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
     return Damaged(f"array {path} is damaged: {text}", file=path)

@@ -22,11 +22,15 @@ import numpy as np
 from deltacheck.errors import Damaged
 from deltacheck.leaf import grid
 
+# Bytes of the crc32c that ends every chunk and every index.
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
+# zarr's offset of a chunk that a shard does not hold.
 _ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
 # Version, codec's version, flags, item size; uint32: bytes decoded, block size, bytes encoded
 _BLOSC_HEADER_BYTES = 16
+# O_NOFOLLOW: a link may lead out of the root. O_NONBLOCK: opening a pipe must not wait for a
+# writer.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -62,6 +66,8 @@ class Cells(NamedTuple):
     @property
     def most_bytes(self) -> int:
         """A bound on the bytes of a file: chunks that do not shrink are stored in frames."""
+        # Generous, since it only keeps out files that would exhaust the memory. It covers the
+        # frames, the checksums and the index.
         return self.chunks * (self.chunk_bytes + self.chunk_bytes // 64 + 256) + 64
 
     def names(self, box: Sequence[slice]) -> Iterator[str]:
@@ -71,6 +77,7 @@ class Cells(NamedTuple):
             for s, c in zip(box, self.cell, strict=True)
             if s.stop > s.start
         ]
+        # An empty span was left out above: then no element lies in the box.
         if len(spans) == len(self.shape):
             for position in itertools.product(*spans):
                 yield _name(position)
@@ -91,9 +98,11 @@ class Cells(NamedTuple):
             return _all_pieces(self)
         position = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
         number = int(np.ravel_multi_index(position, grid.grid_shape(self.shape, self.chunk)))
+        # Any other part of a chunk is no single run of the chunk's memory.
         if tuple(box) != grid.box(self.shape, self.chunk, number):
             return None
         return [
+            # A chunk at the edge of the array is stored with padding. Its elements come first.
             Piece(
                 *self.place(position),
                 math.prod(s.stop - s.start for s in box)
@@ -113,10 +122,12 @@ class Cells(NamedTuple):
             (s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)
         ):
             return None
+        # Chunks as wide as the array follow each other in memory, and so do their rows.
         row_bytes = self.chunk_bytes // self.chunk[0]
         per_file = self.chunk_bytes * self.chunks
         begin, end = box[0].start * row_bytes, box[0].stop * row_bytes
         pieces = []
+        # A piece never spans two files: each has a descriptor of its own.
         while begin < end:
             number, offset = divmod(begin, per_file)
             size = min(per_file - offset, end - begin)
@@ -141,6 +152,8 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
         np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True
     ):
         name, begin = cells.place(position)
+        # A chunk that the array's edge cuts short ends a piece, because padding follows it in the
+        # file.
         if pieces and (pieces[-1].name, pieces[-1].begin + pieces[-1].size) == (name, begin):
             begin, size = pieces[-1].begin, pieces.pop().size + size
         pieces.append(Piece(name, begin, size))
@@ -188,6 +201,7 @@ def open_file(path: Path, cells: Cells) -> int:
         raise Damaged(f"{path} cannot be read: {error}") from error
     try:
         _check(descriptor, path, cells)
+    # The descriptor is the caller's only if all checks have passed.
     except BaseException:
         os.close(descriptor)
         raise
@@ -195,6 +209,7 @@ def open_file(path: Path, cells: Cells) -> int:
 
 
 def _check(descriptor: int, path: Path, cells: Cells) -> None:
+    # The open file is checked and not its name, which may stand for another file a moment later.
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise Damaged(f"{path} is not a regular file")
@@ -206,6 +221,7 @@ def _check(descriptor: int, path: Path, cells: Cells) -> None:
     if cells.blosc:
         for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
             header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
+            # The size that a decoder would allocate.
             decoded = int.from_bytes(header[4:8], "little")
             if decoded != cells.chunk_bytes:
                 raise Damaged(
@@ -223,6 +239,7 @@ def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list
     if len(content) != index_bytes:
         raise Damaged(f"{path} is too short for the index of its chunks")
     index = np.frombuffer(content, "<u8").reshape(-1, 2)
+    # A missing chunk is left to the reader, for which it is an error of its own.
     offsets = index[index[:, 0] != _ABSENT, 0]
     if (offsets >= begin).any():
         raise Damaged(f"{path}: the index of its chunks leads out of it")

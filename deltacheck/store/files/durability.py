@@ -44,6 +44,7 @@ class Durability(StrEnum):
     def sync_file(self, descriptor: int) -> None:
         """Make the content of an open file survive, but not its name."""
         if self.syncs:
+            # The names of all files follow with one sync of their directory.
             os.fsync(descriptor)
 
     def sync_directory(self, path: Place) -> None:
@@ -69,6 +70,7 @@ class Durability(StrEnum):
         if not self.syncs:
             return
         for directory in storage_of(path).directories_above():
+            # A directory above may belong to another user, and a save must not fail for that.
             with contextlib.suppress(PermissionError):
                 sync_directory(directory)
 

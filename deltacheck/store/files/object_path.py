@@ -25,6 +25,7 @@ _FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
 # Requests that are handed over together; ObjectStore.concurrency limits those under way.
 _AT_ONCE = 64
 DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}  # URL scheme -> TensorStore's driver
+# S3 allows 63 characters, Google 222 if the name has dots. The service checks the rest.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
 
@@ -113,6 +114,8 @@ class ObjectStore:
             spec["use_conditional_write"] = True
             if endpoint:
                 spec["endpoint"] = endpoint.rstrip("/")
+            # AWS itself can be asked for a region. Other services need not answer that, so they get
+            # a default.
             if region or endpoint:
                 spec["aws_region"] = region or "us-east-1"
         return spec
@@ -209,6 +212,7 @@ class ObjectPath:
         """Return every key below, in full, ascending. A listing may lag behind writes."""
         prefix = self._prefix
         keys = self._await(self._bucket.list(ts.KvStore.KeyRange(prefix, _after(prefix))), "list")
+        # Another program may have written keys that are not UTF-8. They must not break a listing.
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
     def read_bytes(self) -> bytes:
@@ -242,6 +246,8 @@ class ObjectPath:
     def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
         """Return the result of the read that ``start_read`` has begun."""
         result = self._await(started, "read")
+        # TensorStore's state of a read whose condition did not hold: the generation is still the
+        # known one.
         content = None if result.state == "unspecified" else bytes(result.value)
         return content, bytes(result.stamp.generation)
 
@@ -274,6 +280,9 @@ class ObjectPath:
         Raises:
             StorageFailed: The outcome is unknown.
         """
+        # TensorStore repeats requests. A failed condition and an error may therefore both follow a
+        # first attempt that succeeded and whose reply was lost. The content decides, because it has
+        # a nonce.
         failed: StorageFailed | None = None
         try:
             result = self._await(
@@ -289,6 +298,7 @@ class ObjectPath:
             raise failed or error from error
         if generation_now != ABSENT and content_now == content:
             return generation_now  # ours: only its reply was lost
+        # The object is as it was, so the write may still arrive.
         if failed is not None and generation_now == generation:
             raise failed
         return None
@@ -308,6 +318,7 @@ class ObjectPath:
     def remove_tree(self) -> None:
         """Delete every object below, one request each."""
         keys = self.keys()
+        # In groups, so that few requests of a large root stand in TensorStore's queue at a time.
         for begin in range(0, len(keys), _AT_ONCE):
             for future in [self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]]:
                 self._await(future, "delete")
@@ -330,6 +341,7 @@ class ObjectPath:
         return _open(self.scheme, self.bucket, self.store)
 
     def _await(self, future: Any, verb: str, timeout: float | None = None) -> Any:
+        # A caller may shorten the store's deadline, but never extend it.
         wait = (
             self.store.deadline_seconds
             if timeout is None
@@ -359,6 +371,7 @@ def _open(scheme: str, bucket: str, store: ObjectStore) -> ts.KvStore:
 
 def _after(prefix: str) -> str:
     """Return the first key after all that begin with ``prefix``; empty if there is none."""
+    # A key range excludes its end, so this is the least key that no longer has the prefix.
     return prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
 
 
@@ -381,6 +394,7 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
     """
     bucket, _, prefix = rest.partition("/")
     names = prefix.strip("/").split("/") if prefix.strip("/") else []
+    # Such names are legal keys, but a tool that treats keys as paths would name other objects.
     if not _BUCKET.match(bucket) or any(
         name in ("", ".", "..") or not name.isprintable() for name in names
     ):
@@ -393,5 +407,6 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
 
 def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
     """Return those of some objects that exist, asked for by name and not by a listing."""
+    # All requests are under way before the first is waited for.
     reads = [(path, path.start_read()) for path in paths]
     return [path for path, read in reads if path.finish_read(read)[1] != ABSENT]

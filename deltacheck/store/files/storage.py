@@ -27,6 +27,7 @@ _SERVICES: tuple[tuple[type, type[Storage[Any]]], ...] = (
     (Path, LocalStorage),
     (ObjectPath, ObjectStorage),
 )
+# Without DOTALL, a name would be cut off at a line feed.
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 
 
@@ -57,6 +58,7 @@ def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = N
                 f"{text} is an address that became a path, which drops a slash: give it as a string"
             )
         return where
+    # A single colon is no address: it may stand in the name of a local file.
     parsed = _ADDRESS.match(text)
     if parsed is None:
         return Path(text)

@@ -17,6 +17,7 @@ import tensorstore as ts
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.lock.pins import Pin
 
+# For types only: ``durability`` imports ``storage``, which imports this module.
 if TYPE_CHECKING:
     from deltacheck.store.files.chunk_files import Cells
     from deltacheck.store.files.durability import Durability
@@ -37,6 +38,7 @@ class Storage(ABC, Generic[PathT]):
             is concluded from a name that one listing lacks.
     """
 
+    # ``storage_of`` makes one for every operation, so it holds nothing but its path.
     __slots__ = ("path",)
     has_files: ClassVar[bool]
     listing_is_current: ClassVar[bool]
@@ -44,7 +46,7 @@ class Storage(ABC, Generic[PathT]):
     def __init__(self, path: PathT) -> None:
         self.path = path
 
-    # --- TensorStore ---
+    # Access through TensorStore.
 
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Storage(ABC, Generic[PathT]):
     def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
         """Begin to write a file below the path that no other writer names; return the future."""
 
-    # --- files ---
+    # Files.
 
     @abstractmethod
     def create_file(
@@ -109,7 +111,7 @@ class Storage(ABC, Generic[PathT]):
     def full_name(self) -> str:
         """Return the address of an object, or the absolute path of a file."""
 
-    # --- directories ---
+    # Directories.
 
     @abstractmethod
     def missing_directory(self) -> str:
@@ -159,7 +161,7 @@ class Storage(ABC, Generic[PathT]):
     def exclude_from_written(self, size: int) -> None:
         """Leave ``size`` bytes, just written, out of the next ``bytes_written``."""
 
-    # --- durability ---
+    # Durability. An object store has nothing to sync.
 
     @abstractmethod
     def sync_directory(self) -> None:
@@ -173,7 +175,7 @@ class Storage(ABC, Generic[PathT]):
     def directories_above(self) -> Iterable[PathT]:
         """Return the directories above the path whose names must be synced for it to survive."""
 
-    # --- one writer ---
+    # Exclusion of other writers.
 
     @abstractmethod
     def is_fresh_root(self) -> bool:

@@ -72,6 +72,8 @@ class LocalLease:
                 f"{root} is being written by {holder}. Wait for it to close, or write to another"
                 " directory"
             ) from None
+        # The holder is for people. The nonce lets ``check`` recognise the file as this writer's
+        # own.
         attributes = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "nonce": secrets.token_hex(8),
@@ -88,6 +90,7 @@ class LocalLease:
         """
         try:
             content = self._path.read_bytes()
+        # A lock file that cannot be read protects nobody, so it counts as lost.
         except OSError as error:
             content = str(error).encode()
         if self._descriptor < 0 or content != self._content:
@@ -99,6 +102,7 @@ class LocalLease:
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
         if self._descriptor >= 0:
+            # Closing alone is not enough: a child that was just forked may share the open file.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
 
@@ -119,6 +123,7 @@ def _forget_in_child() -> None:
     # A forked data loader shares the open file: without this it would hold the root after its
     # parent was killed.
     for lease in list(_held):
+        # Closed and not unlocked: unlocking in the child would also unlock the parent's open file.
         lease._close()
 
 

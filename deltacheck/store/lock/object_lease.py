@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltacheck")
 
 _LONGEST_SECONDS = 3600.0  # longest wait for a lease, whatever its object claims
+# By the root's address. Weak references let a lease without users run out.
 _held: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictionary()
 
 
@@ -57,6 +58,7 @@ class ObjectLease:
         self._lost = ""
         self._released = threading.Event()
         lease = _held.get(str(root))
+        # Without this check, the process would wait for a sign of life from itself.
         if lease is not None and lease.holds():
             raise _busy(root, f"process {os.getpid()}, this one")
         generation, epoch = self._wait_until_free()
@@ -69,12 +71,15 @@ class ObjectLease:
             "epoch": self.epoch,
             "seconds": self._seconds,
         }
+        # Taken before the request, so that this process never trusts its lease longer than others
+        # do.
         begin = time.monotonic()
         new_generation = self._object.swap(self._content(), generation)
         if new_generation is None:
             raise _busy(root, _holder(_parsed(self._object.read()[0])))
         self._generation, self._renewed = new_generation, begin
         _held[str(root)] = self
+        # A third of the time: a renewal may fail, and the next one still comes early enough.
         threading.Thread(
             target=_renew,
             args=(weakref.ref(self), self._released, self._seconds / 3),
@@ -101,10 +106,13 @@ class ObjectLease:
             raise _busy(
                 self._root, "nobody: the lease of this writer was given back. Open the root anew"
             )
+        # The thread renews earlier than this. A smaller rest means that it was late or had no
+        # success.
         if not self._lost and self._left() < self._seconds / 2:
             try:
                 self.renew()
             except StorageFailed as error:
+                # Until it has run out, the lease holds in spite of the failed renewal.
                 if self._left() <= 0:
                     raise StorageFailed(
                         f"{self._root}: the lease could not be renewed for {self._seconds:g} s, so"
@@ -119,10 +127,13 @@ class ObjectLease:
 
         If another writer has taken the lease, this is noted for ``check``.
         """
+        # The thread and ``seconds_left`` may renew at the same moment.
         with self._lock:
             if not self.holds():
                 return
             begin = time.monotonic()
+            # No two renewals have the same content, so watchers see a change and ``swap`` knows its
+            # own write.
             self._beat += 1
             generation = self._object.swap(
                 self._content(), self._generation, timeout=max(1.0, self._seconds / 3)
@@ -137,11 +148,13 @@ class ObjectLease:
 
         If the store does not answer, the next writer waits until the lease has run out.
         """
+        # A lost lease is another writer's, and that of a parent process stays the parent's.
         if not self.holds():
             self._released.set()
             return
         with self._lock:
             self._released.set()
+            # Marked and not deleted, so that the epochs go on counting.
             with contextlib.suppress(StorageFailed):
                 self._object.swap(
                     layout.group_json({layout.ATTRIBUTE: {**self._claim, "released": True}}),
@@ -179,6 +192,7 @@ class ObjectLease:
         content, generation = self._object.read()
         claim = _parsed(content)
         epoch = claim.get("epoch", 0)
+        # The object may be damaged, so no field of it is trusted. A bool would pass as an integer.
         epoch = epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
         if not claim or claim.get("released") is True or _is_dead(claim):
             return generation, epoch
@@ -195,6 +209,8 @@ class ObjectLease:
             seconds,
         )
         begin = time.monotonic()
+        # The holder renews several times in this period, so a live one is noticed long before its
+        # end.
         while time.monotonic() - begin < seconds:
             time.sleep(seconds / 20)
             content, now = self._object.read(unless=generation)
@@ -267,9 +283,11 @@ def _is_dead(claim: dict[str, Any]) -> bool:
     ):
         return False
     try:
+        # Signal 0 only asks if the process exists.
         os.kill(number, 0)
     except ProcessLookupError:
         return True
+    # The process exists and belongs to another user.
     except OSError:
         return False
     return False
