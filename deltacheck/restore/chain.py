@@ -197,9 +197,9 @@ def _refuse_large_tables(
 ) -> None:
     """Raise ``BudgetExceeded`` if the digests and indexes of the leaves take too much memory."""
     chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
-    stored = sum(segment.table.digests for segment in segments)
+    digest_count = sum(segment.table.digests for segment in segments)
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
-    size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * stored + _INDEX_ROW_BYTES * rows
+    size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * digest_count + _INDEX_ROW_BYTES * rows
     budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
     if size > budget:
         raise BudgetExceeded(

@@ -57,7 +57,9 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
         )
     whole_refs = whole_steps(
         root,
-        lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file),
+        lambda candidate, segments: (
+            candidate.seq == manifest.seq or _needs(candidate, segments, error.file)
+        ),
     )
     # The class stays, so that a caller may still catch `ChainBroken` or `DamagedStream` alone.
     return type(error)(
@@ -120,8 +122,8 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
         for path in holder.leaves_in(file)
         if path in manifest.stored
         and not any(
-            path in other.table.leaves and other.table.leaves[path].is_whole
-            for other in later_segments
+            path in successor.table.leaves and successor.table.leaves[path].is_whole
+            for successor in later_segments
         )
     ]
 

@@ -248,7 +248,7 @@ class Follower:
             )
         if {path: leaf.spec for path, leaf in self._leaves.items()} != specs:
             self.anchor()
-        since, segments = self._step, open_segments(self._root, manifest)
+        last_step, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
         # A leaf without a digest in the manifest, such as a bounded one, has a mark that never
         # equals "". It is compared at every step.
@@ -263,7 +263,9 @@ class Follower:
         # are then not read again.
         self._segments = segments
         self._step = manifest.step
-        return Update(manifest.step, manifest.seq, since, changes, names, dict(manifest.metrics))
+        return Update(
+            manifest.step, manifest.seq, last_step, changes, names, dict(manifest.metrics)
+        )
 
     def _changes(self, manifest: Manifest, paths: list[str]) -> dict[str, LeafChange]:
         copies = {path: self._leaves[path] for path in paths if path in self._leaves}
@@ -297,10 +299,10 @@ class Follower:
             recut: The copies of leaves that were cut into other tiles before.
         """
         leaves = resolve_leaves(self._root, manifest, paths, held=self._stored)
-        stored: dict[str, NDArray[np.uint8]] = {}
-        loaded = load_leaves(leaves, stored=stored)
+        chain_data: dict[str, NDArray[np.uint8]] = {}
+        loaded = load_leaves(leaves, stored=chain_data)
         self._stored |= {
-            path: Held(data, manifest.stored[path].digest) for path, data in stored.items()
+            path: Held(data, manifest.stored[path].digest) for path, data in chain_data.items()
         }
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():

@@ -74,13 +74,13 @@ def resolve_leaves(
             if path in specs and path not in partly and path not in boxes
         ),
     )
-    needed = dict.fromkeys(requested)
+    required_paths = dict.fromkeys(requested)
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):
-        needed.setdefault(path)
+        required_paths.setdefault(path)
     numbers = {
         path: _numbers(manifest.tiles[path].cuts, boxes.get(path))
-        for path in needed
+        for path in required_paths
         if path in manifest.tiles
     }
     names = {
@@ -93,7 +93,7 @@ def resolve_leaves(
         )
         for path, tile_numbers in numbers.items()
     }
-    stored_paths = [path for path in needed if path in manifest.leaves] + [
+    stored_paths = [path for path in required_paths if path in manifest.leaves] + [
         name for tile_names in names.values() for name in tile_names.values()
     ]
     chains = resolve_chains(root, manifest, stored_paths, max_bytes, held)
@@ -133,14 +133,14 @@ def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
 
 def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
     """Return some leaves and the leaves that they are computed from."""
-    needed: dict[str, None] = {}
+    required_paths: dict[str, None] = {}
     pending = list(paths)
     while pending:
         path = pending.pop()
-        if path not in needed:
-            needed[path] = None
+        if path not in required_paths:
+            required_paths[path] = None
             pending += manifest.derived[path].sources if path in manifest.derived else ()
-    return list(needed)
+    return list(required_paths)
 
 
 def require_contract(

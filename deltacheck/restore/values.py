@@ -67,10 +67,10 @@ def load_leaves(
     }
     # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
     # every chain.
-    needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
+    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     for path, leaf in leaves.items():
         for first, stop in element_runs(leaf.spec, numbers[path]):
-            leaf.add_needed(first, stop, needed)
+            leaf.add_needed(first, stop, chunk_sets)
     computed = sum(leaf.computed_bytes(numbers[path]) for path, leaf in leaves.items())
 
     def load(loaded: LoadedChunks) -> dict[str, Loaded]:
@@ -80,7 +80,7 @@ def load_leaves(
         data = {path: leaf.chunk_values(numbers[path], loaded) for path, leaf in ordered}
         return {path: Loaded(leaf.spec, numbers[path], data[path]) for path, leaf in leaves.items()}
 
-    return _read(leaves, needed, computed, load, max_bytes, codec, stored, into)
+    return _read(leaves, chunk_sets, computed, load, max_bytes, codec, stored, into)
 
 
 def load_boxes(
@@ -107,15 +107,15 @@ def load_boxes(
         The boxes, by key.
     """
     check_budget(max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items()))
-    needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
+    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     for path, leaf in leaves.items():
-        leaf.add_needed_box(boxes[path], needed)
+        leaf.add_needed_box(boxes[path], chunk_sets)
     computed = sum(leaf.computed_box_bytes(boxes[path]) for path, leaf in leaves.items())
 
     def load(loaded: LoadedChunks) -> dict[str, Array]:
         return {path: leaf.box_values(boxes[path], loaded) for path, leaf in leaves.items()}
 
-    return _read(leaves, needed, computed, load, max_bytes, codec, stored)
+    return _read(leaves, chunk_sets, computed, load, max_bytes, codec, stored)
 
 
 def _read(

@@ -1,5 +1,6 @@
-"""Choose the effort of the entropy stage: more if the storage is the bottleneck, less if it is the
-processor.
+"""Choose the effort of the entropy stage by the bottleneck of the last save.
+
+A slow storage calls for more effort, a busy processor for less.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def next_effort(effort: Effort, timing: Timing) -> Effort:
     stage took twice as long, and a fifth of that time: training wants the processor. Otherwise the
     same, so that the choice does not swing.
     """
+    # The members of `Effort` are declared from the least effort to the most.
     efforts = list(Effort)
     position = efforts.index(effort)
     if timing.storage_seconds > max(
@@ -66,6 +68,7 @@ class EffortChoice:
     def adapt(self, begin: float, entropy_seconds: float, storage_seconds: float) -> None:
         """Choose the effort of the next save by the times of one that began at ``begin``."""
         last_begin, self._last_begin = self._last_begin, begin
+        # The first save has no interval to compare its times with.
         if self._adapts and last_begin is not None:
             timing = Timing(begin - last_begin, entropy_seconds, storage_seconds)
             self.current = next_effort(self.current, timing)

@@ -15,6 +15,8 @@ from deltacheck.errors import RankFailed
 
 # The first byte of every message.
 _DONE, _FAILED = b"+", b"-"
+# The causes of many ranks are mostly the same, and an error that names them all would be hard to
+# read.
 _MOST_FAILURES_NAMED = 3
 
 
@@ -94,6 +96,7 @@ def consult(
         RankFailed: A rank has failed or is lost, or ``decide`` has raised. It is raised on every
             rank that is still there, and names the rank and the cause.
     """
+    # A rank that has failed takes part all the same, since the others wait for its message.
     message = _DONE + payload if isinstance(payload, bytes) else _FAILED + _description(payload)
     messages = channel.gather(message)
     answers: Sequence[bytes] | None = None
@@ -116,6 +119,8 @@ def consult(
                 answers = [_FAILED + b"rank 0: " + _description(error)] * len(messages)
     answer = channel.scatter(answers)
     if answer[:1] != _DONE:
+        # Rank 0 raises the error itself, with its class and its trace. The others have only the
+        # text.
         if decision_error is not None:
             raise decision_error
         raise RankFailed(answer[1:].decode(errors="replace"))

@@ -58,6 +58,7 @@ def finish_at_exit(saves: Saves, place: str, seconds: float) -> None:
     _open[saves] = os.getpid(), place, seconds
     if os.getpid() in _hooked:
         return
+    # A forked child inherits the hooks of `atexit`, so a process and its forks register once.
     if not _hooked:
         atexit.register(_finish_all)
     _hooked.add(os.getpid())
@@ -86,6 +87,7 @@ def end_now(message: str) -> None:
     It would not end by itself if threads of other libraries wait for a storage that hangs.
     """
     _write_message(f"{message}. The process ends at once, with status {STATUS}")
+    # `os._exit` calls no hooks, so those of other libraries are called here.
     atexit._run_exitfuncs()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -227,6 +229,8 @@ class _Finisher:
         self._arrived.set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A second signal ends the process at once. So does a first one in a forked child, which has
+        # no thread that could finish a save.
         if os.getpid() != self._owner or self._number:
             _die(number)
             return
@@ -269,6 +273,7 @@ class _Finisher:
                     f"ended by {_name(number)}: the saves under way took longer than"
                     f" {self._grace_seconds:g} s"
                 )
+                # The status that a shell reports for a process that this signal has ended.
                 os._exit(128 + number)
             self._finished.clear()
 

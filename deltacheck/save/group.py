@@ -66,9 +66,11 @@ class Group:
         """Return ``make``, which commits a step, extended by a record of the step's segments."""
 
         def make_all(merged: Manifest) -> Written:
-            written = make(merged)
+            document = make(merged)
+            # Rank 0 collects, but has only its own chains. The next saves of the other ranks stand
+            # on these segments.
             self.segments = frozenset(ref.id for ref in merged.segments)
-            return written
+            return document
 
         return make_all
 
@@ -134,5 +136,7 @@ def own_tiles(
             else [tiles.box(cuts, number) for number in numbers]
         )
         for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
+            # The plan cuts leaves so that each tile lies whole in one piece of the rank that writes
+            # it (docs/reference/format.md, section 3).
             number = sharding.find(box, (piece.box for piece in pieces))
             yield path, Tile(name, box, None if number is None else pieces[number])

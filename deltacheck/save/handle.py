@@ -92,6 +92,7 @@ class SaveHandle:
                 ``io_timeout_seconds``.
             SaveFailed: The save failed, or this process is a forked child.
         """
+        # One deadline for both waits, so that together they do not exceed `timeout`.
         progress, deadline = self._progress, Deadline.after(timeout)
         self.wait("committed", timeout)
         if not progress.wait_until(lambda: not progress.awaits_receipt, deadline.left):

@@ -190,6 +190,7 @@ class Joint:
         self.ranks = ranks
         self._plan: Plan | None = None
         self._exchange: _Exchange | None = None
+        # The cuts of the last restored step. A tile that keeps its cell keeps its chain.
         self._before: dict[str, Before] = {}
 
     @property
@@ -230,6 +231,7 @@ class Joint:
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
         proposal = SaveProposal(step, seq, is_known, digest, busy)
         agreement = decoded(consult(self.ranks.begin, encoded(proposal), _agree), Agreement)
+        # All skip or none, since a step needs the parts of every rank.
         if agreement.skip:
             return None
         tree_of_all = skeleton
@@ -242,7 +244,9 @@ class Joint:
             assignment = self._contribute(contribution)
             if assignment.share is not None:
                 self._exchange = _Exchange(holdings, assignment.share.tiles(), self._plan)
+            # Only the manifest of rank 0 is written, so its tree alone must be that of all ranks.
             tree_of_all = assignment.tree or skeleton
+        # If no holdings were asked for, every rank still has the exchange of an earlier save.
         assert self._exchange is not None
         return AgreedSave(agreement.seq, self._exchange.tiles, tree_of_all)
 
@@ -278,6 +282,7 @@ class Joint:
         Returns:
             The stored leaves and tiles of the step that this rank will write.
         """
+        # The last exchange belongs to the save before, which may have been cut in other ways.
         self._exchange = None
         self._before = {path: Before(None) for path in manifest.leaves}
         self._before |= {path: Before(tiles.cuts) for path, tiles in manifest.tiles.items()}
@@ -309,6 +314,8 @@ class Joint:
 
         def decide(messages: list[bytes]) -> Sequence[bytes]:
             assert exchange.plan is not None
+            # Rank 0 gets here once every rank has reported: no step may exist before all of its
+            # parts are durable.
             reports = [decoded(message, Report) for message in messages]
             result = make(merged(manifest, exchange.plan, reports))
             # The bytes are counted once, in the report of rank 0.
@@ -359,6 +366,7 @@ def _agree(messages: list[bytes]) -> Sequence[bytes]:
                 " to make the same calls"
             )
     agreement = Agreement(
+        # The highest, because a number must be unused on every rank.
         max(proposal.seq for proposal in proposals),
         any(proposal.busy for proposal in proposals),
         not all(proposal.known for proposal in proposals),
@@ -402,6 +410,8 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
     edges = np.searchsorted(owners[order], np.arange(len(reports) + 1))
     for rank, report in enumerate(reports):
         tile_numbers = order[edges[rank] : edges[rank + 1]]
+        # A report names no tiles: its digests are in the order of the plan, so their number must
+        # match.
         if len(report.digests) != _DIGITS * tile_numbers.size:
             raise RankFailed(
                 f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
@@ -409,6 +419,8 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
             )
         digests[tile_numbers] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
     refs = {ref.id: ref for report in reports for ref in report.segments}
+    # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
+    # to their positions.
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
     leaves, tiles, first = {}, {}, 0
     for path, leaf_plan in plan.items():
@@ -423,6 +435,7 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
             tiles[path] = Tiles(
                 leaf_plan.dtype, leaf_plan.cuts, leaf_digests, tuple(leaf_plan.owners.tolist())
             )
+    # A reader that does not know tiles would find leaves missing, so it must refuse the step.
     manifest_of_all: Manifest = msgspec.structs.replace(
         manifest,
         segments=tuple(refs[name] for name in segment_numbers),

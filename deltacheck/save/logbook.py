@@ -21,6 +21,7 @@ from deltacheck.store.manifest import Replay, ReplayStep
 
 log = logging.getLogger("deltacheck")
 
+# The skeleton of an empty dictionary, for updates without options.
 _NONE: Node = {"t": "dict", "k": []}
 
 
@@ -136,6 +137,8 @@ class Logbook:
         return (
             self._base is not None
             and self._gap is None
+            # One update above the limit is still recorded: it tells the save that there were too
+            # many.
             and len(self._base.fresh) <= self._limits.max_steps_per_save
         )
 
@@ -174,6 +177,8 @@ class Logbook:
         """
         base = self._base
         fresh_count = 0 if base is None else len(base.fresh)
+        # If anything else has saved or dropped the shadow since, the stored leaves are not those of
+        # the base.
         has_base = base is not None and base.standing == standing
         stored_count = 0 if base is None else len(base.updates) - fresh_count
         reason = replay.why_direct(
@@ -216,6 +221,7 @@ class Logbook:
             self._base = None if gave_up else rebase()
             self._gap = None
         elif self._base is not None:
+            # The inputs are stored with this save, so their memory is released.
             for update in self._base.updates:
                 update.inputs = None
             self._base.standing = standing
@@ -258,11 +264,13 @@ class Logbook:
                         " or something else than the updates wrote to it"
                     ),
                 )
+        # Mismatches count only in a row: one success shows that a replay is possible.
         self._mismatches = 0
         return {base.places[path]: digest for path, digest in live_digests.items()}, None
 
     def _logged(self, base: Base, state: Flat, promised: dict[str, str]) -> Plan:
         """Return a plan that stores inputs in place of the ``promised`` leaves."""
+        # The stored leaves stay as the base has them, because a restore replays from there.
         sources = {
             path: _unchanged(LeafSpec.of(path, leaf.shape, leaf.dtype))
             for path, leaf in state.leaves.items()
@@ -274,6 +282,8 @@ class Logbook:
                     sources[spec.path] = _unchanged(spec)
                 else:
                     current, lazy = self._read(update.inputs[name])
+                    # A gradient has no relation to an earlier one, so no copy of it is kept for
+                    # deltas.
                     sources[spec.path] = LeafSource(spec, current, lazy=lazy, whole=True)
         steps = tuple(
             ReplayStep({name: spec.path for name, spec in update.specs.items()}, update.options)

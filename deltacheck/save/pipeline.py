@@ -167,9 +167,11 @@ class Pipeline:
         self.effort.adapt(job.begin, *job.setup.store.take_spent())
         refs = self._chains.durable(job, ref)
         progress.advance("durable")
+        # The caller may have acted on the failure already, so the step must not appear now.
         if progress.done():
             raise SaveFailed(f"the save of step {step} was given up before it was committed")
         manifest = job.manifest(refs)
+        # Before the commit, so that no step exists whose files differ from the state.
         if verify == "commit":
             store, digests = job.setup.store, job.live_digests
             progress.give_receipt(
@@ -211,6 +213,7 @@ class Pipeline:
         seconds = _PATIENCE * job.setup.options.io_timeout_seconds
         pending = self._disk.start(lambda: results.append(action()))
         if not wait_for([pending], seconds).done:
+            # The old thread hangs in the call. Later saves must not wait behind it.
             self._disk = Background(1, "deltacheck-disk")
             raise _GaveUp(
                 f"the save of step {job.request.step}: the storage did not answer within"

@@ -85,7 +85,9 @@ class RootWriter:
         Raises:
             RootBusy: Another process writes to the root.
         """
-        written = commit(self.root.path, manifest, self.root.store.durability, self.check)
+        # Older checkpoints are deleted only after the commit: until then the newest of them may be
+        # the only whole one.
+        document = commit(self.root.path, manifest, self.root.store.durability, self.check)
         if not self.retention.keeps_all:
             try:
                 self.retain()
@@ -97,11 +99,12 @@ class RootWriter:
                 )
         if self.after_commit is not None:
             self.after_commit(manifest)
-        return written
+        return document
 
     def retain(self) -> None:
         """Delete the checkpoints that the retention does not keep, and collect their segments."""
         prune(self.root, self.retention, still_ours=self.check)
+        # Checked again, since deletions may take long and the lease may be lost meanwhile.
         self.check()
         self.collect()
 
@@ -120,6 +123,7 @@ class RootWriter:
 
         ``newest``: a sequence number that was committed, even if that step is deleted by now.
         """
+        # Asked for at every collection, since the saves under way change the set.
         protected: set[str] = set()
         for segments in self._protected:
             protected |= set(segments())
@@ -165,8 +169,11 @@ def prune(
     _refuse_manager(root)
     if retention.keeps_all:
         return Pruned(_checkpoints(root.briefs()[0].values()), ())
+    # Held from before the tags are read until the last deletion (docs/reference/format.md, section
+    # 3.1). A tag that is added in between would name a deleted checkpoint.
     with tags.lock(root.store.path):
         briefs = root.briefs()[0].values()
+        # By nonce, because a resumed run saves the same step numbers again.
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
         stay = retained(
             [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged
@@ -197,6 +204,7 @@ def delete(
         RootBusy: The right to write has been lost.
     """
     _refuse_manager(root)
+    # Held over the search for tags and the deletion, as in `prune`.
     with tags.lock(root.store.path):
         every = root.briefs()[0].values()
         briefs = [brief for brief in every if brief.step == step]

@@ -76,6 +76,8 @@ class SaveOptions:
     exit_timeout_seconds: float = 120.0
 
     def __post_init__(self) -> None:
+        # Checked here, so that every public constructor refuses the same values with the same
+        # words.
         if self.shadow not in SHADOWS:
             raise ValueError(
                 f"shadow must be 'auto', 'device', 'host' or 'none', not {self.shadow!r}"

@@ -64,6 +64,7 @@ class Saver:
         )
         self._chains = ChainState(next_seq, compactor)
         self._handles: list[SaveHandle] = []
+        # Longer than the deadlines of storage calls, so that a hanging save fails by itself first.
         self._pulse = Pulse(2 * options.io_timeout_seconds)
         # Reentrant: a signal handler may interrupt its holder and ask for what is pending.
         self._lock = threading.RLock()
@@ -117,11 +118,13 @@ class Saver:
         """
         self.check_usable()
         request = SaveRequest(step, tree, commit, metrics or {}, replay, note, abandon)
+        # The handler of a signal waits for saves, and would not find one that is only half begun.
         with undisturbed():
             return self._save(request, sources)
 
     def _save(self, request: SaveRequest, sources: Mapping[str, LeafSource]) -> SaveHandle:
         begin = time.perf_counter()
+        # First of all: a caller that ignores its handles learns of an earlier failure here.
         self._raise_failures()
         # Made before the waits: a new handle starts the patience of its pulse anew.
         handle = SaveHandle(request.step, self._pulse)
@@ -136,6 +139,7 @@ class Saver:
         # The capture updates the shadow, which an earlier save may still be reading.
         for earlier in pending:
             self._block_until(earlier, "encoded")
+        # A save may have been given up during the waits above.
         if self._pipeline.stuck:
             self._raise_failures()
         stored_sources, terms = self._treatment.plan(
@@ -189,6 +193,8 @@ class Saver:
             bases: Their decoded content in the codec's form, owned by the saver from now on.
             manifest: The manifest of the step.
         """
+        # Even without a shadow the chains are adopted: a leaf that equals its keyframe is not
+        # written again.
         self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
         self._treatment.resumed()
 
@@ -214,6 +220,7 @@ class Saver:
     def pending(self) -> list[SaveHandle]:
         """Return the saves under way, oldest first."""
         with self._lock:
+            # Failed saves stay in the list until `raise_unseen` reports them.
             self._handles = [
                 handle
                 for handle in self._handles
@@ -322,6 +329,7 @@ class Saver:
         try:
             self.wait(timeout)
         finally:
+            # Also after an error, since the threads stop in any case.
             self._closed = True
             # If a save is stuck or still pending, its thread may hang, and so would a join.
             self._pipeline.stop(join=not self._pipeline.stuck and not self.pending())

@@ -119,6 +119,7 @@ class ChainState:
                 names |= {ref.id for ref in manifest.segments}
             if self.compactor is not None:
                 names |= self.compactor.segments()
+            # A copy, because a capture changes the dictionary without the lock.
             for leaf in list(self.leaves.values()):
                 names |= {leaf.key_segment, *leaf.delta_segments}
             return names
@@ -210,6 +211,7 @@ class ChainState:
     def failed(self, job: SaveJob) -> None:
         """Drop the shadow if the failed save has updated it."""
         with self._lock:
+            # A save of an earlier epoch has not updated the present shadow.
             if job.epoch == self.epoch:
                 self.drop()
             self._segments_under_way.discard(job.writer.id)

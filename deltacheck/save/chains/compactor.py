@@ -54,6 +54,7 @@ class CompactedChains:
 
 def due(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
     """Return the chains of the leaves that have at least ``after`` deltas."""
+    # A leaf without a base is written whole by the next save in any case.
     return {
         path: (leaf.key_segment, tuple(leaf.delta_segments))
         for path, leaf in leaves.items()
@@ -175,6 +176,7 @@ class Compactor:
         # Replaced, not updated: `segments` may be copying the set.
         running.segments = running.segments | {writer.id}
         try:
+            # A root of its own, because one `Root` serves one thread at a time.
             root = Root(self._store.path, self._store).afresh()
             stored_paths = [path for path in plan.links if path in manifest.stored]
             # The plan was made before its save was committed, so its chains may differ.

@@ -121,6 +121,7 @@ def manifest_on(
         segments: The segments that hold its leaves.
         activity: A word for people on why it was written.
     """
+    # For people only (docs/reference/format.md, section 3): nothing depends on it.
     writer = f"process {os.getpid()} on {socket.gethostname()}, {activity}"
     durability = root.store.durability.value
     return msgspec.structs.replace(

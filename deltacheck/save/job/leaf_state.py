@@ -46,6 +46,7 @@ class LeafState:
 
     def is_due(self, policy: Policy) -> bool:
         """Return true if the policy asks for a keyframe of this leaf."""
+        # Without a base there is nothing to take a difference from, so the leaf is always due.
         return needs_keyframe(
             policy,
             self.spec.path,

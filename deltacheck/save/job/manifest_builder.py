@@ -99,6 +99,7 @@ def build_manifest(
         writer=f"process {os.getpid()} on {socket.gethostname()}",
         contract=weakest,
         segments=segments,
+        # This process does not know the lanes of the earlier ranks, so one lane has all segments.
         lanes=(tuple(range(len(segments))),) if has_tiles else (),
         tree=request.tree,
         leaves=dict(records),
@@ -107,6 +108,7 @@ def build_manifest(
             name: value if math.isfinite(value) else str(value)
             for name, value in request.metrics.items()
         },
+        # A reader that ignored one of these features would return other leaves, so it must refuse.
         must_understand=tuple(name for name, is_used in features.items() if is_used),
         derived=dict(terms.derived),
         contracts=dict(terms.contracts),

@@ -127,6 +127,7 @@ class SaveJob:
 
     def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
         """Return the manifest of the step. ``refs``: the segments by name."""
+        # Segments of a manifest ascend by name (docs/reference/format.md, section 3).
         return build_manifest(
             self.request,
             self.seq,

@@ -48,6 +48,7 @@ class SegmentBuilder:
         equals its keyframe in an earlier segment is not written.
         """
         setup, writer = self._setup, self._writer
+        # In the order of paths, so that the files do not depend on the order of the capture.
         leaves = sorted(keyframes, key=_path)
         names = layout.array_names(
             [
@@ -95,6 +96,8 @@ class SegmentBuilder:
             assert runs is not None
             chunks = np.concatenate([run.chunks for run in runs]).astype(np.int64)
             tables = [run.digests for run in runs if run.digests is not None]
+            # A codec on a device and a leaf without a base have digests from the encoding. The
+            # others are computed from the base, which has the new content by now.
             digests = (
                 np.concatenate(tables)
                 if tables
@@ -146,6 +149,8 @@ class SegmentBuilder:
     ) -> None:
         state = leaf.state
         assert state is not None
+        # Taken before the new digest replaces it. It is empty for a leaf without a base, whose rows
+        # are an encoded keyframe (docs/reference/format.md, section 2).
         base_digest = state.digest if key is None else ""
         state.digest = leaf_digest(state.digests)
         spec = state.spec

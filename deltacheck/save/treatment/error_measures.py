@@ -47,6 +47,7 @@ class RelativeError:
 
     def add(self, live: Array, restored: Array) -> None:
         """Add a part. ``live``, ``restored``: 1-D, of the same length."""
+        # In float64, because squares in float32 overflow or vanish for values that are valid.
         wide = live.astype(np.float64)
         self._live_squares += float(np.vdot(wide, wide))
         wide -= restored.astype(np.float64)

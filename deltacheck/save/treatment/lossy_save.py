@@ -65,6 +65,7 @@ class LossySave:
         shared = {}
         for path, source in sources.items():
             content = self.reader.live(source).tobytes()
+            # The path is left out of the key, since it differs between equal leaves.
             owner = owners.setdefault((replace(source.spec, path=""), content), source)
             if owner is not source:
                 capture = partial(self._capture_same, source, owner)

@@ -40,6 +40,7 @@ class MomentCapture:
         """Capture one moment, and the other one with it."""
         if self._captured is None:
             self._captured = self._capture_both()
+        # Handed out once, so that the codes of this moment are freed when they are stored.
         return self._captured.pop(path)
 
     def _capture_both(self) -> dict[str, Any]:
@@ -97,6 +98,8 @@ class MomentCapture:
         terms = decisions[second].terms
         assert isinstance(terms, Reused)
         age = save.step - stored_step
+        # The limits of the parameters are staggered, so that their moments are not all stored by
+        # one save. An age of 0 or less means that the run went back.
         if not 0 < age <= staggered(second, terms.max_age_steps):
             return None
         specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
@@ -114,6 +117,7 @@ class MomentCapture:
         )
         live = {path: sample(group.live(path)) for path in (first, second)}
         drift = octaves_apart(live[second], restored[second])
+        # 1e-8 is the default of Adam in PyTorch and in Optax.
         epsilon = group.situation.hyperparameters.eps or 1e-8
         change = adam.update_change(live[first], live[second], restored[second], epsilon)
         limit = terms.max_drift
@@ -138,6 +142,7 @@ class MomentCapture:
         coefficients = self._betas()
         if coefficients is None or step is None or last_step is None:
             return 1.0
+        # The step count was set back, so no power of beta2 relates the two moments.
         if not 1 <= last_step <= step:
             return 1.0
         return adam.bias_rescale(step, last_step, coefficients[1])

@@ -76,6 +76,7 @@ class Treatment:
             The sources that store the leaves as decided, and a function that returns the terms for
             the manifest. These are complete once every source was captured.
         """
+        # The common case must not read a single leaf on the training thread.
         if self._policy.is_exact:
             return dict(sources), Terms
         specs = {path: source.spec for path, source in sources.items()}
@@ -169,6 +170,7 @@ class Treatment:
                 event.what,
                 event.size,
             )
+        # The captures of the last save have measured these. Each drift counts once.
         drifts, run.drifts = run.drifts, []
         drift = float(np.median(drifts)) if drifts else None
         rate = max(learning_rates, default=None)
@@ -185,6 +187,7 @@ class Treatment:
         for path, source in sources.items():
             spec = source.spec
             if (
+                # A leaf of one element, whatever its shape.
                 spec.raw_bytes == spec.element.item_bytes
                 and np.dtype(spec.element.numpy).kind in "iuf"
             ):

@@ -59,6 +59,7 @@ class WeightCapture:
         if error is None:
             # The master is stored exactly, so the cast must be equal bit for bit.
             restored = derive.cast(master, spec.element.numpy)
+            # Bits are compared: a NaN differs from itself, and -0.0 equals 0.0.
             if not np.array_equal(restored.view(np.uint16), live.view(np.uint16)):
                 save.run.doubt_proof()
                 return group.exactly(path)
