@@ -115,7 +115,7 @@ class Mirror:
         for seq in deleted:
             collect.delete_checkpoint(self._target, seq)
         if copied or deleted:
-            # No grace period, as in the drain: the copy is in memory too.
+            # No grace period, as in the drain: readers hold a lock on what they have open.
             collect.collect(self._target, grace_seconds=0)
         return copied
 

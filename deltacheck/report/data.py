@@ -190,10 +190,11 @@ def collect(
         Damaged: If the root or the profile is damaged.
         UnsupportedFormat: If the profile has an unknown version.
     """
-    root_path = place.local(
-        path, "what reads the sizes of files (report, plan)"
-    )  # no listing of an object store has them
+    # The listing of an object store has no sizes of files.
+    root_path = place.local(path, "what reads the sizes of files (report, plan)")
     root = open_root(root_path, item)
+    # A profile that was named must exist. The default one is optional, and a missing file is no
+    # error.
     profile_path = Path(profile) if profile is not None else root_path / PROFILE
     known_profile = (
         Profile.read(profile_path) if profile is not None or profile_path.is_file() else None
@@ -201,6 +202,8 @@ def collect(
     problems: list[str] = []
     committed = history.committed(root, problems)
     manifests = [checkpoint.manifest for checkpoint in committed]
+    # Groups are made from all steps, so that a leaf keeps its row if it appears or disappears
+    # during the run.
     sizes = {
         path: record.spec(path).raw_bytes
         for manifest in manifests
@@ -209,10 +212,12 @@ def collect(
     sizes |= {
         path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles
     }
+    # A leaf of which nothing is stored can have a contract too. It has no size here.
     promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
     grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
     steps = []
+    # Totals are returned for the leaves of the newest step that could be read.
     present: Mapping[str, LeafState] = {}
     for step in history.steps(root, committed):
         present = step.states or present
@@ -221,6 +226,7 @@ def collect(
             problems.append(f"step {record.step}: {record.problem}")
         steps.append(record)
     writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
+    # Steps share segments, so each one is counted once by its name.
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
     total_bytes = sum(refs.values()) + sum(checkpoint.manifest_bytes for checkpoint in committed)
     totals = {path: total for path, total in segments.totals.items() if path in present}
@@ -262,11 +268,13 @@ def cost_of(segment: Segment) -> Cost:
     by_method = dict.fromkeys(METHODS, 0)
     by_leaf: dict[str, float] = {}
     for path, entry in segment.table.leaves.items():
+        # Deltas are counted by the rows of their parts below.
         if entry.key is None:
             continue
         if entry.key.array:
             file_bytes = float(files.get((layout.LEAVES, entry.key.array), 0))
         else:
+            # Small leaves share an array, and its compressed size is divided by their raw sizes.
             spec, packed_elements = entry.spec(path), segment.table.packed[entry.key.packed]
             share = (
                 spec.raw_bytes / (packed_elements * spec.element.item_bytes)
@@ -275,6 +283,7 @@ def cost_of(segment: Segment) -> Cost:
             )
             file_bytes = files.get((layout.PACKED, entry.key.packed), 0) * share
         by_leaf[path] = file_bytes
+    # The sum is taken over files and not over leaves, so that it has no rounding.
     by_method["keyframe"] = sum(
         size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,))
     )
@@ -283,6 +292,7 @@ def cost_of(segment: Segment) -> Cost:
         rows = np.zeros(index.shape[0])
         for name, sizes in stream_sizes(index).items():
             file_bytes = files.get((layout.DELTA, str(number), name), 0)
+            # A stream without bytes has no file, and no length to divide by.
             if name not in part.streams or not file_bytes:
                 continue
             rows += sizes * (file_bytes / part.streams[name].length)
@@ -297,6 +307,7 @@ def cost_of(segment: Segment) -> Cost:
                     by_leaf[path] = by_leaf.get(path, 0.0) + float(
                         rows[first : first + count].sum()
                     )
+    # The rest, so that the encodings add up to all files of the segment.
     by_method["tables"] = files[()] - sum(by_method.values())
     return Cost(by_method, by_leaf)
 
@@ -308,6 +319,7 @@ def _divide(total: int, weights: Sequence[float]) -> dict[int, int]:
         number: round(total * weight / sum(weighted.values()))
         for number, weight in weighted.items()
     }
+    # The caller skips streams without bytes, so there is a weight.
     last = max(weighted)
     return shares | {last: total - sum(shares.values()) + shares[last]}
 
@@ -320,10 +332,13 @@ def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
     sizes: dict[tuple[str, ...], int] = {(): 0}
     for folder, _, names in os.walk(path):
         place = Path(folder).relative_to(path).parts
+        # ``delta/<part>/<stream>`` has three levels, ``leaves/<name>`` and ``packed/<dtype>`` have
+        # two (format.md, section 1).
         array = place[: 3 if place[:1] == (layout.DELTA,) else 2]
         for name in names:
             size = (Path(folder) / name).stat().st_size
             sizes[()] += size
+            # Metadata of arrays counts as tables.
             if name != "zarr.json" and array:
                 sizes[array] = sizes.get(array, 0) + size
     return sizes
@@ -352,16 +367,19 @@ class _Segments:
 
     def count(self, path: str, state: LeafState, density: float | None) -> None:
         key = sum(self._of(part.chain[0][0], name) for name, part in state.parts.items())
+        # Only a delta that this step wrote counts: the last link of an unchanged part is of an
+        # earlier save.
         last = sum(
             self._of(part.chain[-1][0], name)
             for name, part in state.parts.items()
             if part.kind is LeafKind.DELTA
         )
-        fresh = (
-            self._specs.get(path) != state.spec
-        )  # values before, codes now: what went before says nothing of what comes
+        # The sums begin anew if the layout changes, for example from values to codes: sizes of the
+        # former say nothing of those of the latter.
+        fresh = self._specs.get(path) != state.spec
         self._specs[path] = state.spec
         old = LeafTotal(0, 1, 0.0) if fresh else self.totals[path]
+        # A keyframe does not show what changed, so it is no observation of the density.
         compared = state.kind is not LeafKind.KEYFRAME
         self.totals[path] = LeafTotal(
             state.spec.raw_bytes,
@@ -380,16 +398,18 @@ def _step(
     classes: Mapping[str, Sequence[str]],
 ) -> StepRecord:
     manifest = step.manifest
-    written = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
+    written_by_method = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
     changed: dict[str, float | None] = {}
     problem, read_bytes, depth, mean_depth = step.problem, 0, 0, 0.0
     if step.states is not None:
         try:
             for segment in step.segments:
                 cost = segments.cost(segment)
+                # Only segments of its own sequence number are new. The step needs older ones too.
                 if layout.seq_of(segment.id) == manifest.seq:
-                    written = {
-                        method: size + cost.by_method[method] for method, size in written.items()
+                    written_by_method = {
+                        method: size + cost.by_method[method]
+                        for method, size in written_by_method.items()
                     }
             changed = _changed(step.states, segments, grouped)
             read_bytes = step.manifest_bytes + _read_bytes(step, segments)
@@ -399,8 +419,10 @@ def _step(
                 sum(s.depth * s.spec.raw_bytes for s in step.states.values()) / raw if raw else 0.0
             )
         except (DeltacheckError, OSError) as error:
+            # A damaged step still has a row, with what its manifest says. The page shows the
+            # problem.
             problem = str(error)
-    held, by_contract = _held(manifest, classes)
+    contracts, by_contract = _held(manifest, classes)
     return StepRecord(
         step=manifest.step,
         seq=manifest.seq,
@@ -409,9 +431,9 @@ def _step(
         raw_bytes=manifest.raw_bytes,
         leaves=len(manifest.specs),
         recorded_bytes=step.stored_bytes + step.manifest_bytes,
-        written=written,
+        written=written_by_method,
         changed=changed,
-        held=held,
+        held=contracts,
         exact_bytes=by_contract["exact"],
         bounded_bytes=by_contract["bounded"],
         reused_bytes=by_contract["reused"],
@@ -455,13 +477,14 @@ def _held(
     manifest: Manifest, classes: Mapping[str, Sequence[str]]
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
     """Return the contracts of a step by leaf class, and the bytes of its state by contract."""
+    # Leaves without a contract are exact, so everything begins there and is moved below.
     by_contract = {"exact": manifest.raw_bytes, "bounded": 0, "reused": 0}
     specs = manifest.specs
     for path, promise in manifest.contracts.items():
         by_contract[name_of(promise.terms)] += specs[path].raw_bytes
         by_contract["exact"] -= specs[path].raw_bytes
     contracts: dict[tuple[str, str, str], Held] = {}
-    for of, paths in classes.items():
+    for leaf_class, paths in classes.items():
         for path in paths:
             if path not in manifest.contracts:
                 continue
@@ -471,14 +494,24 @@ def _held(
             if isinstance(terms, Bounded):
                 norm, limit, measured = terms.norm, terms.limit, promise.measured
             elif terms.max_drift is not None:
+                # The drift measures an error. Without a limit of it, the age is all that is
+                # limited.
                 norm, limit, measured = "octaves", terms.max_drift, promise.measured
             else:
                 norm, limit, measured = "steps", float(terms.max_age_steps), float(age)
-            new = Held(of, name_of(terms), norm, 1, limit, measured, age)
-            old = contracts.get((of, new.contract, norm), new)
-            worst = max(old, new, key=lambda held: held.used)
+            new = Held(leaf_class, name_of(terms), norm, 1, limit, measured, age)
+            old = contracts.get((leaf_class, new.contract, norm), new)
+            # Ratios are compared, because limits differ between leaves of a class.
+            worst = max(old, new, key=lambda contract: contract.used)
+            # ``old is new`` for the first leaf, which is counted already.
             leaves = old.leaves + (old is not new)
-            contracts[of, new.contract, norm] = Held(
-                of, new.contract, norm, leaves, worst.limit, worst.measured, max(old.age_steps, age)
+            contracts[leaf_class, new.contract, norm] = Held(
+                leaf_class,
+                new.contract,
+                norm,
+                leaves,
+                worst.limit,
+                worst.measured,
+                max(old.age_steps, age),
             )
     return tuple(contracts.values()), by_contract

@@ -90,6 +90,7 @@ def make_figure(
         heights: Relative heights of the panels.
         sharex: Whether the panels have the same x axis.
     """
+    # ``Figure`` is used without pyplot, which would keep every figure alive and may open a display.
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
     subplots = figure.subplots(
         len(heights), 1, sharex=sharex, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
@@ -109,6 +110,7 @@ def add_legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
+            # A stack is drawn from the bottom, so its labels come in the opposite order.
             handles[::-1],
             labels[::-1],
             frameon=False,
@@ -122,6 +124,7 @@ def draw_reference(
     axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]], label: str
 ) -> None:
     """Draw a dashed line over columns."""
+    # The line begins and ends at the edges of the columns, half a step beyond their centres.
     axes.step(
         [-0.5, *(k + 0.5 for k in range(len(values)))],
         [values[0], *values],
@@ -135,6 +138,7 @@ def draw_reference(
 
 def set_bytes_axis(axes: Axes, most: float) -> None:
     """Set a y axis from 0 to ``most`` bytes, with ticks at round binary sizes."""
+    # Ticks are chosen in this unit: round decimal numbers of bytes are odd numbers of MiB.
     unit = 1024 ** max(0, math.floor(math.log(most, 1024))) if most >= 1 else 1
     axes.set_ylim(0, most * 1.12 if most else 1)
     ticks = [

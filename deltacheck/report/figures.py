@@ -77,8 +77,10 @@ def written_bytes(record: Record) -> Drawing:
     bottom = np.zeros(len(columns))
     for method in METHODS:
         heights = np.array([_mean_written(steps, method) for steps in columns])
+        # An encoding that no step uses would only fill the legend.
         if not heights.any():
             continue
+        # White edges between narrow bars would hide the bars.
         edge = 0.3 if len(columns) <= 40 else 0.0
         axes.bar(
             range(len(columns)),
@@ -151,6 +153,8 @@ def changes(record: Record) -> Drawing:
             densities = [value for value in present if value is not None]
             box = (column - 0.5, row - 0.5, column + 0.5, row + 0.5)
             if densities and max(densities) > 0:
+                # The scale is logarithmic, so values below its end get the lightest colour instead
+                # of none.
                 values[row, column] = max(statistics.fmean(densities), _LEAST_CHANGE)
             elif densities:
                 axes.add_patch(
@@ -180,6 +184,7 @@ def changes(record: Record) -> Drawing:
                 )
                 tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
     if names and columns:
+        # Fractions span several orders of magnitude, from a few words to all.
         norm = LogNorm(_LEAST_CHANGE, 1)
         image = axes.imshow(
             values,
@@ -196,6 +201,7 @@ def changes(record: Record) -> Drawing:
         bar.ax.tick_params(labelsize=8)
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         bar.outline.set_visible(False)  # type: ignore[operator,unused-ignore]
+    # The first group is on top, as in the table.
     axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.set_yticks(
         range(len(names)),
@@ -240,6 +246,7 @@ def drift(record: Record) -> Drawing:
         for unit in ("lr", "octaves", "relative")
         if profile is not None and any(_curves(profile, unit))
     ]
+    # The last panel is the strip of stages, which every report has.
     heights = [2.0] * len(units) + [0.45]
     figure, panels = make_figure(sum(heights) + 0.9, heights, sharex=True)
     tips: list[Tip] = []
@@ -268,6 +275,7 @@ def drift(record: Record) -> Drawing:
                 (role, words[unit], str(step), *(f"{value:.4g}" for value in values))
                 for step, *values in zip(steps, middle, low, high, strict=True)
             ]
+        # A logarithmic axis without a positive value has no limits, and Matplotlib warns.
         if any(value > 0 for line in axes.lines for value in np.asarray(line.get_ydata())):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -325,14 +333,17 @@ def contracts(record: Record) -> Drawing:
     add_legend(top)
     kinds = list(
         dict.fromkeys(
-            (held.of, held.contract, held.norm) for step in record.steps for held in step.held
+            (contract.of, contract.contract, contract.norm)
+            for step in record.steps
+            for contract in step.held
         )
     )
     for number, kind in enumerate(kinds):
         worst = [_worst(steps, kind) for steps in columns]
+        # NaN leaves a gap in the line if a step has no such contract.
         heights = [
-            math.nan if held is None else min(held.used, _MOST_USED) for held in worst
-        ]  # a gap where there was no such contract
+            math.nan if contract is None else min(contract.used, _MOST_USED) for contract in worst
+        ]
         colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number // len(_CYCLE) % 4]
         label = f"{shorten(kind[0], 32)}, {kind[1]} ({kind[2]})"
         bottom.plot(
@@ -344,8 +355,8 @@ def contracts(record: Record) -> Drawing:
             markersize=3,
             label=label,
         )
-        for column, held in enumerate(worst):
-            if held is not None:
+        for column, contract in enumerate(worst):
+            if contract is not None:
                 box = (
                     column - 0.5,
                     max(heights[column] - 0.04, 0),
@@ -353,8 +364,8 @@ def contracts(record: Record) -> Drawing:
                     heights[column] + 0.04,
                 )
                 text = (
-                    f"{kind[0]}, {_title(columns[column])}: measured {held.measured:.3g} of"
-                    f" {held.limit:.3g} ({held.norm})"
+                    f"{kind[0]}, {_title(columns[column])}: measured {contract.measured:.3g} of"
+                    f" {contract.limit:.3g} ({contract.norm})"
                 )
                 tips.append(Tip(bottom, box, text))
     if kinds:
@@ -363,7 +374,11 @@ def contracts(record: Record) -> Drawing:
             0,
             max(
                 1.15,
-                *(1.1 * min(held.used, _MOST_USED) for step in record.steps for held in step.held),
+                *(
+                    1.1 * min(contract.used, _MOST_USED)
+                    for step in record.steps
+                    for contract in step.held
+                ),
             ),
         )
         add_legend(bottom)
@@ -475,6 +490,7 @@ def restore_cost(record: Record) -> Drawing:
 
 def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
     """Group the checkpoints to at most ``MOST_COLUMNS`` columns."""
+    # Rounded up, so that there are never more columns than the limit.
     group_size = max(1, -(-len(steps) // MOST_COLUMNS))
     return [steps[first : first + group_size] for first in range(0, len(steps), group_size)]
 
@@ -508,6 +524,7 @@ def _title(steps: Sequence[StepRecord]) -> str:
 
 
 def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:
+    # More than 16 labels would overlap.
     every = max(1, math.ceil(len(columns) / 16))
     axes.set_xticks(
         range(0, len(columns), every), [str(steps[0].step) for steps in columns[::every]]
@@ -533,6 +550,7 @@ def _quartiles(
     values: dict[int, list[float]] = {}
     for leaf in leaves:
         for step, value in zip(leaf.drift.steps, leaf.drift.values, strict=True):
+            # A jump from zero has an infinite relative drift, which has no place on an axis.
             if math.isfinite(value):
                 values.setdefault(step, []).append(value)
     steps = sorted(values)
@@ -570,21 +588,24 @@ def _events(axes: Axes, events: Sequence[Event]) -> None:
 
 
 def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> None:
+    # The first and the last field reach half of a mean interval beyond their step. A single step
+    # gets a width of 1, or it would not be seen.
     width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0 if steps else 1.0
     midpoints = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
     ends = [steps[0].step - width / 2, *midpoints, steps[-1].step + width / 2] if steps else []
     start = 0
+    # Neighbours of one stage are one area: the seams between areas would show as lines.
     for stage, group in itertools.groupby(steps, key=lambda step: step.stage):
         end = start + len(list(group))
         axes.axvspan(
             ends[start], ends[end], color=_STAGE_COLOURS.get(stage, "#EDEDED"), linewidth=0
         )
         start = end
-    for step, (left, right) in zip(steps, itertools.pairwise(ends), strict=True):
+    for step, (start_step, end_step) in zip(steps, itertools.pairwise(ends), strict=True):
         tips.append(
             Tip(
                 axes,
-                (left, 0, right, 1),
+                (start_step, 0, end_step, 1),
                 f"step {step.step}: stage {step.stage or 'none (exact policy)'}",
             )
         )

@@ -44,6 +44,7 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
         todo = [siblings for siblings in todo if bytes_of(siblings) != most_bytes]
         pieces = [_pieces(paths, keys) for paths in largest]
         group_count = len(finished) + len(numbered) + sum(map(len, todo))
+        # If a split would exceed the limit, these groups are final. Smaller ones may still fit.
         if sum(map(len, pieces)) <= most - group_count:
             todo += [list(parts.values()) for parts in pieces if len(parts) > 1]
             finished += [
@@ -51,6 +52,7 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
             ]
             continue
         for paths, parts in zip(largest, pieces, strict=True):
+            # Runs are only worth their rows for groups of at least a fiftieth of all bytes.
             if len(parts) > 1 and all(map(_is_number, parts)) and 50 * bytes_of([paths]) >= total:
                 numbered.append([parts[token] for token in sorted(parts, key=natural)])
             else:
@@ -65,6 +67,7 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
     result: dict[str, tuple[str, ...]] = {}
     for paths in sorted(finished, key=lambda paths: natural("".join(keys[paths[0]]))):
         name = _name(paths)
+        # Spaces make the key unique and are not seen on the page.
         while name in result:
             name += " "
         result[name] = tuple(paths)

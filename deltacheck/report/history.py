@@ -149,10 +149,14 @@ def _part(
     every: Sequence[tuple[int, LeafEntry]],
     segments: Sequence[Segment],
 ) -> Part:
+    # Entries are followed from the newest back to the first keyframe. Older entries are of chains
+    # that have ended.
     chain: list[tuple[Segment, LeafEntry]] = []
     for number, entry in reversed(every):
         chain.append((segments[number], entry))
         if entry.is_whole:
+            # A save writes segments of its own sequence number (format.md, section 1), so the
+            # newest entry tells if this save wrote it.
             is_own = layout.seq_of(chain[0][0].id) == manifest.seq
             kind = (
                 LeafKind.UNCHANGED
@@ -251,6 +255,8 @@ def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
         segments: tuple[Segment, ...] = ()
         states, problem = None, None
         try:
+            # Only the tables that this step needs are kept, so memory does not grow with the number
+            # of steps.
             open_segments = {
                 ref: open_segments.get(ref) or root.store.segment(ref) for ref in manifest.segments
             }

@@ -44,6 +44,8 @@ thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; to
 .problems { border-left: 4px solid #D55E00; padding: .4rem 1rem; background: #fdf3ec; }
 @media print { details > *:not(summary) { display: none; } nav { display: none; } }
 """
+# SVG inside HTML needs no namespaces, and no identifier that nothing refers to. Without them the
+# page is smaller.
 _NAMESPACE = re.compile(r'\sxmlns(?::\w+)?="[^"]*"')
 _ID = re.compile(r'\sid="([^"]*)"')
 _REFERENCE = re.compile(r"#([\w-]+)")
@@ -91,6 +93,7 @@ def page(
 
 def write_page(file: Path, text: str) -> None:
     """Write a page. A reader of ``file`` sees the old page or the new one, never a part."""
+    # The temporary file is in the same folder, because a rename works within one file system only.
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
@@ -106,6 +109,7 @@ def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
 
 
 def _text(text: str) -> str:
+    # Leaf paths come from the disk and may contain markup or control characters.
     return escape(escape_unprintable(text))
 
 
@@ -153,6 +157,7 @@ def _svg(drawing: Drawing) -> str:
             drawing,
             content,
             format="svg",
+            # Without a date and a version, equal data gives equal figures.
             metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
         )
     text = content.getvalue()
@@ -176,14 +181,15 @@ def _svg(drawing: Drawing) -> str:
 
 
 def _tip(tip: Tip, drawing: Drawing, width: float, height: float) -> str:
-    left, bottom, right, top = tip.box
+    x_min, y_min, x_max, y_max = tip.box
     pixels = (
-        tip.axes.transData.transform([(left, bottom), (right, top)])
+        tip.axes.transData.transform([(x_min, y_min), (x_max, y_max)])
         / drawing.figure.bbox.size
         * (width, height)
     )
-    inside = tip.axes.bbox.get_points() / drawing.figure.bbox.size * (width, height)
-    (x0, y0), (x1, y1) = pixels.clip(inside[0], inside[1])
+    panel = tip.axes.bbox.get_points() / drawing.figure.bbox.size * (width, height)
+    # A tip must not reach beyond its panel, where it would cover the labels or another panel.
+    (x0, y0), (x1, y1) = pixels.clip(panel[0], panel[1])
     x, y, w, h = min(x0, x1), height - max(y0, y1), abs(x1 - x0), abs(y1 - y0)
     return (
         f'<g class="tip"><title>{_text(tip.text)}</title><rect x="{x:.1f}" y="{y:.1f}"'
