@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class StepReader:
-    """Reads leaves of one step.
+    """A reader of the leaves of one step.
 
     ``chains`` has the chains of all leaves read so far, and ``stored`` the bytes of those that were
     read whole, both by stored path. A saver that adopts them writes its next step as changes.

@@ -163,7 +163,7 @@ def way_out(root: Root, manifest: Manifest) -> str:
 
 
 class Replica(Protocol):
-    """A second instance of what an update works on, in memory of its own."""
+    """A second instance of the content that an update changes, in memory of its own."""
 
     def update(self, options: Node, inputs: Mapping[str, Any]) -> None:
         """Do one update."""

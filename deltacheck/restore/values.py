@@ -1,4 +1,4 @@
-"""Load leaves: read and verify their chains, and compute what is derived from them."""
+"""Load leaves: read and verify their chains, and compute the leaves that are derived from them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Saves(Protocol):
     """An object that may have saves under way."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the saves. Raises what failed them, or ``TimeoutError``."""
+        """Wait for the saves. Raises the error that failed them, or ``TimeoutError``."""
         ...
 
     def close(self, timeout: float | None = None) -> None:

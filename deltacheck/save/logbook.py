@@ -1,4 +1,4 @@
-"""Keep a gradient log between saves: its base, the updates since, and what a save makes of them.
+"""Keep a gradient log between saves: its base, the updates since, and the content of each save.
 
 The log stores the inputs of the updates instead of the state. A save first repeats the new updates
 on a replica and compares digests. If they differ, it stores the state itself.
@@ -168,7 +168,7 @@ class Logbook:
         self._gap = reason
 
     def plan(self, state: Flat, standing: tuple[int, int], memory: Callable[[], Flat]) -> Plan:
-        """Decide what a save stores.
+        """Plan the content of a save.
 
         Args:
             state: The live state.
@@ -322,5 +322,5 @@ def places(memory: Flat, state: Flat) -> dict[str, str] | None:
 
 
 def _unchanged(spec: LeafSpec) -> LeafSource:
-    """Return a source that keeps what is already stored of a leaf."""
+    """Return a source that keeps the stored content of a leaf."""
     return LeafSource(spec, lambda: Coded(spec, None))

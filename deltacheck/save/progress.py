@@ -175,7 +175,7 @@ class Progress:
         self.error, self.has_unseen_error = error, True
 
     def mark_reads_enqueued(self) -> None:
-        """Record that everything which reads the state on a device is enqueued there."""
+        """Record that every read of the state is enqueued on its device."""
         with self._changed:
             self._reads_enqueued = True
             self._changed.notify_all()

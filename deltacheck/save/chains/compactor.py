@@ -117,7 +117,7 @@ class Compactor:
         self._stop = threading.Event()
 
     def plan(self, leaves: Mapping[str, LeafState], seq: int) -> CompactionPlan | None:
-        """Return what to compact as of the save that was captured last.
+        """Plan a compaction as of the save that was captured last.
 
         ``None`` if nothing is due, or a compaction is under way.
         """

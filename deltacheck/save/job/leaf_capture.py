@@ -1,4 +1,4 @@
-"""Bring the shadow to the leaves' present content, and encode what changed.
+"""Bring the shadow to the leaves' present content, and encode the changes.
 
 This is memory work only. It runs on the training thread for leaves that must be read before
 ``save`` returns, and on the encoder thread for the lazy ones. If the host cache is full it waits
@@ -40,7 +40,7 @@ class LeafCapture:
 
     Args:
         setup: The options of the saver.
-        progress: Told of every leaf.
+        progress: Receives a beat at every leaf.
         leaves: The leaves of the save by path.
         states: The saver's chains by path; updated in place.
         due: Paths of leaves that must be written whole, whatever the policy says of their chains.

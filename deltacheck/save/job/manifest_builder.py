@@ -119,7 +119,7 @@ def build_manifest(
 
 
 def leaf_reports(leaves: Iterable[LeafSave]) -> tuple[LeafReport, ...]:
-    """Return what the save stored of each leaf, in the order of the sources."""
+    """Return the report of each leaf, in the order of the sources."""
     return tuple(_leaf_report(leaf) for leaf in leaves)
 
 

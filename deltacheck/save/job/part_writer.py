@@ -68,7 +68,7 @@ class PartWriter:
     Args:
         writer: The segment.
         leaves: The leaves of the save, in the order of their numbers.
-        progress: Told of every write that ends.
+        progress: Receives a beat at the end of every write.
         host_cache_bytes: Most encoded bytes in memory. Larger: a slow disk blocks later; smaller:
             less memory.
         io_timeout_seconds: Longest wait for one write.

@@ -28,7 +28,7 @@ class SegmentBuilder:
     Args:
         setup: The options of the saver.
         writer: The segment.
-        progress: Told of every keyframe.
+        progress: Receives a beat at every keyframe.
     """
 
     def __init__(self, setup: Setup, writer: SegmentWriter, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Measures of the difference between live arrays and what a restore gives."""
+"""Measures of the difference between live arrays and restored ones."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class LossySave:
     _contracts: dict[str, Promise] = field(default_factory=dict)
 
     def terms(self) -> Terms:
-        """Return what the manifest says. The caller must have captured every source."""
+        """Return the terms for the manifest. The caller must have captured every source."""
         stage = self.stage if self.policy.hidden is not None else ""
         return Terms(self._derived, self._contracts, stage)
 
@@ -131,7 +131,7 @@ class ParameterSave:
         return self.save.reader.live(self.sources[path])
 
     def exactly(self, path: str) -> Any:
-        """Return what stores a leaf as it is."""
+        """Return the content that stores a leaf as it is."""
         return self.sources[path].current()
 
     def derived(self, path: str, decision: Decision, **fields: Any) -> Derived:

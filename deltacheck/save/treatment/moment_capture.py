@@ -148,7 +148,7 @@ class MomentCapture:
         return adam.bias_rescale(step, last_step, coefficients[1])
 
     def _sampled_error(self, path: str, decision: Decision, codes: Array) -> float:
-        """Return the median error in octaves of what the codes decode to, on a sample."""
+        """Return the median error in octaves of the decoded codes, on a sample."""
         live = sample(self._group.live(path))
         restored = octaves.values(
             sample(codes), fraction_bits=decision.fraction_bits, signed=decision.signed
@@ -202,7 +202,7 @@ class MomentCapture:
     def _restored(
         self, decisions: Mapping[str, Decision], codes: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Return what a restore would compute from some codes."""
+        """Return the values that a restore would compute from some codes."""
         values: dict[str, Array] = {}
         # The second moment last: its computation takes the first one.
         for path in sorted(decisions, key=lambda path: bool(decisions[path].first)):
