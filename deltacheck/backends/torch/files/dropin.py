@@ -25,9 +25,12 @@ SUFFIX = ".deltacheck"
 # Most series that are open at a time. Each holds a copy of its state.
 _OPEN_AT_MOST = 4
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
+# A longer number, such as a hash or a time, exceeds what a step may be.
 _MOST_DIGITS = 18  # of a step
 
 _open: dict[Path, Engine] = {}  # by root, in the order of their last use
+# Held during a whole save, so that two threads never take the same step of a series, and no engine
+# is closed while it saves.
 _lock = threading.Lock()
 
 
@@ -90,6 +93,7 @@ def save(
             f"deltacheck saves to a path, not to a {type(f).__name__}: unchanged content is in"
             " a folder beside it. Give a path, or use torch.save for this one"
         )
+    # Another pickler may store objects in a way of its own, which this function cannot honour.
     if pickle_module is not pickle:
         raise ValueError(
             "pickle_module has no meaning here, since nothing is pickled; leave it out, or use"
@@ -105,8 +109,10 @@ def save(
         engine = _engine(series.root, keep_last)
         newest = max(engine.steps(), default=-1)
         step = newest + 1 if series.step is None else series.step
+        # As after ``torch.save``, the file may be read or copied as soon as this function returns.
         report = engine.save(step, obj).result()
         assert report is not None  # such an engine waits and never skips
+        # After the commit: the file must never point to a step that does not exist.
         pointer.write(path, pointer.Pointer(series.root, step, report.seq))
 
 
@@ -124,11 +130,13 @@ def release(f: str | os.PathLike[str] | None = None) -> None:
 
 
 def _engine(root: Path, keep_last: int | None) -> Engine:
+    # Taken out and put back at the end, so that the first entry is the one unused for longest.
     engine = _open.pop(root, None)
     if engine is None:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
         engine = Engine(root, keep_last=keep_last)
+    # Each call may pass another ``keep_last``.
     engine._writer.retention = Retention(last=keep_last)
     _open[root] = engine
     return engine

@@ -27,6 +27,7 @@ def flat(state: object) -> tree.Flat:
     return tree.flatten(state, leaves.describe)
 
 
+# A part of the interface that ``deltacheck eval`` uses for every framework.
 bytes_of = leaves.bytes_of
 
 
@@ -39,6 +40,7 @@ def peer_save(state: object, file: Path) -> int:
     with file.open("wb") as out:
         torch.save(state, out)
         out.flush()
+        # The saves of deltacheck are durable too, so the comparison is fair only with a sync.
         os.fsync(out.fileno())
     return file.stat().st_size
 

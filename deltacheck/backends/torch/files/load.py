@@ -70,6 +70,7 @@ def load(  # noqa: PLR0913 - one argument per option
         BudgetExceeded: The step is larger than ``max_bytes``.
         UnsupportedLeaf: torch does not have an element type.
     """
+    # ``torch.load(path, "cpu")`` has the location in this place.
     if step is not None and not isinstance(step, int):
         if map_location is not None:
             raise ValueError(f"step must be an integer, not {step!r}")
@@ -77,6 +78,7 @@ def load(  # noqa: PLR0913 - one argument per option
     if not isinstance(root, str | os.PathLike):
         raise TypeError(f"deltacheck reads from a path, not from a {type(root).__name__}")
     path = Path(root)
+    # A file is one step. A root is a directory, or an address, which is never a local file.
     if path.is_file():
         opened, manifest = pointer.opened(path)
         if step not in (None, manifest.step):
@@ -90,6 +92,7 @@ def load(  # noqa: PLR0913 - one argument per option
     opened.require_digest(manifest, expected_digest)
     require_contract(manifest, contract)
     with damage.named(opened, manifest):
+        # No save continues from this read, so no bytes are kept for it.
         loaded = StepReader(opened, manifest, max_bytes=max_bytes, keep=False).whole()
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 
@@ -99,6 +102,7 @@ def moved(tensor: torch.Tensor, map_location: MapLocation | None) -> torch.Tenso
     if map_location is None:
         return tensor
     if isinstance(map_location, Mapping):
+        # Decoded tensors are on the host, so only that entry of a mapping applies.
         return tensor.to(map_location.get("cpu", "cpu"))
     if callable(map_location):
         storage = map_location(tensor.untyped_storage(), "cpu")

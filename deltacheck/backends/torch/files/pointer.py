@@ -20,6 +20,8 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
 _KIND = "pointer"  # permanent
+# A pointer has a few hundred bytes. A checkpoint of another format may have gigabytes, and is not
+# read to find that it is no pointer.
 _MOST_BYTES = 1 << 16
 
 
@@ -35,6 +37,7 @@ def write(path: Path, target: Pointer) -> None:
     """Write a pointer to a committed checkpoint; replace the file if it exists."""
     content = {
         "deltacheck": _KIND,
+        # Relative, so that the folder of the file and the root can be moved together.
         "root": os.path.relpath(target.root, path.parent),
         "step": target.step,
         "seq": target.seq,
@@ -51,6 +54,7 @@ def read(path: Path) -> Pointer:
         NotACheckpointRoot: The file is not a pointer. The message says how to import it.
     """
     with path.open("rb") as file:
+        # One byte more shows that the file is too long.
         raw = file.read(_MOST_BYTES + 1)
     try:
         content = json.loads(raw) if len(raw) <= _MOST_BYTES else None
@@ -60,6 +64,7 @@ def read(path: Path) -> Pointer:
                 int(content["step"]),
                 int(content["seq"]),
             )
+    # JSON that is nested deeply, which an attacker may write, raises ``RecursionError``.
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise NotACheckpointRoot(
@@ -94,6 +99,7 @@ def opened(path: Path) -> tuple[Root, Manifest]:
         manifest = root.read(manifest_path)
     except FileNotFoundError:
         manifest = None
+    # A root that was removed and made again uses the same sequence numbers.
     if manifest is None or (manifest.step, manifest.seq) != (target.step, target.seq):
         raise StepNotFound(
             f"{path} stands for step {target.step} (seq {target.seq}) of {target.root}, which is"

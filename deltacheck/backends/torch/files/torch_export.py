@@ -45,6 +45,7 @@ def write_torch(
         root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()}
     )
     loaded: dict[str, Loaded] = {}
+    # One leaf at a time, so that the progress is reported while the step is read.
     for path, leaf in leaves.items():
         loaded |= load_leaves({path: leaf})
         if progress is not None:
@@ -55,12 +56,14 @@ def write_torch(
         torch.save({key: tensors[owner] for key, owner in keys.items()}, file)
         return True
     plain = True
+    # By owner and tag: equal pairs are one object, so that ``torch.save`` keeps the tie.
     placed: dict[tuple[str, str | None], object] = {}
 
     def place(path: str, owner: str, tag: str | None) -> object:
         nonlocal plain
         if (owner, tag) not in placed:
             array = place_numpy(loaded[owner], tag)
+            # NumPy arrays are pickled by NumPy's functions, which ``weights_only=True`` refuses.
             plain = plain and array is None
             placed[owner, tag] = shaped(loaded[owner], tag) if array is None else array
         return placed[owner, tag]

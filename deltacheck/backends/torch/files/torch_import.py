@@ -42,10 +42,12 @@ def steps_of(
                 f"{path} is not called as one of {', '.join((SAFETENSORS, *SUFFIXES))}, which say"
                 " the format"
             )
+        # Imported alone, each part would be a step with a part of the model.
         if _PART.search(path.stem):
             raise ValueError(
                 f"{path} is a part of a model that lies in several files; join them into one first"
             )
+        # Transformers, for example, writes ``checkpoint-200/model.safetensors``.
         numbers = re.findall(r"\d+", path.stem) or re.findall(r"\d+", path.absolute().parent.name)
         if step is None and not numbers:
             raise ValueError(f"neither {path.name} nor its folder has a number; say the step")
@@ -74,6 +76,7 @@ def read(path: Path) -> object:
         if path.suffix == SAFETENSORS:
             from safetensors.torch import load_file
 
+            # In a fixed order, so that the trees of all steps are the same.
             return dict(sorted(load_file(path).items()))
         return _torch(path)
     except ModuleNotFoundError as error:
@@ -111,11 +114,14 @@ def ingest(
         UnsupportedLeaf: A value cannot be kept exactly; the message names it.
     """
     with Engine(root) as engine:
+        # Before the first save, so that a refused import writes nothing.
         existing = sorted({step for step, _ in files} & set(engine.steps()))
         if existing:
             raise ValueError(
                 f"{engine.root} has step {existing[0]} already; import into another root"
             )
         for step, path in files:
+            # Each step is committed before the next file is read, so a damaged file does not affect
+            # it.
             engine.save(step, read(path)).wait()
             yield path, step

@@ -62,6 +62,7 @@ class RankGroup(Group):
             opened.append(open_alone(path, durability))
             return opened[0].next_seq
 
+        # Rank 0 alone at first: the others must not touch a root that it cannot open.
         next_seq = self.joint.agree(None, take)
         try:
             own = (
@@ -69,10 +70,13 @@ class RankGroup(Group):
                 if opened
                 else Opened(Store.create(path, durability=durability), None, next_seq)
             )
+            # Every rank waits here, so that none saves to a root that another one could not open.
             self.joint.agree(None, lambda _: None)
         except BaseException as error:
             if opened and opened[0].lease is not None:
                 opened[0].lease.release()
+            # The other ranks wait in the agreement above. A ``RankFailed`` comes from it, so they
+            # know.
             if not isinstance(error, RankFailed):
                 self.fail(error)
             raise
@@ -101,6 +105,8 @@ class RankGroup(Group):
                 raises it in the same call.
         """
         with self.sharing_failure():
+            # Failures of earlier saves are raised inside, too, so that every rank raises in this
+            # call.
             if saver.options.on_busy == "wait":
                 saver.settle()
             busy = bool(saver.pending())
@@ -111,6 +117,7 @@ class RankGroup(Group):
         )
         if begun is None:
             return None
+        # The ranks share one store, so none may use a lower number again.
         saver.number_from(begun.seq)
         return shards.local_flat(flat, begun.tiles, begun.tree)
 
@@ -159,9 +166,11 @@ class RankGroup(Group):
             root.require_digest(manifest, expected_digest)
             return root.digest_of(manifest)
 
+        # Rank 0 decides for all: another process may commit a step between the reads of two ranks.
         digest = self.joint.agree(step, choose)
         with self.sharing_failure():
             manifest = root.manifest(step)
+            # Each rank reads the manifest itself. The digest proves that it is the one of rank 0.
             root.require_digest(manifest, digest)
             require_contract(manifest, contract)
             reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
@@ -184,6 +193,7 @@ class RankGroup(Group):
             state: The state as the next save will have it; ``None`` if that is not known.
         """
         own = self.joint.resume(reader.manifest, None if state is None else shards.held(state))
+        # A tile of which this rank read only a part has no base, and is written whole.
         names = [name for name in own if name in reader.stored]
         saver.adopt(
             {name: reader.chains[name] for name in names},
@@ -208,6 +218,7 @@ def _copies(flat: Flat) -> dict[str, str]:
     small = {
         path: LeafSpec.of(path, leaf.shape, leaf.dtype)
         for path, leaf in flat.leaves.items()
+        # Parts of a leaf may differ between ranks, copies of a whole leaf may not.
         if not isinstance(flat.arrays[path], DTensor | shards.Shard | shards.Shards)
     }
     return {
@@ -220,6 +231,7 @@ def _copies(flat: Flat) -> dict[str, str]:
 def _fill(reader: StepReader, target: Flat) -> Any:
     """Fill a target with the part of a step that it holds, and return its state."""
     manifest = reader.manifest
+    # A rank holds only its own leaves. Those that its containers lack are found below.
     stored_path = match_targets(manifest, target, partly=True)
     parts = {
         (path, number): piece
@@ -231,6 +243,8 @@ def _fill(reader: StepReader, target: Flat) -> Any:
     def place(key: tuple[str, int], spec: LeafSpec, box: NDArray[Any]) -> None:
         piece, path = parts[key], key[0]
         filled = shards.fill(piece, spec, box)
+        # A sharded value stays as it is, because its local part was filled in place. A NumPy scalar
+        # is replaced by a new one.
         if values[path] is piece.values:
             values[path] = filled
 

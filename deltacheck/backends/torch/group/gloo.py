@@ -39,9 +39,12 @@ def join(
             members,
             timeout=timedelta(seconds=timeout_seconds),
             backend="gloo",
+            # Ranks outside of a subgroup do not call this, so its members must not wait for them.
             use_local_synchronization=len(members) < dist.get_world_size(),
             group_desc=f"deltacheck {name}",
         )
+        # Two groups, because the beginning of a save on the training thread and the end of the one
+        # before, on the committer thread, may exchange messages at the same time.
         for name in ("begin", "end")
     ]
     begin, end = (GlooChannel(group, members) for group in groups)
@@ -59,12 +62,14 @@ class GlooChannel:
         self.size = len(members)
         self._group = group
         self._members = members
+        # Once lost, a rank is not asked again: each attempt would wait for the whole timeout.
         self._lost: dict[int, Exception] = {}
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
         if self.rank != 0:
             try:
                 self._send(payload, 0)
+            # gloo reports a broken connection and a timeout alike as ``RuntimeError``.
             except RuntimeError as error:
                 raise _rank_lost(0, error) from error
             return None
@@ -77,6 +82,7 @@ class GlooChannel:
             except RuntimeError as error:
                 raise _rank_lost(0, error) from error
         for rank in range(1, self.size):
+            # The answer still goes to all others, so that they learn of the failure at once.
             if rank not in self._lost:
                 try:
                     self._send(payloads[rank], rank)
@@ -94,7 +100,9 @@ class GlooChannel:
         return self._lost[rank]
 
     def _send(self, payload: bytes, to: int) -> None:
+        # The length as 8 bytes, little-endian, then the payload.
         framed = len(payload).to_bytes(8, "little") + payload
+        # A bytearray, because torch warns about a tensor over memory that cannot be written to.
         first = bytearray(framed[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
         self._put(first, to)
         if len(framed) > _FIRST_BYTES:

@@ -45,9 +45,11 @@ class MemoryFirstSession(SingleProcessSession):
         settle_reads: Callable[[], None],
         memory: MemoryTier,
     ) -> None:
+        # Before the base class is initialised, which calls ``_live_root``.
         self._memory = memory
         self.tier: Tier | None = None
         super().__init__(path, options, settle_reads)
+        # The drain may remove segments, so it must know those that the saver builds on.
         self._tier.start(self.saver.protected_segments)
 
     @property
@@ -66,6 +68,7 @@ class MemoryFirstSession(SingleProcessSession):
     def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
         """Wait until the memory has room for one more save, or return ``False`` to skip it."""
         self.saver.check_usable()
+        # A failed copy is raised before a new save begins, as a failed save is.
         self._tier.raise_unseen()
         sizes = [source.spec.raw_bytes for source in sources]
         return self._tier.make_room(
@@ -83,6 +86,7 @@ class MemoryFirstSession(SingleProcessSession):
 
     def persist(self, timeout: float | None) -> None:
         """Wait until the newest step is copied to the durable root."""
+        # One deadline for both waits.
         deadline = Deadline.after(timeout)
         self.saver.wait(timeout)
         self._tier.persist(None, deadline.left)
@@ -122,6 +126,8 @@ class MemoryFirstSession(SingleProcessSession):
                 f"neither {self.live.path} nor {self.root.path} has"
                 f" {'any step' if step is None else f'step {step}'}; steps: {steps}"
             )
+        # For equal numbers ``max`` returns the first candidate, the memory, which is faster to
+        # read.
         return max(candidates, key=lambda candidate: candidate[1].seq)
 
     def _no_deletion(self) -> AbstractContextManager[object]:
@@ -144,6 +150,7 @@ class MemoryFirstSession(SingleProcessSession):
         """Load a step; if it is damaged in memory, load its copy in the durable root."""
         try:
             return load(root, manifest)
+        # Files in memory are never synced. The copy on the disk may be whole.
         except Damaged as error:
             durable = None if root is self.root else self._durable_form(manifest)
             if durable is None:
@@ -156,8 +163,10 @@ class MemoryFirstSession(SingleProcessSession):
         name = layout.checkpoint_id(manifest.seq)
         try:
             durable = self.root.read(self.root.path / layout.CHECKPOINTS / name / "zarr.json")
+        # Not copied yet, deleted, or damaged too: the caller reports the first failure.
         except (FileNotFoundError, Damaged):
             return None
+        # A resumed run may have used the number again; only the nonce identifies a save.
         return durable if durable.nonce == manifest.nonce else None
 
     def _adopt(
@@ -179,6 +188,7 @@ class MemoryFirstSession(SingleProcessSession):
             self.saver.close(timeout)
             self.live.store.close()
         finally:
+            # The drain ends after the saver's last thread, which may still commit a step in memory.
             self.saver.when_stopped(partial(self._tier.stop, self.release))
             if not self.saver.pending():
                 self._tier.await_end(deadline.left)

@@ -41,6 +41,8 @@ class ProcessGroupSession(SingleProcessSession):
         settle_reads: Callable[[], None],
         process_group: dist.ProcessGroup,
     ) -> None:
+        # The ranks agree on one save at a time and on the tiles that it writes. A compaction would
+        # write leaves outside of this agreement.
         if (
             not options.policy.is_exact
             or options.max_pending != 1
@@ -49,8 +51,11 @@ class ProcessGroupSession(SingleProcessSession):
             raise ValueError(
                 "ranks that save together need an exact policy, max_pending=1 and no compact_after"
             )
+        # Before the base class is initialised, which calls ``_open``.
         self.group = RankGroup(process_group, options.io_timeout_seconds)
         super().__init__(path, options, settle_reads)
+        # The saver of rank 0 does not know the segments of other ranks, which a collection must
+        # spare.
         self.writer.protect(lambda: self.group.segments)
 
     def _open(self, path: Place, durability: Durability) -> Opened:
@@ -78,6 +83,7 @@ class ProcessGroupSession(SingleProcessSession):
 
     def restore(self, request: RestoreRequest) -> tuple[Manifest, Any]:
         """Restore a step on every rank: each reads what its target holds of it."""
+        # A failed save of one rank is raised on all ranks, before they begin to restore.
         with self.group.sharing_failure():
             self.saver.check_usable()
             self.saver.wait()
@@ -85,6 +91,7 @@ class ProcessGroupSession(SingleProcessSession):
             raise ValueError("a process group restores without fallback= and optimizer=")
         target = None
         if request.target is not None:
+            # Saves under way may still read the tensors that are about to be filled.
             self._settle_reads()
             target = self.group.flatten(request.target, target=True)
         manifest, state = self.group.restore(

@@ -83,8 +83,12 @@ class SingleProcessSession:
         self.writer = RootWriter(self.root, opened.lease, options.retention, options.grace_seconds)
         self._settle_reads = settle_reads
         with ExitStack() as on_failure:
+            # The lease is taken already, and nobody could release it for an engine that was not
+            # made.
             on_failure.callback(self.release)
             self.live = self._live_root(options)
+            # A memory tier may hold newer steps than the durable root, and each number is used
+            # once.
             next_seq = max(opened.next_seq, self.live.next_seq())
             self.saver = Saver(self.live.store, TorchCodec(), options, next_seq=next_seq)
             on_failure.pop_all()
@@ -152,6 +156,7 @@ class SingleProcessSession:
             The manifest of the restored step, and the state.
         """
         self.saver.check_usable()
+        # Saves under way compare with the shadow that the restore replaces.
         self.saver.wait()
         with self._no_deletion():
 
@@ -188,11 +193,13 @@ class SingleProcessSession:
         """Return the state of a step, verified, and make the step the base of the next save."""
         require_contract(manifest, request.contract)
         target = None if request.target is None else tree.flatten(request.target, leaves.describe)
+        # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
         saved_paths = None if target is None else match_targets(manifest, target)
 
         def target_memory() -> dict[str, NDArray[np.uint8]]:
             if target is None or saved_paths is None:
                 return {}
+            # Saves under way may still read the tensors that are about to be filled.
             self._settle_reads()
             # A replay computes leaves in an order of its own, so it does not fill targets directly.
             if manifest.replay is not None:
@@ -207,6 +214,7 @@ class SingleProcessSession:
         inputs: set[str] = set()
         if manifest.replay is not None and request.optimizer is not None:
             loaded |= replica.replayed(root, manifest, manifest.replay, loaded, request.optimizer)
+            # Recorded gradients are no leaves of the tree, so no later save continues their chains.
             inputs = manifest.replay.inputs
         if target is None or saved_paths is None:
             state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
@@ -245,6 +253,7 @@ class SingleProcessSession:
             self.saver.close(timeout)
             self.live.store.close()
         finally:
+            # Threads that still write need the lease, so the last of them releases it.
             self.saver.when_stopped(self.release)
 
     def release(self) -> None:

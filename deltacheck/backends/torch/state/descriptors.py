@@ -26,7 +26,7 @@ _Put: TypeAlias = Callable[[object], object]
 
 
 def _is_a(value: object, fields: tuple[str, ...]) -> bool:
-    # A class itself may have the fields as attributes. Tensors are excluded, as most values are.
+    # A class itself may have the fields as attributes. Most values are tensors.
     return not isinstance(value, torch.Tensor | type) and all(
         hasattr(value, name) for name in fields
     )
