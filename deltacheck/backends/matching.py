@@ -112,7 +112,7 @@ def raise_mismatches(problems: Sequence[str], remedy: str) -> None:
 
 
 def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str) -> list[str]:
-    """Return a message if shape or dtype of a leaf differ from those of the step, else nothing."""
+    """Return a message if shape or dtype of a leaf differ from the step's, else an empty list."""
     if (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype):
         return []
     return [

@@ -31,7 +31,7 @@ class Adapter(Protocol):
     """The functions of a framework for its arrays and containers."""
 
     def describe(self, value: object) -> ArrayLeaf | None:
-        """Return the leaf that an array makes, ``None`` if it is none of the framework."""
+        """Describe an array of the framework as a leaf; return ``None`` for any other value."""
 
     def expand(self, value: object) -> list[tuple[object, object]] | None:
         """Return the keys and children of a container of the framework, else ``None``."""

@@ -54,6 +54,9 @@ class Capture:
         Args:
             flat: The state.
             guarded: The tensors that may be read after ``save`` has returned.
+
+        Returns:
+            The source of each leaf, by path, in the order in which they must be read.
         """
         specs = specs_of(flat)
         devices = {

@@ -21,7 +21,7 @@ class Event(Protocol):
 
 
 class Accelerator(Protocol):
-    """One device."""
+    """An accelerator, as a capture uses it."""
 
     name: str
     # The device encoder, as deltacheck/_native_cuda.pyi describes it; None if there is none.

@@ -1,5 +1,6 @@
-"""Storage for ``torch.distributed.checkpoint``: its ``save``, ``async_save`` and ``load`` write and
-read our roots.
+"""Storage for ``torch.distributed.checkpoint`` (DCP).
+
+DCP's ``save`` and ``async_save`` write to roots through it, and ``load`` reads from them.
 """
 
 from deltacheck.backends.torch.dcp.storage_reader import DeltaStorageReader

@@ -33,6 +33,7 @@ def step_of(checkpoint_id: object) -> int:
     """
     if (
         isinstance(checkpoint_id, int)
+        # bool is a subclass of int, and ``True`` would be step 1.
         and not isinstance(checkpoint_id, bool)
         and checkpoint_id >= 0
     ):
@@ -56,6 +57,7 @@ def keys_of(fqn: str, planner_data: object) -> Keys:
             only key.
     """
     keys = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
+    # A planner may put anything there, and only such keys can be keys of a skeleton.
     fits = (
         isinstance(keys, tuple)
         and keys
@@ -95,6 +97,7 @@ def skeleton_of(leaves: Iterable[tuple[Keys, str | None]]) -> Node:
                 f"two values are called {'.'.join(map(str, keys))!r}, or one stands inside of it;"
                 " rename one of them"
             )
+        # A tuple marks a leaf, because inner nodes are dicts.
         inner[keys[-1]] = {"t": "array"} if tag is None else {"t": "array", "tag": tag}, None
     return _node(nested)
 
@@ -104,6 +107,7 @@ def _node(value: object) -> Node:
         node: Node = value[0]
         return node
     assert isinstance(value, dict)
+    # DCP flattens a list into integer keys. They may arrive in any order.
     if value and set(value) == set(range(len(value))):
         return {"t": "list", "n": [_node(value[number]) for number in range(len(value))]}
     return {"t": "dict", "k": [[key, _node(item)] for key, item in value.items()]}

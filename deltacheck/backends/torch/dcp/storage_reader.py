@@ -86,9 +86,8 @@ class DeltaStorageReader(StorageReader):
             writes changes. This takes as much memory as the shadow of a saving process, even if no
             save follows. ``False``: the next save writes whole leaves.
         allow_pickle: ``False``: refuse objects that ``torch.load(weights_only=True)`` refuses.
-            ``True``: give all objects to Python's unpickler, so that whoever wrote the root runs
-                code
-            in this process.
+            ``True``: give all objects to Python's unpickler, so that whoever wrote the root can run
+            code in this process.
         contract: Refuse a step with a leaf that was saved under a weaker contract than ``"exact"``
             or ``"bounded"``; ``None``: accept all.
         max_bytes: Refuse to allocate more than this on a rank; ``None``: the memory of the machine.
@@ -112,6 +111,7 @@ class DeltaStorageReader(StorageReader):
         storage: ObjectStore | None = None,
     ) -> None:
         super().__init__()
+        # Absolute, because saves find a restored step by the path of its root.
         self._root: Root = open_root(place.of(root, storage).absolute())
         self._default_step = self._step = step
         self._resume = resume
@@ -119,6 +119,7 @@ class DeltaStorageReader(StorageReader):
         self._contract = contract
         self._max_bytes = max_bytes
         self._expected_digest = expected_digest
+        # The step that ``read_metadata`` has chosen, for the calls of DCP that follow it.
         self._read: tuple[Manifest, _Index] | None = None
 
     # --- what DCP calls ---------------------------------------------------------------------------
@@ -195,6 +196,7 @@ class DeltaStorageReader(StorageReader):
         Raises:
             StepNotFound: The ranks read different steps.
         """
+        # The digest too: a run that was resumed may save the number of a step again.
         choices = [plan.storage_data for plan in plans]
         if any(choice != choices[0] for choice in choices):
             steps = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(choices))
@@ -228,6 +230,7 @@ class DeltaStorageReader(StorageReader):
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._object(item.storage_index.fqn, manifest, index))
+        # Everything is in its place already, but DCP expects a future.
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -263,7 +266,10 @@ class DeltaStorageReader(StorageReader):
             number: Request(index.tensors[item.storage_index.fqn], _box(item))
             for number, item in enumerate(items)
         }
+        # In batches, because DCP has allocated the tensors, and all boxes at once would need as
+        # much again.
         reader.boxes(requests, place, batch_bytes=_BATCH_BYTES)
+        # Kept after the last box only: a load that has failed is no base of a save.
         if self._resume:
             keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 
@@ -276,6 +282,7 @@ class DeltaStorageReader(StorageReader):
         value = index.others[fqn]
         if isinstance(value, _Stored) and value.tag == names.OBJECT:
             content = self._load(value.path, manifest).data.tobytes()
+            # The user has accepted that whoever wrote the root runs code here.
             if self._allow_pickle:
                 return io.BytesIO(content)
             value = _screened(content, fqn, manifest.step)
@@ -288,6 +295,8 @@ class DeltaStorageReader(StorageReader):
                 return leaves.place(self._load(path, manifest), getattr(leaf, "tag", None))
 
             value = optree.tree_map(content_of, value, none_is_leaf=True)  # type: ignore[arg-type]
+        # DCP's planner unpickles without a check. It gets only what this process has pickled
+        # itself.
         safe = io.BytesIO()
         torch.save(value, safe)
         safe.seek(0)
@@ -311,6 +320,7 @@ def _index(manifest: Manifest) -> _Index:
             dtype, torch.dtype
         ):
             return _Stored(owner, tag)
+        # DCP's own flattening tells tensors from other values. A meta tensor takes no memory.
         stand_in = torch.empty(spec.shape, dtype=dtype, device="meta")
         stand_ins.append(stand_in)
         owners[id(stand_in)] = owner
@@ -323,6 +333,7 @@ def _index(manifest: Manifest) -> _Index:
             " with deltacheck.open"
         )
     try:
+        # DCP's own function, so that the names are those of the target, whatever its rules are.
         flat, ways = flatten_state_dict(state)
     except ValueError as error:
         raise UnsupportedLeaf(
@@ -340,6 +351,7 @@ def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:
     spec = manifest.spec(path)
     if path in manifest.tiles:
         cuts = manifest.tiles[path].cuts
+        # A chunk for each tile, so that each rank asks for the tiles that it needs.
         boxes = [tiles.box(cuts, number) for number in range(tiles.count(cuts))]
     else:
         boxes = [whole(spec.shape)]
@@ -356,6 +368,7 @@ def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:
 
 def _box(item: ReadItem) -> Box:
     """Return the box of its leaf that an item asks for."""
+    # The offset is optional in DCP's index. Without it the chunk begins with the leaf.
     offset = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [a + b for a, b in zip(offset, item.storage_offsets, strict=True)]
     return tuple(
@@ -367,6 +380,7 @@ def _place(item: ReadItem, planner: LoadPlanner, leaf: Loaded, step: int) -> Non
     """Copy a box to the tensor that the planner has for it."""
     tensor = leaves.tensor_of(leaf)
     target = planner.resolve_tensor(item).detach()
+    # ``copy_`` would convert the values without a word, and broadcast another shape.
     if target.dtype != tensor.dtype or target.shape != tensor.shape:
         raise TreeMismatch(
             f"leaf {item.storage_index.fqn!r} is {tensor.dtype}{list(tensor.shape)} in step {step},"
@@ -387,6 +401,7 @@ def _screened(content: bytes, fqn: str, step: int) -> object:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # torch's message is a page long. This line names the class that is refused.
         lines = str(error).strip().split("\n")
         text = next(
             (line.strip() for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0]
@@ -399,6 +414,7 @@ def _screened(content: bytes, fqn: str, step: int) -> object:
         ) from None
     except DeltacheckError:
         raise
+    # torch raises many types of errors for bytes that are damaged or made by an attacker.
     except Exception as error:
         raise Damaged(
             f"{fqn!r} is not what torch.save has written: {type(error).__name__}: {error}", leaf=fqn

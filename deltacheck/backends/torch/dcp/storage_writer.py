@@ -176,6 +176,7 @@ class DeltaStorageWriter(StorageWriter):
                 "without collectives no rank knows when all ranks are done: save with"
                 " use_collectives=True"
             )
+        # A ``checkpoint_id`` counts for one save only; the writer may be used again without one.
         step, self._next_step = self._next_step, None
         step = self._default_step if step is None else step
         if step is None:
@@ -185,6 +186,7 @@ class DeltaStorageWriter(StorageWriter):
             )
         self._step, self._planned_save = step, None
         if is_coordinator:
+            # Here already, so that ``RootBusy`` is raised before any rank has written.
             self._stream.lead()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -221,6 +223,7 @@ class DeltaStorageWriter(StorageWriter):
         )
         tasks = self._stream.plan(self._step, boxes_by_rank)
         self._planned_save = _PlannedSave(kinds, tree)
+        # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
         return [
             dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(task))
@@ -240,12 +243,14 @@ class DeltaStorageWriter(StorageWriter):
         Raises:
             SaveFailed: The plan is not of this save, or the storage failed.
         """
+        # A planner may replace the plan that the coordinator returned.
         if not isinstance(plan.storage_data, bytes):
             raise SaveFailed(
                 f"the planner {type(planner).__name__} has lost the plan's storage_data, which"
                 " DeltaStorageWriter needs"
             )
         task = msgspec.msgpack.decode(plan.storage_data, type=Task)
+        # The message of another save would let this rank write under a wrong number.
         if task.step != self._step:
             raise SaveFailed(
                 f"this rank saves step {self._step}, the coordinator step {task.step}: every rank"
@@ -273,10 +278,12 @@ class DeltaStorageWriter(StorageWriter):
             RankFailed: A rank reports another step.
             RootBusy: Another process writes to the root.
         """
+        # Taken out, so that a plan is finished once only.
         planned_save, self._planned_save = self._planned_save, None
         if planned_save is None:
             raise SaveFailed(f"step {self._step} was finished, but not planned, by this writer")
         _check(planned_save.kinds, metadata, self._step)
+        # A rank without items has no result that could carry its report.
         empty_part = Part(Report(self._step, (), ""), {})
         parts = [
             msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else empty_part
@@ -321,14 +328,22 @@ def _made_usable(plans: list[SavePlan], before: list[weakref.ref[SavePlan]]) -> 
 
 
 def _held(plan: SavePlan, kinds: dict[str, _Content]) -> dict[str, Held]:
-    """Return the boxes that a rank writes, by leaf path, and add the content of its names to
-    ``kinds``. Raises ``UnsupportedLeaf``, and ``ValueError`` if the ranks differ.
+    """Return the boxes that a rank writes, by leaf path.
+
+    Args:
+        plan: The plan of the rank.
+        kinds: Receives the content of each name of the plan.
+
+    Raises:
+        UnsupportedLeaf: A tensor cannot be kept exactly.
+        ValueError: The ranks have different content under one name.
     """
     boxes: dict[str, list[Box]] = {}
     for item in plan.items:
         fqn = item.index.fqn
         content = _content(item, plan.planner_data)
         expected = kinds.setdefault(fqn, content)
+        # Ranks that differ in type or shape would write parts of two leaves under one name.
         if expected != content:
             raise ValueError(f"{fqn!r} is {expected} on one rank and {content} on another")
         boxes.setdefault(fqn, []).append(_box(item))
@@ -378,6 +393,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
                     f"{item.index.fqn!r} was planned as bytes, but the planner gives a"
                     f" {type(data).__name__}"
                 )
+            # The size is known only now. The coordinator gets it with the report (``Part.sizes``).
             pickled = data.getvalue()
             arrays[path] = np.frombuffer(pickled, np.uint8)
             array_leaves[path] = ArrayLeaf((len(pickled),), "uint8", None, names.OBJECT)
@@ -390,6 +406,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
         arrays[path] = shards.Shards(tuple(parts[path]))
         array_leaves[path] = ArrayLeaf(content.shape, content.dtype)
     tiles = task.share.tiles()
+    # Cached plans may be older than the task.
     if tiles.keys() - arrays.keys():
         raise SaveFailed(
             f"step {task.step}: this rank was to write {min(tiles.keys() - arrays.keys())!r}, which"
@@ -401,6 +418,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
 def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int]) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         leaf = leaves.describe(data)
+        # A planner may convert data, which would not fit the tile that was planned.
         if leaf is not None and leaf.dtype == content.dtype and list(leaf.shape) == sizes:
             return data
         raise SaveFailed(

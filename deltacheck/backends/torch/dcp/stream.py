@@ -68,8 +68,9 @@ inspect_types(Task, Part)
 
 
 class Restored(NamedTuple):
-    """A step that a reader has restored: the chains of its tiles, and the bytes of those that were
-    read whole.
+    """A step that a reader has restored.
+
+    ``chains`` are the chains of its tiles, ``stored`` the bytes of those that were read whole.
     """
 
     manifest: Manifest
@@ -106,12 +107,14 @@ class Stream:
             self._begin(open_alone(self.path, self.options.durability))
         elif self._root_writer.lease is None:
             self._root_writer.lease = take_lease(self.path)
+            # Another process had the lease in between and may have committed steps.
             self._last_seq = max(self._last_seq, self._root_writer.root.next_seq() - 1)
 
     def follow(self) -> Saver:
         """Return the saver of a root whose lease this process or another one has."""
         if self._saver is None:
             self._begin(
+                # Number 0, because each task brings the number of its save.
                 Opened(Store.create(self.path, durability=self.options.durability), None, 0)
             )
         assert self._saver is not None
@@ -144,6 +147,8 @@ class Stream:
         do not fit together.
         """
         holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
+        # An old plan leaves the tiles on the ranks that have their bases, so it is used while it
+        # fits.
         if holdings != self._holdings:
             restored = _restored.get(str(self.path))
             before = (
@@ -168,6 +173,7 @@ class Stream:
         ``flat``: the tiles as leaves. Raises ``SaveFailed``.
         """
         saver = self.follow()
+        # All ranks write the segments of a save under one number.
         saver.number_from(task.seq)
         if saver.standing()[1] != task.seq:
             raise SaveFailed(
@@ -178,7 +184,9 @@ class Stream:
         if self._last_written not in (-1, task.committed):
             # The segments of a save without a step may be collected, so nothing may build on them.
             saver.forget()
+        # Set before the write: if it fails, the next task shows that this save was not committed.
         self._last_written, self._manifest = task.seq, None
+        # Its content is the base of the next save only, and takes as much memory as the state.
         restored = _restored.pop(str(self.path), None)
         if restored is not None and not saver.has_chains:
             names = [
@@ -214,6 +222,7 @@ class Stream:
         own_manifest = self._manifest
         assert own_manifest is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
+        # The plan was made before the objects were pickled, and had no sizes of them.
         plan = {
             path: dataclasses.replace(tiling, shape=(sizes[path],)) if path in sizes else tiling
             for path, tiling in self._plan.items()
@@ -221,8 +230,10 @@ class Stream:
         manifest = msgspec.structs.replace(
             merged(own_manifest, plan, [part.report for part in parts]), tree=tree
         )
+        # Before the commit, which may collect segments: the saver protects those of this rank only.
         self._newest = frozenset(ref.id for ref in manifest.segments)
         self._root_writer.commit(manifest)
+        # After the commit: ranks keep a save as a base only if a task names its number.
         self._committed = manifest.seq
 
     def wait(self, timeout: float | None = None) -> None:
@@ -254,6 +265,7 @@ def _names(share: Share) -> list[str]:
 # By root. A restored step stays here until the next save to its root.
 _streams: dict[str, Stream] = {}
 _restored: dict[str, Restored] = {}
+# ``async_save`` makes and uses writers on threads of DCP.
 _lock = threading.Lock()
 
 
@@ -287,5 +299,6 @@ def release(path: Place) -> None:
     with _lock:
         stream = _streams.pop(str(path), None)
         _restored.pop(str(path), None)
+    # Outside of the lock, because it may wait for the storage.
     if stream is not None:
         stream.close()

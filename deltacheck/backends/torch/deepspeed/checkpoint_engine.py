@@ -36,6 +36,7 @@ from deltacheck.restore.fill import StepReader
 log = logging.getLogger("deltacheck")
 
 _ROOT = "deltacheck"
+# A trainer removes old folders of this name, so the root must not lie in one of them.
 _TRAINERS_FOLDER = re.compile(r"checkpoint-[0-9]+\Z")
 
 
@@ -46,6 +47,7 @@ def install(**options: Any) -> None:
         **options: As in ``attach``.
     """
     runtime = deepspeed.runtime.engine
+    # Unwrapped, so that a second call replaces the options of the first instead of adding to them.
     configure = inspect.unwrap(runtime.DeepSpeedEngine._configure_checkpointing)
 
     @functools.wraps(configure)
@@ -53,6 +55,7 @@ def install(**options: Any) -> None:
         configure(self)
         attach(self, **options)
 
+    # DeepSpeed creates its checkpoint engine there, and has no option to choose another class.
     runtime.DeepSpeedEngine._configure_checkpointing = configured
     runtime.create_checkpoint_engine = lambda config_params, **_: DeltaCheckpointEngine(
         config_params
@@ -123,6 +126,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         root = self._options.pop("root", None)
         self._root = None if root is None else Path(root).absolute()
         self._deepspeed = engine
+        # The methods of the class: those of the instance may be wrapped by an earlier call.
         engine.save_checkpoint = functools.partial(
             self._save_checkpoint, type(engine).save_checkpoint
         )
@@ -138,6 +142,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Args:
             info: The folder and tag of the save, and if ``latest`` is to name the tag.
         """
+        # ``save_16bit_model`` calls this too, outside of ``save_checkpoint``.
         if self._saving is not None:
             self._saving = PendingSave(Path(info.save_dir).absolute(), info.tag, info.save_latest)
 
@@ -218,6 +223,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             DeltacheckError: The save failed.
             OSError: An earlier step was committed, but its pointers could not be written.
         """
+        # Cleared first, so that a second call does nothing even if this one fails.
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -249,11 +255,14 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _begin_save(self, save: PendingSave) -> None:
         engine = self._opened(self._root_of(save.folder))
         with engine.group.sharing_failure():
+            # Only rank 0 publishes. Raised in here, its failure reaches every rank.
             engine.raise_unpublished()
             if hasattr(self._deepspeed.optimizer, "optimizer"):
+                # torch calls its hooks for the inner optimizer, which ZeRO's own wraps.
                 engine.guard(self._deepspeed.optimizer.optimizer)
             state = state_of(self._deepspeed, save, engine.folder)
         if self._must_agree:
+            # The saver continues from a loaded step only if no save is under way.
             engine.wait()
             self._continue_chains(engine, state)
         handle = engine.save(self._deepspeed.global_steps, state)
@@ -289,6 +298,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if read is None or read.root.path != engine.root
             else read.root.digest_of(read.manifest)
         )
+        # All ranks or none: ``resume`` plans the tiles of all of them from one step.
         if together.joint.agree(
             digest, lambda every: every[0] is not None and all(one == every[0] for one in every)
         ):
@@ -320,6 +330,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._reading = None
             runtime.get_fp32_state_dict_from_zero_checkpoint = consolidate
+        # A load of the weights alone leaves another state than that of the step, which is no base.
         self._must_agree, self._read = True, None
         if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
             reading.keep(

@@ -32,7 +32,9 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
         if isinstance(config.get(DATASTATES_SECTION), Mapping)
         else {}
     )
+    # The last value of a key counts, so the caller's options come last.
     merged = {**datastates, **section, **options}
+    # From the signature, so that a new option of ``Engine`` is accepted here too.
     accepted = {"root", *inspect.signature(Engine).parameters} - _NOT_CONFIGURABLE
     for name in merged:
         if name not in accepted:

@@ -30,6 +30,7 @@ from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.store.manifest import Manifest
 
+# The part of a file name that names the rank, in files of DeepSpeed with ZeRO.
 _RANK_IN_NAME = re.compile(r"zero_pp_rank_[0-9]+")
 
 
@@ -43,6 +44,7 @@ def add_pointers(engine: Any, folder: Path, tag: str | None) -> None:
     for name_of in (engine._get_ckpt_name, engine._get_zero_ckpt_name):
         path = Path(name_of(str(folder), tag))
         first = path.with_name(_first_rank(path.name))
+        # The content of all ranks is in one step, so the pointer of rank 0 serves for each of them.
         if not path.exists() and first.exists() and pointer.is_pointer(first):
             pointer.write(path, pointer.read(first))
 
@@ -65,6 +67,7 @@ def load_file(engine: Any, path: Path, reading: Reading, map_location: MapLocati
     root, manifest = reader.root, reader.manifest
     stage = _matching_stage(engine, path, manifest)
     files = child(manifest.tree, FILES)
+    # More ranks than have saved: they rebuild their files from that of rank 0.
     name = path.name if path.name in keys_of(files) else _first_rank(path.name)
     if name not in keys_of(files):
         raise StepNotFound(
@@ -73,6 +76,7 @@ def load_file(engine: Any, path: Path, reading: Reading, map_location: MapLocati
         )
     branches: dict[str, Any] = {FILES: {name: None}}
     is_model = OPTIMIZER not in keys_of(child(files, name))
+    # Under ZeRO 3 the weights of the model follow from the partitions.
     if is_model and stage < 3:
         branches[zero.MODULE] = None
     with damage.named(root, manifest):
@@ -90,6 +94,7 @@ def full_weights(engine: Any, reading: Reading) -> dict[str, torch.Tensor]:
 
     ZeRO 3 loads it like this if it does not load the optimizer's state.
     """
+    # DeepSpeed has loaded the model's file just before, and no other.
     (model,) = reading.files.values()
     saved = reading.tree({zero.MASTER: None, zero.MODULE: None}, lambda tensor: tensor)
     buffers = {name: value for name, value in model["module"].items() if value.numel()}
@@ -120,6 +125,7 @@ def _matching_stage(engine: Any, path: Path, manifest: Manifest) -> int:
     about = tree.scalars(child(manifest.tree, ABOUT))
     partitions = zero.partitions(engine)
     stage = int(engine.zero_optimization_stage())
+    # The stages keep different content, for example weights of the model only below ZeRO 3.
     if about["zero_stage"] != stage:
         raise TreeMismatch(
             f"{path} was saved under ZeRO {about['zero_stage']}, this engine has ZeRO {stage};"
@@ -150,12 +156,14 @@ def _optimizer_file(engine: Any, path: Path, saved: Any, reading: Reading) -> di
 
     def flat_at(place: list[Any]) -> torch.Tensor:
         key, number = place
+        # The place comes from the checkpoint, so it is checked before it is used as an index.
         is_group = type(number) is int and 0 <= number < len(partitions)
         if not is_group or not isinstance(key, str):
             raise Damaged(
                 f"{path}: step {reading.open(path).manifest.step} has no flat group {number!r}"
             )
         if (key, number) not in flats:
+            # Zeros, because the padding of a partition is not stored.
             flats[key, number] = torch.zeros_like(
                 partitions[number].master,
                 dtype=reading.dtype(zero.prefix(key)),
@@ -174,6 +182,7 @@ def _optimizer_file(engine: Any, path: Path, saved: Any, reading: Reading) -> di
         names = [name for name in ENGINE_ATTRIBUTES[key] if hasattr(engine.optimizer, name)]
         if names:
             content[OPTIMIZER][key] = getattr(engine.optimizer, names[0])
+    # Taken from this engine, because the optimizer's file was saved without it.
     content["ds_config"] = engine.config
     return content
 
@@ -195,6 +204,8 @@ def _regrouped(engine: Any, saved: dict[str, Any]) -> dict[str, Any]:
     for number, group in sorted(group_of.items()):
         for key, value in inner["state"].get(groups[group]["params"][0], {}).items():
             place = plain.place_in(value)
+            # A copy for each group, because the optimizer changes values such as step counters in
+            # place.
             state.setdefault(number, {})[key] = (
                 copy.deepcopy(value) if place is None else plain.hole([place[0], number])
             )
@@ -233,10 +244,13 @@ def _model_file(
     else:
         names = reading.names((zero.MASTER, zero.MODULE))
         content["module"] = OrderedDict(content["module"]) | {
-            name: torch.empty(0) for name in names
+            # DeepSpeed needs only the names. ZeRO 3 takes the weights from the partitions.
+            name: torch.empty(0)
+            for name in names
         }
         if frozen is not None:
             content[FROZEN] = _frozen_fragments(engine, reading)
+    # Tied parameters were saved under one name, which may be in the file only by now.
     for name, owner in tied.items():
         content["module"][name] = content["module"][owner]
     if engine.optimizer and engine.zero_optimization():

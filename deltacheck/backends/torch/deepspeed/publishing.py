@@ -30,6 +30,7 @@ class PublishingEngine(Engine):
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(root, **options)
         self._unpublished: Exception | None = None
+        # Called on the committer thread, and only on rank 0, which commits.
         self._writer.after_commit = self._publish
 
     def _publish(self, manifest: Manifest) -> None:
@@ -41,7 +42,7 @@ class PublishingEngine(Engine):
 
     @property
     def group(self) -> RankGroup:
-        """Return the ranks that save together."""
+        """The ranks that save together."""
         assert isinstance(self._session, ProcessGroupSession)
         return self._session.group
 
@@ -59,10 +60,9 @@ class PublishingEngine(Engine):
 
 
 def publish(root: Path, manifest: Manifest) -> None:
-    """Write the pointers of a step that a DeepSpeed engine has saved, and ``latest`` if the save
-    asked for it.
+    """Write the pointers of a step that a DeepSpeed engine has saved.
 
-    Call this if the pointers were lost; it replaces those that exist.
+    ``latest`` is written too if the save asked for it. Call this if the pointers were lost; it replaces those that exist.
 
     Args:
         root: The root that holds the step.
@@ -72,11 +72,13 @@ def publish(root: Path, manifest: Manifest) -> None:
         OSError: A file cannot be written.
     """
     about: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
+    # Relative to the root, so that both can be moved together.
     folder = Path(os.path.normpath(root / about["folder"]))
     for name in keys_of(child(manifest.tree, FILES)):
         path = folder / about["tag"] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pointer.write(path, pointer.Pointer(root, manifest.step, manifest.seq))
+    # Last, so that ``latest`` never names a tag without its pointers.
     if about["latest"]:
         with new_file(folder / "latest", overwrite=True) as file:
             file.write(about["tag"].encode())

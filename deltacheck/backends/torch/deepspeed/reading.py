@@ -40,6 +40,7 @@ class Reading:
         if self.reader is None:
             self.reader = StepReader(root, manifest)
         opened = self.reader
+        # A crash while pointers were written may leave files of two saves under one tag.
         if (root.path, manifest.seq) != (opened.root.path, opened.manifest.seq):
             raise TreeMismatch(
                 f"{path} points to another save (seq {manifest.seq}) than the file before it (seq"
@@ -66,6 +67,7 @@ class Reading:
             leaf = tiles.leaf_of(name)
             return tiles.origin(name)[0] in own[leaf] if leaf in own else others
 
+        # They take as much memory as the state, and only their rank will use them as bases.
         reader.stored = {name: data for name, data in reader.stored.items() if is_own(name)}
 
     def names(self, keys: Iterable[str]) -> list[str]:
@@ -104,6 +106,7 @@ class Reading:
         """
         reader = self._opened
         specs, step = reader.manifest.specs, reader.manifest.step
+        # A rank may have no element of a parameter, and then needs no chunk of it.
         places = {path: (flat, part) for path, flat, part in parts if part.size}
         requests: dict[str, Request] = {}
         for path, (_, part) in places.items():

@@ -52,24 +52,28 @@ def state_of(engine: Any, save: PendingSave, root: Path) -> dict[str, Any]:
     """
     partitions = zero.partitions(engine)
     flats = {
+        # DeepSpeed's optimizer file refers to these very tensors, so their memory identifies them.
         _start_of(flat): [key, number]
         for number, partition in enumerate(partitions)
         for key, flat in {zero.MASTER: partition.master, **partition.states}.items()
     }
 
     def place_of(tensor: torch.Tensor) -> list[Any] | None:
+        # Partitions are flat. Any other tensor is stored as it is.
         return flats.get(_start_of(tensor)) if tensor.dim() == 1 else None
 
     about = {
         "zero_stage": int(engine.zero_optimization_stage()),
         "groups": len(partitions),
         "ranks": dist.get_world_size(),
+        # Relative, so that the folder and the root can be moved together.
         "folder": os.path.relpath(save.folder, root),
         "tag": save.tag,
         "latest": bool(save.save_latest),
     }
     state: dict[str, Any] = {ABOUT: about, **zero.fragments(engine, partitions), FILES: {}}
     for name, content in save.files.items():
+        # A copy, because DeepSpeed may still use its dict.
         reduced = _reduced(engine, dict(content), state)
         state[FILES][name] = plain.encoded(reduced, (FILES, name), place_of)
     return state
@@ -113,6 +117,7 @@ def _reduced(engine: Any, content: dict[str, Any], state: dict[str, Any]) -> dic
         content[TIED] = {
             key: names[key]
             for key in content["module"]
+            # Only names that differ from the stored one need an entry.
             if names.get(key, key) != key and names[key] in trained
         }
         rest = {
@@ -125,6 +130,7 @@ def _reduced(engine: Any, content: dict[str, Any], state: dict[str, Any]) -> dic
             module.update(plain.encoded(rest, (zero.MODULE,)))
         else:  # buffers, which may differ between the ranks
             content["module"] = rest
+        # The loading engine computes the shapes itself.
         content["param_shapes"] = None
         if content.get(FROZEN) is not None:
             content[FROZEN] = list(content[FROZEN])

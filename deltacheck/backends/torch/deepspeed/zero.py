@@ -73,6 +73,8 @@ class Partition(NamedTuple):
 def partitions(engine: Any) -> list[Partition]:
     """Return the flat partitions of a DeepSpeed engine on this rank; none under ZeRO 0."""
     optimizer, names = engine.optimizer, engine.param_names
+    # By attributes, so that no class of DeepSpeed's internal modules is imported. In this order:
+    # ZeRO 3, ZeRO 1 and 2, the BF16 optimizer.
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         masters = optimizer.fp32_partitioned_groups_flat
         parts = [_of_stage_3(optimizer, names, group) for group in optimizer.fp16_groups]
@@ -94,6 +96,8 @@ def partitions(engine: Any) -> list[Partition]:
         states = {
             key: value
             for key, value in state
+            # A step counter is not laid out like the partition; it stays a value of the optimizer's
+            # file.
             if isinstance(value, torch.Tensor) and value.shape == master.shape
         }
         result.append(Partition(master, states, tuple(own_parts)))
@@ -105,6 +109,7 @@ def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> l
     for parameter in group:
         begin, count = _own(optimizer, parameter)
         parts.append(Part(names[parameter], tuple(parameter.ds_shape), parameter, begin, count, at))
+        # The padding of each parameter is a part of its place.
         at += parameter.partition_numel()
     return parts
 
@@ -113,10 +118,12 @@ def _own(optimizer: Any, parameter: Any) -> tuple[int, int]:
     """Return the first element of a parameter that this rank has under ZeRO 3, and the count."""
     size = parameter.partition_numel()
     begin = size * dist.get_rank(group=optimizer._get_param_partition_group(parameter))
+    # The last ranks may have less than the others, or only padding.
     return begin, max(0, min(parameter.ds_numel - begin, size))
 
 
 def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int) -> list[Part]:
+    # A parameter may begin before the partition of this rank, or end behind it.
     first = size * dist.get_rank(group=optimizer.real_dp_process_group[number])
     parts = []
     pairs = zip(

@@ -1,6 +1,6 @@
 """Provide the PyTorch part of ``deltacheck eval``.
 
-It has states as bytes, the saves of deltacheck, and the peer that they are compared with.
+It flattens states, saves them with deltacheck, and saves them with the peer for a comparison.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class MemoryFirstSession(SingleProcessSession):
         return Attempt(flat, self._tier.commit)
 
     def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
-        """Wait until the memory has room for one more save, or return ``False`` to skip it."""
+        """Wait until the memory has space for one more save, or return ``False`` to skip it."""
         self.saver.check_usable()
         # A failed copy is raised before a new save begins, as a failed save is.
         self._tier.raise_unseen()
@@ -80,7 +80,7 @@ class MemoryFirstSession(SingleProcessSession):
         )
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until every save under way is committed in memory; raise what failed a copy."""
+        """Wait until every save under way is committed in memory; raise the failure of a copy."""
         self.saver.wait(timeout)
         self._tier.raise_unseen()
 
@@ -97,9 +97,8 @@ class MemoryFirstSession(SingleProcessSession):
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root; a step that is only in memory is copied there first."""
-        with (
-            self._tier.drain.retention_lock
-        ):  # so that nothing deletes the copy before it has its tag
+        # The lock is held so that nothing deletes the copy before it has its tag.
+        with self._tier.drain.retention_lock:
             root, manifest = self.find(step)
             if root is self.live and self._durable_form(manifest) is None:
                 self._tier.persist(manifest, None)

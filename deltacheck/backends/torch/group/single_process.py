@@ -114,7 +114,7 @@ class SingleProcessSession:
         return Attempt(flat, self.writer.commit)
 
     def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
-        """Wait until there is room for one more save; ``False`` if it is to be skipped instead."""
+        """Wait until there is space for one more save, or return ``False`` to skip it."""
         return True
 
     def wait(self, timeout: float | None) -> None:

@@ -101,6 +101,7 @@ class Shards:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole leaf."""
         return self.parts[0].global_shape
 
 
