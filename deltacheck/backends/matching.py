@@ -29,30 +29,34 @@ def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dic
         TreeMismatch: Paths, shapes or dtypes differ, or leaves that are tied in the target were
             saved with different content. The message names the leaves and both values.
     """
-    stored, own, specs = array_paths(manifest.tree), array_paths(target.skeleton), manifest.specs
+    stored_owners, target_owners, specs = (
+        array_paths(manifest.tree),
+        array_paths(target.skeleton),
+        manifest.specs,
+    )
     problems = [
         f"leaf {path!r} of the target is not in step {manifest.step}"
-        for path in sorted(own.keys() - stored.keys())
+        for path in sorted(target_owners.keys() - stored_owners.keys())
     ]
     problems += [
         f"leaf {path!r} of step {manifest.step} is not in the target"
-        for path in sorted(stored.keys() - own.keys())
+        for path in sorted(stored_owners.keys() - target_owners.keys())
         if not partly
     ]
-    chosen: dict[str, str] = {}
-    for path in sorted(own.keys() & stored.keys()):
-        owner, spec = own[path], specs[stored[path]]
+    sources: dict[str, str] = {}
+    for path in sorted(target_owners.keys() & stored_owners.keys()):
+        owner, spec = target_owners[path], specs[stored_owners[path]]
         problems += _mismatch(path, target.leaves[owner], spec, manifest.step, "target")
-        other = chosen.setdefault(owner, stored[path])
+        source = sources.setdefault(owner, stored_owners[path])
         # Tied leaves of the target share memory, so they can hold only one content. Equal digests
         # prove that it does not matter whose content is read.
-        if other != stored[path] and not _are_equal(manifest, other, stored[path]):
+        if source != stored_owners[path] and not _are_equal(manifest, source, stored_owners[path]):
             problems.append(
                 f"leaves {owner!r} and {path!r} are tied in the target, but were saved with"
                 " different content"
             )
     raise_mismatches(problems, "Restore without a target to get the tree as it was saved")
-    return chosen
+    return sources
 
 
 def changes_of(update: Update, target: Flat) -> dict[str, LeafChange]:
@@ -105,10 +109,10 @@ def raise_mismatches(problems: Sequence[str], remedy: str) -> None:
     """Raise ``TreeMismatch`` with the first problems and the remedy, if there are any."""
     if not problems:
         return
-    shown = "; ".join(problems[:_SHOWN_PROBLEMS])
+    text = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
-        shown += f"; and {len(problems) - _SHOWN_PROBLEMS} more"
-    raise TreeMismatch(f"{shown}. {remedy}")
+        text += f"; and {len(problems) - _SHOWN_PROBLEMS} more"
+    raise TreeMismatch(f"{text}. {remedy}")
 
 
 def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str) -> list[str]:

@@ -254,11 +254,9 @@ def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Upda
     for parameter, weight in enumerate(replica.parameters(optimizer)):
         if weight.grad is not None:
             name = str(parameter)
-            described = leaves.describe(weight.grad)
-            assert described is not None
-            specs[name] = LeafSpec.of(
-                replay.input_path(number, name), described.shape, described.dtype
-            )
+            leaf = leaves.describe(weight.grad)
+            assert leaf is not None
+            specs[name] = LeafSpec.of(replay.input_path(number, name), leaf.shape, leaf.dtype)
             # A copy, because ``zero_grad`` or the next backward pass overwrites the gradient. It is
             # contiguous, so that a save on the host can read it without a second copy.
             gradients[name] = weight.grad.detach().clone(memory_format=torch.contiguous_format)

@@ -178,9 +178,9 @@ class DeltaCheckIO:
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
         # A task leaves the list when its failure is raised, so that no failure is raised twice.
-        done = [task for task in self._under_way if wait or task.done()]
-        self._under_way = [task for task in self._under_way if task not in done]
-        errors = [error for task in done if (error := task.exception()) is not None]
+        ended_tasks = [task for task in self._under_way if wait or task.done()]
+        self._under_way = [task for task in self._under_way if task not in ended_tasks]
+        errors = [error for task in ended_tasks if (error := task.exception()) is not None]
         if errors:
             raise errors[0]
 

@@ -99,7 +99,7 @@ def register(kind: type[Any]) -> type[Any]:
             kind.__module__,
             kind.__qualname__,
             lambda value: value.value,
-            lambda of, value: of(value),
+            lambda enumeration, value: enumeration(value),
         )
     _kinds[name] = kind
     _classes[name] = entry
@@ -168,13 +168,13 @@ def _encoded(
             _encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value)
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
-    for stored, entry in _classes.items():
+    for stored_name, entry in _classes.items():
         # Listed classes are compared by name, so that DeepSpeed need not be imported.
-        if _kinds.get(stored) is kind or (entry.module, entry.name) == (
+        if _kinds.get(stored_name) is kind or (entry.module, entry.name) == (
             kind.__module__,
             kind.__qualname__,
         ):
-            return {_CLASS: stored, _IS: _encoded(entry.take(value), keys, place_of)}
+            return {_CLASS: stored_name, _IS: _encoded(entry.take(value), keys, place_of)}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into"
         " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or allow it with"

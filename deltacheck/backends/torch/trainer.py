@@ -128,15 +128,15 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     def _resume_from(self, engine: Engine, request: object, folder: Path) -> object:
         """Restore the requested step, and return the argument for the trainer instead."""
         steps = engine.steps()
-        named = (
+        match = (
             re.fullmatch(r"checkpoint-(\d+)", Path(request).name)
             if isinstance(request, str | Path)
             else None
         )
         # An existing folder is a checkpoint of ``Trainer`` itself, which loads it without this
         # callback.
-        if named is not None and not Path(str(request)).exists() and int(named[1]) in steps:
-            saved = engine.restore(int(named[1]))
+        if match is not None and not Path(str(request)).exists() and int(match[1]) in steps:
+            saved = engine.restore(int(match[1]))
         elif steps and (request is True or (request is None and self._resume)):
             saved = engine.restore()
         else:
@@ -272,18 +272,20 @@ def _install(kind: Any) -> None:
             f" saves and resumes; {_TESTED_VERSION} has"
         )
     for name in _METHODS:
-        ours = getattr(DeltaCheckCallback, name if name.startswith("_") else f"_{name}")
-        setattr(kind, name, _routed(getattr(kind, name), ours))
+        replacement = getattr(DeltaCheckCallback, name if name.startswith("_") else f"_{name}")
+        setattr(kind, name, _routed(getattr(kind, name), replacement))
 
 
 def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         # Looked up at each call, because callbacks may be added and removed during a training.
-        own = [c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)]
-        if not own:
+        callbacks = [
+            c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)
+        ]
+        if not callbacks:
             return original(trainer, *args, **kwargs)
-        return ours(own[0], original, trainer, *args, **kwargs)
+        return ours(callbacks[0], original, trainer, *args, **kwargs)
 
     method._deltacheck = True  # type: ignore[attr-defined]
     return method
@@ -340,11 +342,11 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
 def _load_model(model: torch.nn.Module, saved: Mapping[str, Any], step: int) -> None:
     expected = _model_state(model)
     for name in sorted(expected.keys() ^ saved.keys()):
-        holder, other = (
+        holder, counterpart = (
             ("the model", f"step {step}") if name in expected else (f"step {step}", "the model")
         )
         raise TreeMismatch(
-            f"{name!r} of {holder} is not in {other}; the run was begun with another model"
+            f"{name!r} of {holder} is not in {counterpart}; the run was begun with another model"
         )
     # Without the frozen parameters of a PEFT model a strict load would fail.
     model.load_state_dict(saved, strict=len(expected) == len(model.state_dict()))

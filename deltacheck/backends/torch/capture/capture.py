@@ -71,8 +71,8 @@ class Capture:
                 self._on_device[device] = self._decide(
                     device, sum(specs[p].raw_bytes for p, d in devices.items() if d is device)
                 )
-        watched = {path: guarded.watched(flat.arrays[path]) for path in specs}
-        tensors = {path: _held(flat.arrays[path], bool(watched[path])) for path in devices}
+        aliases = {path: guarded.watched(flat.arrays[path]) for path in specs}
+        tensors = {path: _held(flat.arrays[path], bool(aliases[path])) for path in devices}
         staged = {
             path: (devices[path], tensors[path])
             for path in specs
@@ -84,8 +84,8 @@ class Capture:
         sources = {}
         for path, spec in specs.items():
             value = flat.arrays[path]
-            alias, *others = watched[path] or (None,)
-            check = None if alias is None else unchanged_check(path, alias, others)
+            alias, *more_aliases = aliases[path] or (None,)
+            check = None if alias is None else unchanged_check(path, alias, more_aliases)
             if path not in devices:
                 # A leaf that is read later is viewed now, because torch does not free or move
                 # memory that NumPy views, whatever happens to the tensor.

@@ -103,13 +103,15 @@ class TorchCodec:
 
         for numbers in by_device.values():
             device = _device(jobs[numbers[0]].current)
-            own = [jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers]
-            for made in windows.encode(device, own, WINDOW_BYTES, make_room, device_read):
-                yield made._replace(
+            device_jobs = [
+                jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers
+            ]
+            for group in windows.encode(device, device_jobs, WINDOW_BYTES, make_room, device_read):
+                yield group._replace(
                     # The windows number the jobs of their device; the caller numbers those of all
                     # devices.
-                    spans=[span._replace(job=numbers[span.job]) for span in made.spans],
-                    bases={numbers[span.job]: own[span.job].base for span in made.spans},
+                    spans=[span._replace(job=numbers[span.job]) for span in group.spans],
+                    bases={numbers[span.job]: device_jobs[span.job].base for span in group.spans},
                 )
 
 

@@ -122,17 +122,17 @@ def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void
         # Always large enough, because no chunk is stored in more than its own bytes.
         payload = device.empty(max(1, total))
         results = device.empty(end)
-        at = results.data_ptr()
+        address = results.data_ptr()
         device.native.encode(
             table=host_table.data_ptr(),
             chunks=chunks,
             bytes=total,
             workspace=workspace.data_ptr(),
-            rows=at + rows_at,
-            head=at,
+            rows=address + rows_at,
+            head=address,
             payload=payload.data_ptr(),
             payload_bytes=total,
-            digests=at + digests_at,
+            digests=address + digests_at,
             stream=stream,
         )
         host = device.pinned(end)
@@ -166,11 +166,11 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
     )
     fetched.synchronize()
     streams: dict[str, U8] = {}
-    at = 0
+    offset = 0
     for name, size in zip(STREAMS, sizes, strict=True):
         if size:
-            streams[name] = host.numpy()[at : at + size]
-        at += size
+            streams[name] = host.numpy()[offset : offset + size]
+        offset += size
     return EncodedGroup(window.spans, Encoded(rows, streams), {}, digests)
 
 
@@ -220,8 +220,8 @@ def _wrong_on(device: Accelerator) -> str:
         for first, stop, share in zip(
             bounds[:-1].tolist(), bounds[1:].tolist(), (0.01, 0.3, 0.9), strict=True
         ):
-            moved = random.random(stop - first) < share
-            after[first:stop][moved] += random.integers(1, 1000, int(moved.sum())).astype(
+            is_changed = random.random(stop - first) < share
+            after[first:stop][is_changed] += random.integers(1, 1000, int(is_changed.sum())).astype(
                 after.dtype
             )
         now, base = after.view(np.uint8), before.view(np.uint8)
@@ -237,21 +237,23 @@ def _wrong_on(device: Accelerator) -> str:
             )
         jobs.append(GroupJob(current, shadow, bounds, word_bytes))
     for number, (job, (encoded, updated, digests)) in enumerate(zip(jobs, expected, strict=True)):
-        [made] = encode(device, jobs[number : number + 1], 1 << 20, lambda size: None, lambda: None)
-        same = made.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(
-            made.encoded.rows, encoded.rows
+        [group] = encode(
+            device, jobs[number : number + 1], 1 << 20, lambda size: None, lambda: None
         )
-        same = same and all(
-            np.array_equal(made.encoded.streams[name], encoded.streams[name])
+        is_equal = group.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(
+            group.encoded.rows, encoded.rows
+        )
+        is_equal = is_equal and all(
+            np.array_equal(group.encoded.streams[name], encoded.streams[name])
             for name in encoded.streams
         )
         with device.aside():
             base = job.base.cpu().numpy()
         if not (
-            same
+            is_equal
             and np.array_equal(base, updated)
-            and made.digests is not None
-            and np.array_equal(made.digests, digests)
+            and group.digests is not None
+            and np.array_equal(group.digests, digests)
         ):
             return (
                 f"the CUDA encoder gave other bytes than the host's for words of {job.word_bytes}"

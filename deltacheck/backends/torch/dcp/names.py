@@ -85,13 +85,13 @@ def skeleton_of(leaves: Iterable[tuple[Keys, str | None]]) -> Node:
     for keys, tag in leaves:
         inner = nested
         for key in keys[:-1]:
-            below = inner.setdefault(key, {})
-            if not isinstance(below, dict):
+            child = inner.setdefault(key, {})
+            if not isinstance(child, dict):
                 raise UnsupportedLeaf(
                     f"{'.'.join(map(str, keys))!r} stands inside of another value; rename one of"
                     " them"
                 )
-            inner = below
+            inner = child
         if keys[-1] in inner:
             raise UnsupportedLeaf(
                 f"two values are called {'.'.join(map(str, keys))!r}, or one stands inside of it;"

@@ -152,9 +152,9 @@ class DeltaStorageReader(StorageReader):
         require_contract(manifest, self._contract)
         index = _index(manifest)
         self._read = manifest, index
-        described: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in index.others}
-        described |= {fqn: _described(manifest, path) for fqn, path in index.tensors.items()}
-        return Metadata({fqn: described[fqn] for fqn in index.ways}, planner_data=dict(index.ways))
+        entries: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in index.others}
+        entries |= {fqn: _described(manifest, path) for fqn, path in index.tensors.items()}
+        return Metadata({fqn: entries[fqn] for fqn in index.ways}, planner_data=dict(index.ways))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -343,8 +343,8 @@ def _index(manifest: Manifest) -> _Index:
     tensors = {
         fqn: owners[id(value)] for fqn, value in flat.items() if isinstance(value, torch.Tensor)
     }
-    others = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
-    return _Index(tensors, others, ways, owners)
+    other_values = {fqn: value for fqn, value in flat.items() if fqn not in tensors}
+    return _Index(tensors, other_values, ways, owners)
 
 
 def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:

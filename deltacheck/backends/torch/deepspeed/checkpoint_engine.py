@@ -291,7 +291,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _continue_chains(self, engine: PublishingEngine, state: Any) -> None:
         """Continue the chains of the loaded step if every rank has loaded it from this root."""
-        together, read = engine.group, self._read
+        ranks, read = engine.group, self._read
         self._must_agree, self._read = False, None
         digest = (
             None
@@ -299,11 +299,11 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             else read.root.digest_of(read.manifest)
         )
         # All ranks or none: ``resume`` plans the tiles of all of them from one step.
-        if together.joint.agree(
-            digest, lambda every: every[0] is not None and all(one == every[0] for one in every)
+        if ranks.joint.agree(
+            digest, lambda digests: digests[0] is not None and all(d == digests[0] for d in digests)
         ):
             assert read is not None
-            together.resume(engine._saver, read, together.flatten(state))
+            ranks.resume(engine._saver, read, ranks.flatten(state))
 
     # --- loading ----------------------------------------------------------------------------------
 

@@ -122,20 +122,20 @@ def _matching_stage(engine: Any, path: Path, manifest: Manifest) -> int:
             f"{path} is step {manifest.step} of a root that no DeepSpeed engine has saved to;"
             " read it with load()"
         )
-    about = tree.scalars(child(manifest.tree, ABOUT))
+    header = tree.scalars(child(manifest.tree, ABOUT))
     partitions = zero.partitions(engine)
     stage = int(engine.zero_optimization_stage())
     # The stages keep different content, for example weights of the model only below ZeRO 3.
-    if about["zero_stage"] != stage:
+    if header["zero_stage"] != stage:
         raise TreeMismatch(
-            f"{path} was saved under ZeRO {about['zero_stage']}, this engine has ZeRO {stage};"
-            f" load it under ZeRO {about['zero_stage']}, or take the parameters alone:"
+            f"{path} was saved under ZeRO {header['zero_stage']}, this engine has ZeRO {stage};"
+            f" load it under ZeRO {header['zero_stage']}, or take the parameters alone:"
             " deltacheck.open(root).restore(leaves=['master/<name>', ...])"
         )
     # ZeRO 3 makes its groups from the number of ranks, so they may differ: see _regrouped.
-    if stage < 3 and about["groups"] != len(partitions):
+    if stage < 3 and header["groups"] != len(partitions):
         raise TreeMismatch(
-            f"{path} was saved with {about['groups']} parameter groups, this engine has"
+            f"{path} was saved with {header['groups']} parameter groups, this engine has"
             f" {len(partitions)}; load it with the groups that it was saved with"
         )
     saved = set(keys_of(child(manifest.tree, zero.MASTER)))

@@ -62,7 +62,8 @@ class PublishingEngine(Engine):
 def publish(root: Path, manifest: Manifest) -> None:
     """Write the pointers of a step that a DeepSpeed engine has saved.
 
-    ``latest`` is written too if the save asked for it. Call this if the pointers were lost; it replaces those that exist.
+    ``latest`` is written too if the save asked for it. Call this if the pointers were lost; it
+    replaces those that exist.
 
     Args:
         root: The root that holds the step.
@@ -71,14 +72,14 @@ def publish(root: Path, manifest: Manifest) -> None:
     Raises:
         OSError: A file cannot be written.
     """
-    about: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
+    header: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
     # Relative to the root, so that both can be moved together.
-    folder = Path(os.path.normpath(root / about["folder"]))
+    folder = Path(os.path.normpath(root / header["folder"]))
     for name in keys_of(child(manifest.tree, FILES)):
-        path = folder / about["tag"] / name
+        path = folder / header["tag"] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pointer.write(path, pointer.Pointer(root, manifest.step, manifest.seq))
     # Last, so that ``latest`` never names a tag without its pointers.
-    if about["latest"]:
+    if header["latest"]:
         with new_file(folder / "latest", overwrite=True) as file:
-            file.write(about["tag"].encode())
+            file.write(header["tag"].encode())

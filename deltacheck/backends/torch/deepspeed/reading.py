@@ -130,8 +130,8 @@ def _like(branches: Mapping[str, Any]) -> Node:
     return {
         "t": "dict",
         "k": [
-            [key, {"t": "none"} if below is None else _like(below)]
-            for key, below in branches.items()
+            [key, {"t": "none"} if inner is None else _like(inner)]
+            for key, inner in branches.items()
         ],
     }
 

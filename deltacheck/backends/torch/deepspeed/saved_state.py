@@ -62,7 +62,7 @@ def state_of(engine: Any, save: PendingSave, root: Path) -> dict[str, Any]:
         # Partitions are flat. Any other tensor is stored as it is.
         return flats.get(_start_of(tensor)) if tensor.dim() == 1 else None
 
-    about = {
+    header = {
         "zero_stage": int(engine.zero_optimization_stage()),
         "groups": len(partitions),
         "ranks": dist.get_world_size(),
@@ -71,7 +71,7 @@ def state_of(engine: Any, save: PendingSave, root: Path) -> dict[str, Any]:
         "tag": save.tag,
         "latest": bool(save.save_latest),
     }
-    state: dict[str, Any] = {ABOUT: about, **zero.fragments(engine, partitions), FILES: {}}
+    state: dict[str, Any] = {ABOUT: header, **zero.fragments(engine, partitions), FILES: {}}
     for name, content in save.files.items():
         # A copy, because DeepSpeed may still use its dict.
         reduced = _reduced(engine, dict(content), state)
@@ -84,8 +84,8 @@ def owner_names(engine: Any) -> Mapping[str, str]:
 
     Names of tied parameters map to one name.
     """
-    named = engine.module.named_parameters(remove_duplicate=False)
-    return {alias: engine.param_names.get(parameter, alias) for alias, parameter in named}
+    parameters = engine.module.named_parameters(remove_duplicate=False)
+    return {alias: engine.param_names.get(parameter, alias) for alias, parameter in parameters}
 
 
 def own_elements(engine: Any) -> dict[str, range]:
@@ -97,8 +97,8 @@ def own_elements(engine: Any) -> dict[str, range]:
         zero.leaf_path(key, name): range(
             fragment.global_offset[0], fragment.global_offset[0] + fragment.data.numel()
         )
-        for key, named in by_key.items()
-        for name, fragment in named.items()
+        for key, by_name in by_key.items()
+        for name, fragment in by_name.items()
     }
 
 

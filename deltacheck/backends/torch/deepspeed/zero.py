@@ -105,12 +105,14 @@ def partitions(engine: Any) -> list[Partition]:
 
 
 def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> list[Part]:
-    parts, at = [], 0
+    parts, position = [], 0
     for parameter in group:
         begin, count = _own(optimizer, parameter)
-        parts.append(Part(names[parameter], tuple(parameter.ds_shape), parameter, begin, count, at))
+        parts.append(
+            Part(names[parameter], tuple(parameter.ds_shape), parameter, begin, count, position)
+        )
         # The padding of each parameter is a part of its place.
-        at += parameter.partition_numel()
+        position += parameter.partition_numel()
     return parts
 
 
@@ -152,7 +154,7 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
     parts = []
     for parameter in group:
         link = parameter._hp_mapping
-        begin, count, at = (
+        begin, count, position = (
             (0, 0, 0)
             if link is None
             else (
@@ -161,7 +163,9 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
                 link.hp_fragment_address.start,
             )
         )
-        parts.append(Part(names[parameter], tuple(parameter.shape), parameter, begin, count, at))
+        parts.append(
+            Part(names[parameter], tuple(parameter.shape), parameter, begin, count, position)
+        )
     return parts
 
 

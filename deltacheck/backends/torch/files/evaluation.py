@@ -68,14 +68,14 @@ class Saver:
         """
         if self._running is None:
             return None
-        began = time.perf_counter()
+        begin = time.perf_counter()
         report = self._running.result()
-        waited = time.perf_counter() - began
+        wait_seconds = time.perf_counter() - begin
         self._running = None
         assert report is not None  # nothing is skipped: one save at a time
         return (
             report.step,
-            report.blocking_seconds + waited,
+            report.blocking_seconds + wait_seconds,
             report.durable_seconds,
             report.stored_bytes,
         )

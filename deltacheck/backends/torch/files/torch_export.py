@@ -57,16 +57,16 @@ def write_torch(
         return True
     plain = True
     # By owner and tag: equal pairs are one object, so that ``torch.save`` keeps the tie.
-    placed: dict[tuple[str, str | None], object] = {}
+    values: dict[tuple[str, str | None], object] = {}
 
     def place(path: str, owner: str, tag: str | None) -> object:
         nonlocal plain
-        if (owner, tag) not in placed:
+        if (owner, tag) not in values:
             array = place_numpy(loaded[owner], tag)
             # NumPy arrays are pickled by NumPy's functions, which ``weights_only=True`` refuses.
             plain = plain and array is None
-            placed[owner, tag] = shaped(loaded[owner], tag) if array is None else array
-        return placed[owner, tag]
+            values[owner, tag] = shaped(loaded[owner], tag) if array is None else array
+        return values[owner, tag]
 
     state = tree.unflatten(manifest.tree, place)
     torch.save(state, file)

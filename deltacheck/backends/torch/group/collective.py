@@ -65,7 +65,7 @@ class RankGroup(Group):
         # Rank 0 alone at first: the others must not touch a root that it cannot open.
         next_seq = self.joint.agree(None, take)
         try:
-            own = (
+            rank_root = (
                 opened[0]
                 if opened
                 else Opened(Store.create(path, durability=durability), None, next_seq)
@@ -80,7 +80,7 @@ class RankGroup(Group):
             if not isinstance(error, RankFailed):
                 self.fail(error)
             raise
-        return own
+        return rank_root
 
     def flatten(self, state: object, *, target: bool = False) -> Flat:
         """Flatten a state with sharded leaves.
@@ -111,15 +111,15 @@ class RankGroup(Group):
                 saver.settle()
             busy = bool(saver.pending())
             saver.raise_unseen()
-            held = shards.held(flat)
-        begun = self.joint.begin(
-            step, saver.standing()[1], held, flat.skeleton, busy, lambda: _copies(flat)
+            holdings = shards.held(flat)
+        agreed_save = self.joint.begin(
+            step, saver.standing()[1], holdings, flat.skeleton, busy, lambda: _copies(flat)
         )
-        if begun is None:
+        if agreed_save is None:
             return None
         # The ranks share one store, so none may use a lower number again.
-        saver.number_from(begun.seq)
-        return shards.local_flat(flat, begun.tiles, begun.tree)
+        saver.number_from(agreed_save.seq)
+        return shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
 
     def attempt(
         self, make: Callable[[Manifest], Written]
@@ -192,9 +192,11 @@ class RankGroup(Group):
             reader: Has read what this rank holds of the step.
             state: The state as the next save will have it; ``None`` if that is not known.
         """
-        own = self.joint.resume(reader.manifest, None if state is None else shards.held(state))
+        own_names = self.joint.resume(
+            reader.manifest, None if state is None else shards.held(state)
+        )
         # A tile of which this rank read only a part has no base, and is written whole.
-        names = [name for name in own if name in reader.stored]
+        names = [name for name in own_names if name in reader.stored]
         saver.adopt(
             {name: reader.chains[name] for name in names},
             {name: reader.stored[name] for name in names},
@@ -242,11 +244,11 @@ def _fill(reader: StepReader, target: Flat) -> Any:
 
     def place(key: tuple[str, int], spec: LeafSpec, box: NDArray[Any]) -> None:
         piece, path = parts[key], key[0]
-        filled = shards.fill(piece, spec, box)
+        new_value = shards.fill(piece, spec, box)
         # A sharded value stays as it is, because its local part was filled in place. A NumPy scalar
         # is replaced by a new one.
         if values[path] is piece.values:
-            values[path] = filled
+            values[path] = new_value
 
     reader.boxes(
         {key: Request(stored_path[key[0]], piece.box) for key, piece in parts.items()}, place

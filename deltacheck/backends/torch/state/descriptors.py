@@ -79,10 +79,10 @@ def by_key(state: object, *, replicas: bool = False) -> object:
     if not descriptors:
         return state
     # Tensors and objects share the keys of one dict.
-    both = parts.keys() & objects.keys()
-    if both:
-        raise UnsupportedLeaf(f"{min(both)!r} is the key of a tensor and of an object")
-    sharded: dict[str, object] = {key: _shards(key, own) for key, own in parts.items()}
+    shared_keys = parts.keys() & objects.keys()
+    if shared_keys:
+        raise UnsupportedLeaf(f"{min(shared_keys)!r} is the key of a tensor and of an object")
+    sharded: dict[str, object] = {key: _shards(key, key_parts) for key, key_parts in parts.items()}
     return {"sharded": sharded | objects, "common": {} if common is _NOTHING else common}
 
 
@@ -174,10 +174,13 @@ def _merged(state: Any, common: Any, put: _Put) -> object:
         return {key: _merged(item, rest.get(key), put) for key, item in state.items()}
     if isinstance(state, list):
         # The list is missing in ``common`` if all of its elements were descriptors.
-        others = (
+        common_items = (
             common
             if isinstance(common, list) and len(common) == len(state)
             else [None] * len(state)
         )
-        return [_merged(item, other, put) for item, other in zip(state, others, strict=True)]
+        return [
+            _merged(item, common_item, put)
+            for item, common_item in zip(state, common_items, strict=True)
+        ]
     return common

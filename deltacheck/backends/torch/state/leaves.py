@@ -177,15 +177,15 @@ def tree_of(
         move: Called once with each tensor; returns the tensor to use.
         stored: Arrays that are kept of the read; leaves must not share their memory.
     """
-    placed: dict[tuple[str, str | None], object] = {}
+    values: dict[tuple[str, str | None], object] = {}
     # Leaves that own their memory alone are used without a copy.
     free = unshared_paths(loaded, stored or {})
 
     def put(path: str, owner: str, tag: str | None) -> object:
-        if (owner, tag) not in placed:
+        if (owner, tag) not in values:
             leaf = place(loaded[owner], tag, copy=owner not in free)
             free.discard(owner)  # a second tag needs a copy
-            placed[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        return placed[owner, tag]
+            values[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return values[owner, tag]
 
     return unflatten(skeleton, put)

@@ -150,9 +150,9 @@ class Replica:
             inputs: Gradients by the parameter's number. Other parameters have no gradient.
         """
         restored: Any = tree.unflatten(options, _no_array)
-        for group, own in zip(self.optimizer.param_groups, restored, strict=True):
+        for group, group_options in zip(self.optimizer.param_groups, restored, strict=True):
             # A scheduler changes the options between updates, so each update has its own.
-            group.update(own)
+            group.update(group_options)
         for number, weight in enumerate(parameters(self.optimizer)):
             gradient = inputs.get(str(number))
             # A copy, because an optimizer may change its gradients.
@@ -214,8 +214,8 @@ def digests(flat: Flat) -> dict[str, str]:
     """
 
     def leaf(path: str) -> tuple[LeafSpec, U8]:
-        described = flat.leaves[path]
-        spec = LeafSpec.of(path, described.shape, described.dtype)
+        description = flat.leaves[path]
+        spec = LeafSpec.of(path, description.shape, description.dtype)
         return spec, leaves.bytes_of(flat.arrays[path])
 
     on_host = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
@@ -232,11 +232,11 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _describe(value: object) -> ArrayLeaf | None:
-    described = leaves.describe(value)
+    description = leaves.describe(value)
     return (
-        described._replace(tag=_DEVICE)
-        if described is not None and _is_on_device(value)
-        else described
+        description._replace(tag=_DEVICE)
+        if description is not None and _is_on_device(value)
+        else description
     )
 
 
@@ -249,12 +249,12 @@ def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
     # Not through the constructor, whose arguments are not known.
     twin = object.__new__(type(like))
     # A scheduler wraps the bound method and stores it as the attribute ``step``.
-    own = {
+    attributes = {
         name: value
         for name, value in vars(like).items()
         if name not in ("step", "state", "param_groups")
     }
-    vars(twin).update(own | {name: OrderedDict() for name in _HOOKS})
+    vars(twin).update(attributes | {name: OrderedDict() for name in _HOOKS})
     weights: Sequence[torch.Tensor] = content["weights"]
     twin.state = defaultdict(
         dict,

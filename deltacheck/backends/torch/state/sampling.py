@@ -44,21 +44,21 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
             plain = tensor.detach().resolve_conj().resolve_neg()
             if plain.is_contiguous():
                 offsets = torch.from_numpy(elements.reshape(-1)).to(plain.device)
-                picked = plain.reshape(-1)[offsets]
+                sample = plain.reshape(-1)[offsets]
             else:  # a reshape would copy the whole tensor
                 indices = (
                     torch.from_numpy(i.reshape(-1)).to(plain.device)
                     for i in np.unravel_index(elements, tuple(plain.shape))
                 )
-                picked = plain[tuple(indices)]
-            gathered.setdefault((plain.device, plain.dtype), {})[path] = picked
+                sample = plain[tuple(indices)]
+            gathered.setdefault((plain.device, plain.dtype), {})[path] = sample
         for group in gathered.values():
             # As bytes, because torch cannot give a bfloat16 tensor to NumPy. The copy is made
             # because the samples must have memory of their own.
             host = flat_bytes(torch.cat(list(group.values()))).cpu().numpy().copy()
             begin = 0
-            for path, picked in group.items():
-                end = begin + picked.numel() * picked.element_size()
+            for path, sample in group.items():
+                end = begin + sample.numel() * sample.element_size()
                 kind = dtype_named(plan.specs[path].dtype).numpy
                 samples[path] = host[begin:end].view(kind).reshape(plan.elements(path).shape)
                 begin = end

@@ -113,14 +113,14 @@ def describe(value: object) -> ArrayLeaf | None:
     """
     if not isinstance(value, DTensor | Shard | Shards):
         return leaves.describe(value)
-    described = leaves.describe(_dense(value))
-    assert described is not None
+    description = leaves.describe(_dense(value))
+    assert description is not None
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     next(pieces(value), None)  # raises for placements that are not parts of the leaf
     # Ties may differ between ranks, so fragments are never tied.
     if isinstance(value, Fragment):
-        return described._replace(shape=shape, identity=None, tag=tree.flat_tag(value.shape))
-    return described._replace(shape=shape)
+        return description._replace(shape=shape, identity=None, tag=tree.flat_tag(value.shape))
+    return description._replace(shape=shape)
 
 
 def pieces(value: object) -> Iterator[Piece]:
@@ -180,18 +180,20 @@ def local_flat(
         skeleton: The skeleton of all ranks' states.
     """
     arrays: dict[str, object] = {}
-    described: dict[str, ArrayLeaf] = {}
+    tile_leaves: dict[str, ArrayLeaf] = {}
     for path, tile in own_tiles(flat, own, lambda path: pieces(flat.arrays[path])):
         leaf = flat.leaves[path]
         arrays[tile.name] = (
             _dense(flat.arrays[path]) if tile.piece is None else _cut(tile.piece, tile.box)
         )
         # No identity: a tie was resolved when the whole state was flattened.
-        described[tile.name] = ArrayLeaf(tile.shape, leaf.dtype, None, leaf.tag)
+        tile_leaves[tile.name] = ArrayLeaf(tile.shape, leaf.dtype, None, leaf.tag)
     # The order of ``flatten``, in which a save reads its leaves.
     order = sorted(arrays)
     return Flat(
-        skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order}
+        skeleton,
+        {name: arrays[name] for name in order},
+        {name: tile_leaves[name] for name in order},
     )
 
 
