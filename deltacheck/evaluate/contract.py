@@ -42,6 +42,7 @@ def check(
         live_at: Returns the live state of an earlier save, whose values a reused leaf has. It is
             called for allowed ages only.
     """
+    # The rates come from the live state: a wrong restore must not choose the unit of its own error.
     rates = learning_rates(live)
     checks = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
@@ -57,6 +58,8 @@ def check(
         elif owner in promises:
             promise, values = promises[owner], restored.arrays[restored_owner]
             result = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
+            # ``live_at`` has the states of allowed ages only, so a problem with the age comes
+            # first.
             if promise.from_step is not None and not result.problem:
                 earlier = live_at(promise.from_step).arrays.get(owner)
                 result = replace(result, problem=_earlier(earlier, values, promise))
@@ -97,6 +100,7 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
 
 def _bits(live: Array, restored: Array) -> str:
     """Describe the bits in which two arrays of one type differ; empty if there are none."""
+    # Bytes are compared, because NaN differs from itself and -0.0 equals 0.0.
     width = live.dtype.itemsize
     live_bytes, restored_bytes = (
         array.view(np.uint8).reshape(-1, width) for array in (live, restored)
@@ -116,6 +120,8 @@ def _promised(
 ) -> LeafCheck:
     terms, name = promise.terms, name_of(promise.terms)
     if isinstance(terms, Bounded):
+        # Without a rate the promise cannot be checked, and a promise that is not checked counts as
+        # broken.
         if terms.norm == "lr" and not rate:
             problem = (
                 "its error is promised in learning rates, and neither the state nor the run tells"
@@ -135,6 +141,7 @@ def _promised(
 def _reused(
     path: str, terms: Reused, from_step: int | None, live: Array, restored: Array, step: int
 ) -> LeafCheck:
+    # A negative age would be a value of the future, so it is refused like one that is too old.
     age = step - (step if from_step is None else from_step)
     if not 0 <= age <= terms.max_age_steps:
         problem = f"it is {age} steps old, promised were {terms.max_age_steps}"
@@ -144,6 +151,7 @@ def _reused(
         return LeafCheck(path, "reused", problem, age, terms.max_age_steps)
     if terms.max_drift is None:
         return LeafCheck(path, "reused", "", age, terms.max_age_steps)
+    # The same sample as that of the save, because the limit is one of its median.
     drift = octaves_apart(sample(live), sample(restored)) or 0.0
     problem = (
         ""
@@ -177,6 +185,7 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
     The arithmetic is float64. The error is infinite if the values cannot be compared.
     """
     before, after = live.astype(np.float64), restored.astype(np.float64)
+    # The class of the saver is used, so that both measure the same quantity.
     if norm == "l2":
         relative = RelativeError()
         relative.add(live, restored)
@@ -190,10 +199,12 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
     if norm == "lr":
         return error / rate
     scale = _largest(np.abs(before))
+    # A state of zeros has no scale, and only zeros are right then.
     return error / scale if scale else (0.0 if error == 0 else math.inf)
 
 
 def _largest(values: Array) -> float:
     """Return the largest value; infinity if there is a NaN."""
+    # An empty leaf has no maximum.
     maximum = float(np.max(values, initial=0.0))
     return math.inf if math.isnan(maximum) else maximum

@@ -79,6 +79,7 @@ def _latency(evidence: Evidence) -> Drawing:
         )
     _saves_axis(axes, evidence)
     axes.set_ylabel("ms")
+    # The axis begins at zero, or small differences would look large.
     axes.set_ylim(bottom=0)
     rows = tuple(
         (
@@ -123,6 +124,7 @@ def _recovery(evidence: Evidence) -> Drawing:
         )
     names = [recovery.kill.name for recovery in evidence.recoveries]
     axes.set_yticks(range(len(names)), names)
+    # The first kill is on top, as in the table.
     axes.invert_yaxis()
     axes.set_xlabel("step")
     caption = (

@@ -28,6 +28,7 @@ class Verdict:
 def compare(claim: str, expected: Any, actual: Any) -> Verdict:
     """Compare the paths of two nested states and, leaf by leaf, shape, dtype and bits."""
     expected_leaves, actual_leaves = dict(_leaves(expected)), dict(_leaves(actual))
+    # A path that only one side has is a difference too, so both sides are listed.
     paths = {**expected_leaves, **actual_leaves}
     wrong = [path for path in paths if expected_leaves.get(path) != actual_leaves.get(path)]
     if wrong:
@@ -45,6 +46,7 @@ def compare_losses(
 ) -> Verdict:
     """Compare the bits of the losses in ``actual`` with those of the same steps in ``expected``."""
     wrong = [step for step, loss in actual.items() if expected.get(step) != loss]
+    # Without any loss nothing was compared, which must not pass as equal.
     if wrong or not actual:
         detail = (
             f"{len(wrong)} of {len(actual)} losses differ, first at step {min(wrong, default=0)}"
@@ -81,6 +83,7 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
     import zarr
 
     checkpoints = deltacheck.open(root)
+    # The first step of a root has a single segment, the one of its own save.
     (segment,) = checkpoints.manifest(step).segments
     with warnings.catch_warnings():
         warnings.simplefilter("error")

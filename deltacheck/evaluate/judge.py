@@ -116,6 +116,8 @@ def judge(evidence: Evidence) -> Judgement:
     """Judge the evidence, which must contain at least two saves and one recovery."""
     recovery, models = correctness(evidence), quality(evidence)
     reasons = recovery.reasons
+    # Under an exact policy the bits decide. A statement about quality would only repeat them with
+    # less certainty.
     if evidence.plan.policy != "exact" and not models.holds:
         reasons += (models.reason,)
     sizes, times = size(evidence.saves), latency(evidence.saves)
@@ -124,6 +126,7 @@ def judge(evidence: Evidence) -> Judgement:
 
 def size(saves: Sequence[Saved]) -> Size:
     """Compare the bytes of at least two saves with those of the peer."""
+    # The first save writes every leaf whole and would hide what later ones cost.
     first, *later_saves = saves
     return Size(
         first.raw_bytes,
@@ -201,6 +204,7 @@ def problems(recovery: Recovery, unkilled: Ending, deterministic: bool) -> list[
     if recovery.ending is None:
         return [recovery.error or "it did not come back"]
     reasons = []
+    # A newer step is right as well: the kill may have come after the commit and before the report.
     if recovery.restored_step < recovery.acknowledged_step:
         reasons.append(
             f"step {recovery.acknowledged_step} was reported durable, and is gone: step"

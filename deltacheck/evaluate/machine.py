@@ -12,6 +12,7 @@ from typing import Any
 import deltacheck
 from deltacheck.codec import default_codec
 
+# The packages whose versions may change a measurement.
 _PACKAGES = (
     *("torch", "numpy", "tensorstore", "zarr", "numcodecs", "safetensors", "torch_checkpointing"),
     *("jax", "orbax-checkpoint"),
@@ -23,6 +24,7 @@ def describe(folder: Path) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
+        # The cores that this process may use. In a container they may be fewer than the machine's.
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "file_system": _file_system(folder),

@@ -40,6 +40,7 @@ class WorkerPool:
     ) -> None:
         self._command = [sys.executable, "-m", module, *arguments]
         self._folder, self._environment = folder, environment
+        # Without this number, a last process would be started and import a framework for nothing.
         self._tasks_left = tasks
         self._waiting: subprocess.Popen[str] | None = None
 
@@ -66,6 +67,7 @@ class WorkerPool:
         """End the process that waits for a task."""
         if self._waiting is not None:
             with self._waiting as process:
+                # It has only imported modules, so there is nothing to finish.
                 process.kill()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -114,6 +116,7 @@ def reserve_stdout() -> None:
     """
     global _event_stream
     sys.stdout.flush()
+    # The descriptors are exchanged and not only ``sys.stdout``, because native libraries print too.
     _event_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

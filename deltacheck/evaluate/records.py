@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# These are values of ``--policy`` and names of methods of ``Policy``.
 POLICIES = ("exact", "model_exact", "post_training")
 
 # Names in the folder of an evaluation

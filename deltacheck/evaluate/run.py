@@ -50,6 +50,8 @@ def evaluate(
     """
     shared = folder / "made"
     shared.mkdir()
+    # One task for all runs without a kill, and two for each kill: the killed run and the resumed
+    # one.
     session = Session(plan, folder, shared, tasks=1 + 2 * len(kills(plan)))
     try:
         return _evaluate(session, progress)

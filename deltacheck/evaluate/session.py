@@ -60,6 +60,7 @@ class Reports:
     def pace(self, every: int) -> tuple[float, float]:
         """Return the seconds of a save until it is durable, and between two saves."""
         return (
+            # Medians, because a single slow save must not delay every kill beyond its save.
             statistics.median(event["durable_seconds"] for event in self.saved),
             every * statistics.median(self.step_seconds),
         )
@@ -95,6 +96,7 @@ class Session:
             for event in processes.events(process):
                 reports.add(event)
                 on_report(reports)
+        # A worker that failed has reported the problem or left it in its log.
         if process.returncode != 0:
             raise EvaluationFailed(self._reason(process, reports))
         return reports
@@ -177,10 +179,10 @@ def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
     saves = [step for step in saves if step < plan.steps]
     result = []
     for seed in plan.killed_seeds():
-        dice = random.Random(
-            seed
-        )  # of its own, so that more seeds do not move the kills of this one
+        # Each seed has a generator of its own, so that more seeds do not move the kills of others.
+        dice = random.Random(seed)
         for number in range(plan.kills):
+            # One random position in each of as many equal parts of the run as there are kills.
             position = (number + dice.random()) / plan.kills
             step = saves[min(len(saves) - 1, int(position * len(saves)))]
             result.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))

@@ -140,6 +140,7 @@ def equivalence(
         half_width = student_quantile(1 - ALPHA, count - 1) * error
         needed_seeds = _needed(stdev(means), margin)
     low, high = mean - half_width, mean + half_width
+    # Equal bits need no statistics, not even a noise floor.
     if all(value == 0 for values in differences.values() for value in values):
         verdict, low, high = EQUAL, 0.0, 0.0
     elif not finite:
@@ -161,6 +162,8 @@ def _needed(sd: float, margin: float) -> int | None:
 
     It is 10.8 (sd / margin)^2, from the normal quantiles 1.645 and 1.645.
     """
+    # With two seeds, the quantile of one degree of freedom makes the interval too wide to be of
+    # use.
     return max(3, math.ceil(10.8 * (sd / margin) ** 2)) if margin else None
 
 
@@ -205,6 +208,7 @@ def curve(
     for step in differing:
         values = [losses[step] for losses in seed_losses]
         limit = SPIKE_SD * stdev(values) if len(values) > 1 else math.inf
+        # ``not <=`` also counts NaN.
         spikes += not abs(resumed[step] - unkilled[step]) <= limit
     largest = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
     return Curve(

@@ -52,6 +52,7 @@ def take(
         run_rate: The learning rate that the run reports.
     """
     specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
+    # The bytes may be those of the live tensors, which the next step of the training changes.
     raw = {path: np.array(bytes_of(array), copy=True) for path, array in flat.arrays.items()}
     return _snapshot(specs, raw, flat.skeleton, run_rate)
 
@@ -66,6 +67,7 @@ def write(
     leaves = {path: [leaf.dtype, list(leaf.shape)] for path, leaf in flat.leaves.items()}
     header = {"leaves": leaves, "skeleton": flat.skeleton, "run_rate": run_rate}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    # Arrays are named by number, because a leaf path may have any characters.
     parts = {str(number): bytes_of(flat.arrays[path]) for number, path in enumerate(leaves)}
     incomplete = file.with_name(file.name + ".tmp")
     with incomplete.open("wb") as out:
@@ -79,6 +81,7 @@ def read(file: Path) -> Snapshot:
     Raises:
         OSError: There is no such file.
     """
+    # All arrays are bytes. Types that NumPy's format lacks, such as bfloat16, are in the header.
     with np.load(file, allow_pickle=False) as parts:
         header = json.loads(parts["header"].tobytes())
         specs = {
@@ -109,6 +112,7 @@ def _snapshot(
         path: raw[path].view(spec.element.numpy) for path, spec in specs.items()
     }
     values = tree.scalars(skeleton)
+    # Optimizers keep their step and sometimes their rate in arrays of one element.
     single = {p: float(a[0]) for p, a in arrays.items() if a.size == 1 and a.dtype.kind in "iuf"}
     value_texts = {path: f"{type(value).__name__} {_text(value)}" for path, value in values.items()}
     return Snapshot(

@@ -57,6 +57,7 @@ class Run:
     def __init__(self, factory: Factory, seed: int) -> None:
         self.workload: Workload = create_workload(factory, seed)
         self.step, self.losses = 0, dict[int, float]()
+        # Only the backend of the state's framework is imported: the other may not be installed.
         self.framework = _framework(self.workload.state())
         self.backend: Any = import_module(
             f"deltacheck.backends.{_BACKENDS[self.framework]}.files.evaluation"
@@ -109,6 +110,7 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
         run = Run(factory, seed)
         if seed == first:
             report("framework", name=run.framework, peer=run.backend.PEER)
+        # The profiled run is one of the unkilled runs, so a profile costs no further training.
         if seed == first and plan.policy == "post_training" and not plan.profile:
             _profile(run, plan).write(folder / PROFILE)
         run.train_until(plan.steps)
@@ -208,6 +210,8 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     report("restored", step=step, seconds=seconds)
     for next_step in (number for number in plan.checkpoints() if number > step):
         loss = run.train_until(next_step)
+        # The time between two saves is not measured here, so each save is awaited before the next
+        # one.
         saver.finish()
         saver.save(next_step, run.workload.state(), run.metrics(loss))
     run.train_until(plan.steps)
@@ -247,6 +251,7 @@ def _policy(plan: Plan, folder: Path) -> Policy:
 
 
 def _framework(state: Any) -> str:
+    # Packages follow from the modules of the types, so no framework is imported to test for it.
     packages = {profiler.package_of(array) for array in profiler.flatten(state).arrays.values()}
     if "torch" in packages:
         return "torch"

@@ -88,6 +88,7 @@ def load_factory(reference: str) -> Factory:
         if spec is None or spec.loader is None:
             raise NoWorkload(f"there is no Python file {source!r}")
         module = importlib.util.module_from_spec(spec)
+        # Pickle and dataclasses look up a class through ``sys.modules``.
         sys.modules[module_name] = module
         sys.path.insert(0, str(path.parent))  # as if the file were run: it may import its siblings
         spec.loader.exec_module(module)
@@ -113,6 +114,7 @@ def create_workload(factory: Factory, seed: int) -> Workload:
         NoWorkload: The run lacks methods of ``Workload``; the message names them.
     """
     run = factory(seed)
+    # The protocol cannot be checked by a type here, because users need not inherit from it.
     missing = [
         name
         for name in ("step", "state", "load", "evaluate")

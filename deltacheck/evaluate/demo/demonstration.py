@@ -94,11 +94,13 @@ def main(
         The exit code: 0 if every comparison held, 1 if one did not, 2 if the demo cannot run here.
     """
     console = Console()
+    # ``find_spec`` finds torch without importing it.
     if importlib.util.find_spec("torch") is None:
         console.print(
             "The demo trains with PyTorch, which is not installed: pip install 'deltacheck[all]'"
         )
         return 2
+    # A new seed for each demo: the moment of the kill differs, and the printed seed repeats it.
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     demonstration = Demonstration.create(seed, steps, quick)
     plan = demonstration.plan
@@ -112,6 +114,7 @@ def main(
         with _folder(keep) as folder:
             outcome = perform(demonstration, folder, console)
     except DeltacheckError as error:
+        # Messages may contain paths in brackets, which Rich would read as markup.
         console.print(f"[bold red]The demo failed.[/] {escape(str(error))}")
         return 1
     summary.show(outcome, console)
@@ -149,6 +152,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
             bar = _bar(progress, "fine-tuning, resumed", plan.steps)
             resumed = session.run(Task("save", root=_CHECKPOINTS), bar)
         restored = resumed.other_events.get("restored", {"step": None})
+        # A resume from another step would train the same losses and prove nothing about the kill.
         if restored["step"] != kill.newest_checkpoint:
             raise DemoFailed(
                 f"the second process did not resume from step {kill.newest_checkpoint}, but from"

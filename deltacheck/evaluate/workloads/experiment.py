@@ -27,6 +27,7 @@ from deltacheck.evaluate.workloads.pairs import Coding, Pair
 
 POLICIES = ("exact", "post_training")
 PROFILE, HELD_OUT_ROWS, TRAINING_ROWS = "profile.json", "held_out.npz", "train.npz"
+# At most so many pairs, and one pair in so many.
 _HELD_OUT_PAIRS, _HELD_OUT_EVERY = 32, 8
 _QUICK_FILES = 30  # source files that a quick run reads its data from
 
@@ -222,6 +223,8 @@ def main(
         **quick_defaults: Defaults under ``--quick``. Options on the command line override them.
     """
     options = parser.parse_args()
+    # The first parse only looks for ``--quick``. Defaults that are set after it yield to given
+    # options.
     if options.quick:
         parser.set_defaults(**quick_defaults)
         options = parser.parse_args()  # again, with the new defaults
@@ -242,6 +245,7 @@ def coding_of(model: Path | None) -> Coding:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    # Some tokenizers have no token for the beginning. The end of the text before it serves as one.
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return Coding(
         lambda line: tokenizer.encode(line, add_special_tokens=False), begin, tokenizer.eos_token_id
@@ -287,6 +291,7 @@ def train_to_checkpoints(
     """
     while run.step < options.steps:
         metrics = run.train_step()
+        # The kill comes before the save of this step, so the step is always lost.
         if run.step == kill_in:
             os.kill(os.getpid(), signal.SIGKILL)
         if run.step % options.every == 0 or run.step == options.steps:

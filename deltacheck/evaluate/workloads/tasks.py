@@ -79,6 +79,7 @@ def _sums(recipe: Recipe, sloppy: float) -> Rows:
 
     Their order is the same for all seeds.
     """
+    # A constant seed: rows must be the same for all seeds of an evaluation.
     random = np.random.default_rng(0)
     augend, addend = (
         numbers.reshape(-1)[:, None] for numbers in np.meshgrid(np.arange(100), np.arange(100))
