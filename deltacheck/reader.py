@@ -180,6 +180,8 @@ class Checkpoints:
         paths = list(leaves or ())  # once: a fallback may try several steps
 
         def restore_step(manifest: Manifest) -> Any:
+            # Before any content is read: the manifest names the digests of all content, so its own
+            # digest covers the step.
             self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
                 if leaves is None and slices is None:
@@ -192,6 +194,7 @@ class Checkpoints:
         else:
             manifest = self.manifest(step)
             content = restore_step(manifest)
+        # Set last, so that a restore that fails leaves it as it was.
         self.restored_step = manifest.step
         return content
 
@@ -208,7 +211,10 @@ class Checkpoints:
         tree_owners = tree.array_paths(manifest.tree)
         # The inputs of a replay are in no tree; each is its own owner.
         owners = {path: tree_owners.get(path, path) for path in requested}
+        # Tied leaves have one contract: that of the leaf that holds their bytes.
         require_contract(manifest, contract, owners.values())
+        # A leaf that is also requested whole, by its own path or that of a tied leaf, is read
+        # whole.
         partly = {owners[path] for path in slices} - {owners[path] for path in paths}
         resolved = resolve_leaves(
             self._root,
@@ -222,6 +228,7 @@ class Checkpoints:
         whole_leaves = {
             owners[path]: resolved[owners[path]] for path in requested if path not in slices
         }
+        # All slices are checked here, before content is read.
         boxes = {
             path: bounded_slices(path, resolved[owners[path]].spec.shape, box)
             for path, box in slices.items()
@@ -266,6 +273,7 @@ class Checkpoints:
 
         def place(path: str, owner: str, tag: str | None) -> NDArray[Any]:
             array = _shaped(arrays[owner], tag, owner)
+            # Indexing with ``()`` gives the scalar that was saved, in place of a 0-d array.
             return array[()] if tag == tree.NUMPY_SCALAR else array
 
         return tree.unflatten(manifest.tree, place)
@@ -290,6 +298,7 @@ class Checkpoints:
         """
         manifest = self.manifest(step)
         paths = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
+        # All paths are checked before the first table is read.
         for path in paths:
             if not manifest.names_of(path):
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
@@ -352,6 +361,7 @@ class Checkpoints:
         )
 
 
+# The name hides the built-in in this module, but callers write ``deltacheck.open``.
 def open(
     path: str | os.PathLike[str] | ObjectPath,
     *,
@@ -379,5 +389,6 @@ def open(
 
 def _shaped(array: NDArray[Any], tag: str | None, path: str) -> NDArray[Any]:
     """Return a leaf in the shape that its tag states."""
+    # Some leaves are stored flat. Their tag has the shape that the state had.
     shape = tree.shape_in(tag, array.size, path)
     return array if shape is None else array.reshape(shape)

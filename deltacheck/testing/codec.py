@@ -36,6 +36,7 @@ from deltacheck.codec import (
 )
 from deltacheck.errors import DamagedStream
 
+# All word sizes of the format (format.md, section 4).
 WORD_BYTES = (1, 2, 4, 8)
 
 
@@ -76,6 +77,8 @@ def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
     random = np.random.default_rng(seed)
     match word_bytes:
         case 2:
+            # The upper half of a float32 is a bfloat16. Real weights decide which methods are
+            # chosen.
             return (random.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(
                 np.uint16
             )
@@ -113,10 +116,11 @@ def cases() -> Iterator[Case]:
     """
     for w in WORD_BYTES:
         tile = TILE_BYTES // w
+        # Not a multiple of the tile, so that the last tile is shorter.
         base = words(3 * tile + 37, w)
-        cut = _bounds(
-            0, tile, tile, 2 * tile + 5, base.size
-        )  # a whole tile, an empty chunk, more than a tile, a partial one
+        # A whole tile, an empty chunk, more than a tile, a partial one.
+        cut = _bounds(0, tile, tile, 2 * tile + 5, base.size)
+        # The step must fit a signed word, whatever its size.
         far = min(100_000, (1 << (8 * w - 1)) - 1)
         for name, current in {
             "nothing-changed": base.copy(),
@@ -135,6 +139,8 @@ def cases() -> Iterator[Case]:
         last = base.copy()
         last[-1] ^= 1
         yield _case("only-the-last-word-changed", last, base, _bounds(0, base.size), w)
+        # The method is chosen from tiles 0, 16, 32, ... (format.md, 4.4). They see no change here,
+        # so sparse is chosen. If its exact size is too large after all, the method is raw.
         unseen = np.zeros(9 * tile, base.dtype)
         unseen[tile : 8 * tile] = words(7 * tile, w)
         yield _case(
@@ -145,9 +151,12 @@ def cases() -> Iterator[Case]:
             w,
         )
         gaps = np.zeros(tile, base.dtype)
-        gaps[[0, 1, 255, 511, 512, 512 + 256, tile - 1]] = 1  # gaps of 0, 254, 255, 256 and more
+        # Gaps of 0, 253, 255 and more: from 255 on, a gap takes several bytes (format.md, 4.2).
+        gaps[[0, 1, 255, 511, 512, 512 + 256, tile - 1]] = 1
         yield _case("gaps-around-the-escape", gaps, np.zeros_like(gaps), _bounds(0, tile), w)
         steps = np.zeros(tile, base.dtype)
+        # Values are ``z - 1`` in a byte. From a difference of 128 on, ``z`` is above 255 and goes
+        # to ``wide``.
         steps[:20:2] = (
             np.array([127, -127, 128, -128, 129, -129, 1, -1, 126, -126])
             .astype(f"<i{max(w, 2)}")
@@ -158,9 +167,8 @@ def cases() -> Iterator[Case]:
         yield Case("no-base", base.view(np.uint8), None, cut, w)
         yield Case("no-base-constant", np.full(tile * w, 7, np.uint8), None, _bounds(0, tile), w)
         yield Case("empty", np.empty(0, np.uint8), np.empty(0, np.uint8), _bounds(0), w)
-    odd = np.array(
-        [0x7FC00001, 0xFFC00002, 0x80000000, 0, 1, 0x007FFFFF, 0x7F800000], np.uint32
-    )  # NaNs with payloads, -0.0, subnormals, inf
+    # NaNs with payloads, -0.0, 0.0, subnormals and infinity: floats compare otherwise than bits.
+    odd = np.array([0x7FC00001, 0xFFC00002, 0x80000000, 0, 1, 0x007FFFFF, 0x7F800000], np.uint32)
     yield _case(
         "only-bits-that-floats-ignore", odd[[1, 0, 3, 2, 5, 4, 6]], odd, _bounds(0, odd.size), 4
     )
@@ -176,6 +184,7 @@ def _bounds(*offsets: int) -> U64:
     return np.array(offsets, np.uint64)
 
 
+# Made at import: pytest needs the parameters when it collects the tests.
 CASES = tuple(cases())
 
 
@@ -244,11 +253,12 @@ def damages() -> Iterator[Damage]:
         changed = {name: content.copy() for name, content in sound.streams.items()}
         for name, edit in streams.items():
             stream = changed.get(name, np.empty(0, np.uint8))
+            # An edit changes the stream in place, or returns a new one.
             result = edit(stream)
             changed[name] = stream if result is None else np.asarray(result, np.uint8)
         return Damage(why, Encoded(table, changed), base.view(np.uint8), bounds, w, says)
 
-    # What chunk 1 owns at the end of each stream.
+    # Chunk 1 is the last one, so its part is at the end of each stream.
     sparse = _encoded_by(SPARSE, base, bounds)
     entries = sparse.streams["tiles"].view("<u2").reshape(-1, 3)
     row = sparse.rows[1]
@@ -350,6 +360,7 @@ def damages() -> Iterator[Damage]:
         "gap bytes, its row says 0",
     )
     yield made(
+        # The sums over all tiles are still right. Only a check tile by tile finds this damage.
         "a-word-moved-to-another-tile",
         SPARSE,
         {},
@@ -405,6 +416,7 @@ def damages() -> Iterator[Damage]:
         "chunk 0, tile 0",
     )
     yield made(
+        # A second form of the same content: equal states would no longer have equal bytes.
         "a-wide-that-fits-a-value",
         SPARSE,
         {},
@@ -457,6 +469,7 @@ def _push_over(start: int, count: int) -> Any:
 
     def edit(content: U8) -> None:
         part = content[start : start + count]
+        # A byte 255 continues a gap. Changing it would change the number of gaps.
         part[part != 255] = 254
 
     return edit
@@ -464,6 +477,7 @@ def _push_over(start: int, count: int) -> Any:
 
 def _flip_clear_bit(content: U8) -> None:
     position = int(np.flatnonzero(content != 255)[0])
+    # ``x | (x + 1)`` sets the lowest clear bit of ``x``.
     content[position] = content[position] | (int(content[position]) + 1)
 
 
@@ -479,6 +493,7 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
     current[-3] += 2
     rows: list[tuple[int, ...]] = []
     streams: dict[str, list[U8]] = {name: [] for name in STREAMS}
+    # A codec chooses the method itself. Here it is forced, so that every check can be reached.
     for chunk in range(bounds.size - 1):
         part = slice(int(bounds[chunk]), int(bounds[chunk + 1]))
         z = reference.zigzag(current[part], base[part])
@@ -618,6 +633,7 @@ class CodecContract:
     def test_a_chunk_never_takes_more_than_its_own_bytes(self, codec: Codec[Any]) -> None:
         for case in CASES:
             encoded, _ = self.encoded(codec, case)
+            # Chunks without a change have no row and store nothing.
             stored_words = np.diff(case.bounds)[encoded.rows[:, CHUNK]]
             assert (
                 sum(stream.size for stream in encoded.streams.values())
@@ -717,6 +733,7 @@ class CodecContract:
     def test_damage_is_refused_before_its_chunk_is_written(
         self, codec: Codec[Any], damage: Damage
     ) -> None:
+        # A margin on both sides shows writes outside of the base.
         guarded = np.full(damage.base.size + 256, 0xA5, np.uint8)
         target = guarded[128:-128]
         target[:] = damage.base
@@ -725,7 +742,6 @@ class CodecContract:
         assert damage.says in str(refusal.value)
         assert (guarded[:128] == 0xA5).all()
         assert (guarded[-128:] == 0xA5).all()
-        last = (
-            int(damage.bounds[-2]) * damage.word_bytes
-        )  # the last chunk is the damaged one, or comes after it
+        # The last chunk is the damaged one, or comes after it.
+        last = int(damage.bounds[-2]) * damage.word_bytes
         assert np.array_equal(target[last:], damage.base[last:])

@@ -27,7 +27,9 @@ from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Store
 
+# Enough threads that several of them meet in the same call.
 WRITERS = 16
+# In bytes: more than any file that the tests read with this bound.
 MOST = 1 << 20
 
 
@@ -57,6 +59,7 @@ def at_once(work: Callable[[int], object], count: int = WRITERS) -> list[object]
     Returns:
         The results, in the order of the numbers.
     """
+    # Threads would otherwise begin one after the other, and seldom meet.
     start = threading.Barrier(count)
 
     def wait(number: int) -> object:
@@ -105,6 +108,7 @@ class PlaceContract:
             arrays.read_file(folder / "a", 10)
 
     def test_a_reader_never_sees_half_a_file(self, folder: Place) -> None:
+        # Large enough that a write in place would take several steps, which a reader could see.
         contents = [bytes([number]) * 200_000 for number in range(4)]
         arrays.replace_file(folder, "a", contents[0])
         stop_event = threading.Event()
@@ -133,6 +137,7 @@ class PlaceContract:
 
     def test_directories_are_those_that_hold_something(self, folder: Place) -> None:
         assert storage.subdirectories(folder / "none") == []
+        # The last name is that of a segment.
         for name in ("b", "a", "a.b", "s0000000001-abcdef01"):
             arrays.replace_file(made(folder, "under", name), "zarr.json", b"{}")
         directories = storage.subdirectories(folder / "under")
@@ -143,6 +148,7 @@ class PlaceContract:
         assert not (folder / "none").is_dir()
 
     def test_a_tree_is_removed_whole_and_nothing_beside_it(self, folder: Place) -> None:
+        # In an object store, all of these keys begin with "a". Only what is below "a/" may go.
         for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
             arrays.replace_file(made(folder, "under", *names), "x", b"1")
         storage.remove_tree(folder / "under" / "a")
@@ -156,6 +162,8 @@ class PlaceContract:
     def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
         names = list(
             layout.array_names(
+                # Keys that a file system or an address would read differently: separators, another
+                # case, more than 255 bytes, and characters with a meaning in URLs.
                 ["a/b", "a.b", "A.b", "ü", "a b", "100%", "x" * 300, ".", "a:b?c#d&e=f+g"]
             ).values()
         )
@@ -194,6 +202,7 @@ class PlaceContract:
         spec = ArraySpec.flat(100, "uint8", "store", {})
         context = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, values, context).result(timeout=60)
+        # zarr reads a missing chunk as fill values. A reader of checkpoints must not.
         (folder / "array" / "c.0").unlink()
         with pytest.raises(ChainBroken):
             ReadableArray(folder / "array", spec, context).read()
@@ -205,6 +214,7 @@ class PlaceContract:
             timeout=60
         )
         content = bytearray((folder / "array" / "c.0").read_bytes())
+        # One bit, which the checksum of the chunk must find.
         content[50] ^= 1
         arrays.replace_file(folder / "array", "c.0", bytes(content))
         with pytest.raises(Damaged):

@@ -28,6 +28,7 @@ class Threads:
         Returns:
             The channels of each rank. Every call makes new ones, which share nothing with others.
         """
+        # Separate channels: a save begins on one thread and ends on another.
         begins, ends = self._channels(), self._channels()
         return [Ranks(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
@@ -47,6 +48,7 @@ class _Shared:
         try:
             self.barrier.wait()
         except threading.BrokenBarrierError:
+            # A barrier that was broken stays broken, so all later exchanges fail, too.
             raise RankFailed("a rank did not come") from None
 
 
@@ -57,6 +59,7 @@ class _ThreadChannel:
         self._shared = shared
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        # No lock: each rank writes its own entry, and the barrier comes before the read.
         self._shared.up[self.rank] = payload
         self._shared.meet()
         return list(self._shared.up) if self.rank == 0 else None

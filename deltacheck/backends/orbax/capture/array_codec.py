@@ -27,6 +27,8 @@ Base: TypeAlias = "jax.Array | U8"
 # Arrays of this size and more are encoded by XLA. Each shape is compiled once, which costs more
 # than it saves for small leaves.
 _XLA_FROM_BYTES = grid.PACK_BELOW_BYTES
+# XLA packs several elements of these types into a byte, while the format uses a byte for each. JAX
+# cuts the types of the second list to 32 bits unless ``jax_enable_x64`` is set.
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _NEED_X64 = ("int64", "uint64", "float64", "complex128")
 
@@ -59,6 +61,8 @@ class LeafCodec:
                 leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None
             )
             return base
+        # The base of a grouped leaf keeps its sharding, so that each device compares its own
+        # shards. Otherwise one device encodes the leaf, and holds the base.
         source = (
             current
             if self.grouped(current, out) and not current.is_fully_replicated
@@ -76,6 +80,8 @@ class LeafCodec:
         """Encode a leaf of the tree, as the protocol defines it."""
         if self._xla is None or not self._for_xla(current):
             if isinstance(base, jax.Array):
+                # The leaf was on XLA at the last save and is not now. The host codec writes to its
+                # base, and the memory of a JAX array must not be written to.
                 base = leaves.bytes_of(base).copy()
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
         gathered = _gathered(current)
@@ -115,6 +121,7 @@ class LeafCodec:
         yield from self._by_xla(jobs, parts, make_room)
         for number in host_jobs:
             current, base, bounds, word_bytes = jobs[number]
+            # At most the whole leaf: no chunk is stored in more than its own bytes.
             make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes)
             yield EncodedGroup(
@@ -131,6 +138,7 @@ class LeafCodec:
         if not self._for_xla(leaf):
             return []
         if leaf.is_fully_replicated:
+            # All devices hold the same content, so one of them is enough.
             replica = leaf.addressable_shards[0].data
             return [
                 _Part(number, 0, job._replace(current=replica, base=_beside(replica, job.base)))
@@ -141,6 +149,7 @@ class LeafCodec:
         base = _beside(leaf, job.base)
         parts = []
         for shard, first, chunks in cut:
+            # Bounds of a job begin at 0. ``first_chunk`` of the part leads back to the leaf.
             bounds = job.bounds[first : first + chunks + 1] - job.bounds[first]
             current, base_shard = (
                 leaf.addressable_shards[shard].data,
@@ -165,6 +174,8 @@ class LeafCodec:
                 spans.append(GroupSpan(part.leaf, part.first_chunk + span.first_chunk, span.chunks))
                 bases.setdefault(part.leaf, []).append(group.bases[span.job])
                 missing[part.leaf] -= 1
+                # The base of a leaf is complete with its last shard, which another call may have
+                # encoded.
                 if missing[part.leaf] == 0:
                     new_bases[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
             yield EncodedGroup(spans, group.encoded, new_bases, group.digests)
@@ -212,6 +223,8 @@ def _beside(current: jax.Array, base: Base) -> jax.Array:
     """Return a base with the shape, dtype and devices of the current array."""
     if isinstance(base, jax.Array):
         return base if base.sharding == current.sharding else jax.device_put(base, current.sharding)
+    # After a restore, a base is bytes in host memory. It moves to the devices at the first save. An
+    # uncommitted leaf gets an uncommitted base, which JAX may combine with arrays anywhere.
     values = base.view(current.dtype).reshape(current.shape)
     return leaves.on_devices({"": values}, {"": current.sharding if current.committed else None})[
         ""
@@ -226,6 +239,7 @@ def leaf_codec() -> LeafCodec:
     """
     try:
         from deltacheck.backends.orbax.capture.ffi import FfiCodec, available
+    # The host codec gives the same bytes, but every array must come to the host as a whole.
     except ImportError as error:
         log.warning("JAX arrays are encoded in host memory: %s", error)
         return LeafCodec(None)

@@ -32,6 +32,8 @@ from deltacheck.errors import DamagedStream
 
 # Number of rows, 1 if the payload was too small, then the bytes of each stream.
 _HEAD = 2 + len(STREAMS)
+# The smallest size of a payload. Larger ones are powers of two, because XLA compiles a program for
+# each size.
 _LEAST_PAYLOAD_BYTES = 4096
 _STATISTICS_BYTES = 40  # of a chunk, see xla_ffi/encoder/elements.h
 # XLA may store several of these in a byte, while NumPy and the format use a byte for each. float6
@@ -90,6 +92,7 @@ class FfiCodec:
             bounds = memory.checked_bounds(
                 bounds, _checked_device_array("current", current), word_bytes
             )
+            # Without a base there is nothing to compare, and all bytes go to the host in any case.
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
         [group] = self.encode_group(
             [GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None
@@ -120,12 +123,16 @@ class FfiCodec:
                 == jobs[first].current.sharding.device_set
             ):
                 job_bytes = _checked_job(jobs[stop])
+                # An empty leaf is never passed to XLA: it has a call of its own, which does
+                # nothing.
                 if total == 0 or job_bytes == 0 or total + job_bytes > self.window_bytes:
                     break
                 total, stop = total + job_bytes, stop + 1
             make_room(total)
             group = _encoded(first, jobs[first:stop], total)
             first = stop
+            # Before the last result is handed out: the caller may let the training go on while it
+            # stores that.
             if first == len(jobs):
                 all_read()
             yield group
@@ -142,6 +149,7 @@ class FfiCodec:
         """
         total = _checked_device_array("base", base)
         bounds = memory.checked_bounds(bounds, total, word_bytes)
+        # Checked here and not in the handler, because the rows are padded to one for each chunk.
         if encoded.rows.shape[0] > bounds.size - 1:
             raise DamagedStream(f"{encoded.rows.shape[0]} rows for {bounds.size - 1} chunks")
         for name in encoded.streams:
@@ -152,6 +160,7 @@ class FfiCodec:
         platform = _platform_of(base)
         _require_handlers(platform)
         rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
+        # The CUDA handler trusts its operands. The host makes all checks of format.md, section 4.3.
         if platform != "cpu":
             offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
             operands = jax.device_put(
@@ -219,6 +228,7 @@ def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -
     if bounds is None:
         bounds = np.array([0, total // word_bytes], np.uint64)
     bounds = memory.checked_bounds(bounds, total, word_bytes)
+    # JAX chooses the program when it lowers the call, because a traced array has no device yet.
     programs = {
         platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64))
         for platform in _registered()
@@ -251,8 +261,10 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     new_bases, (rows, head, payload, *digest_words) = _encode(
         currents, bases, bounds, word_bytes, platform
     )
+    # The head is small and comes first. It says how much of the payload is used.
     entries = np.asarray(head).reshape(-1).view(np.uint64)
     count, overflow, sizes = int(entries[0]), bool(entries[1]), entries[2:]
+    # The payload has room for every chunk as it is, so this cannot occur by any input.
     if overflow:
         raise RuntimeError(
             f"a payload of {payload.size} bytes did not hold {int(sizes.sum())}; this is a defect,"
@@ -263,10 +275,15 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     digests = np.asarray(digest_words[0])[:count].copy().view(np.uint64) if digest_words else None
     bases_by_job = {span.job: base for span, base in zip(spans, new_bases, strict=True)}
     return EncodedGroup(
-        spans, Encoded(np.asarray(rows)[:count].copy(), streams), bases_by_job, digests
+        spans,
+        # A copy, so that the table of all chunks can be freed.
+        Encoded(np.asarray(rows)[:count].copy(), streams),
+        bases_by_job,
+        digests,
     )
 
 
+# The bounds are static and therefore bytes: JAX compares and hashes static arguments.
 @partial(jax.jit, static_argnames=("bounds", "word_bytes", "platform"), donate_argnames="bases")
 def _encode(
     currents: tuple[jax.Array, ...],
@@ -293,6 +310,7 @@ def _encode(
     call: Any = jax.ffi.ffi_call(
         f"deltacheck_encode_{platform.lower()}",
         results,
+        # The new bases take the memory of the old ones, which the donation allows.
         input_output_aliases={len(currents) + i: i for i in range(len(bases))},
     )
     outputs = call(
@@ -323,6 +341,7 @@ def _fetched(payload: jax.Array, used: int) -> U8:
     return np.asarray(payload)
 
 
+# On the processor the bounds are an operand, so that leaves of one shape share a program.
 @partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
 def _apply(
     base: jax.Array,
@@ -360,6 +379,7 @@ def _measured(
     chunks = edges.size - 1
     results = [
         _shaped((chunks, 2), np.uint32),
+        # Without ``jax_enable_x64``, JAX has no 64-bit results.
         _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64)),
     ]
     if platform == "CUDA":
@@ -382,6 +402,7 @@ def _device() -> Any:
     """Return the extension's CUDA module; ``None`` if this build has none for this JAX."""
     try:
         from deltacheck import _native_cuda
+    # A CPU build. Arrays on a GPU are then encoded in host memory.
     except ImportError:
         return None
     return _native_cuda
@@ -470,6 +491,7 @@ def _checked_element(name: str, array: jax.Array) -> int:
             f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec,"
             " or .astype(int8)"
         )
+    # The array was made while 64 bits were on. A program compiled now would cut it.
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise ValueError(
             f"{name} is {array.dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or use a"
@@ -487,6 +509,7 @@ def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
 
     Unused rows are marked as unchanged.
     """
+    # A row of zeros has method 0, unchanged (format.md, section 4.1).
     rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
     rows[: encoded.rows.shape[0]] = encoded.rows
     return rows
@@ -528,6 +551,8 @@ def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int,
     )
     if refusal is not None or checked is None:
         raise DamagedStream(refusal or "")
+    # The checked offsets count from the start of each stream; the streams follow one another in the
+    # payload.
     starts = np.cumsum([0] + [_size(encoded, name) for name in STREAMS[:-1]]).astype(np.uint64)
     offsets = np.zeros((rows, len(STREAMS)), np.uint64)
     offsets[: encoded.rows.shape[0]] = checked.reshape(-1, len(STREAMS)) + starts

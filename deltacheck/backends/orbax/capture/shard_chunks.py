@@ -34,6 +34,7 @@ def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[Shar
         The runs; ``None`` if a shard is not a run of whole chunks, or if two shards hold the same.
     """
     shards = leaf.addressable_shards
+    # A replica would be encoded twice, and a single shard needs no search.
     if len(shards) < 2 or any(shard.replica_id != 0 for shard in shards):
         return None
     runs = []
@@ -41,8 +42,10 @@ def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[Shar
         run = _run(leaf.shape, shard.index)
         if run is None:
             return None
+        # In words, as the bounds are. An element of complex128 has two words.
         edges = np.array(run, np.uint64) * np.uint64(leaf.dtype.itemsize) // np.uint64(word_bytes)
         first, stop = np.searchsorted(bounds, edges).tolist()
+        # ``searchsorted`` gives the next bound; the shard must begin and end exactly at one.
         if stop >= bounds.size or not np.array_equal(bounds[[first, stop]], edges):
             return None
         runs.append(ShardChunks(number, first, stop - first))
@@ -58,6 +61,8 @@ def _run(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, int] | 
         *(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)), strict=True
     )
     extents = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    # The first axis with more than one element may be cut. All axes after it must be whole, else
+    # the elements of the box are not consecutive.
     cut = next((axis for axis, extent in enumerate(extents) if extent != 1), len(shape) - 1)
     if prod(extents) == 0 or extents[cut + 1 :] != list(shape[cut + 1 :]):
         return None

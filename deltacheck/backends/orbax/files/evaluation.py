@@ -41,6 +41,7 @@ def peer_save(state: object, file: Path) -> int:
     with file.open("wb") as out:
         np.savez(out, **arrays)  # type: ignore[arg-type]
         out.flush()
+        # The saves of deltacheck survive a power cut, so the peer must sync, too.
         os.fsync(out.fileno())
     return file.stat().st_size
 
@@ -68,6 +69,7 @@ class Saver:
         running_save, self._running = self._running, None
         if running_save is None:
             return None
+        # The training waits from here on, so this counts as blocking time.
         start_time = time.perf_counter()
         running_save.join()
         wait_seconds = time.perf_counter() - start_time
@@ -94,6 +96,7 @@ class _Watched(threading.Thread):
     """A running save, and the time until it is durable."""
 
     def __init__(self, manager: Any, step: int, bytes_before: int, began: float) -> None:
+        # A daemon: an evaluation that fails must not wait for a storage that hangs.
         super().__init__(name="deltacheck-eval-watch", daemon=True)
         self.step, self.bytes_before, self.durable_seconds = step, bytes_before, 0.0
         self.called_seconds = time.perf_counter() - began

@@ -24,6 +24,7 @@ from deltacheck.store.root import Root, open_root
 
 __all__ = ["ingest", "steps", "write_orbax"]
 
+# Orbax keeps integers of at most 64 bits.
 _EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
@@ -45,7 +46,9 @@ def ingest(
         Damaged: Orbax cannot read a step; the message names it.
     """
     source_steps = steps(source)
+    # An import keeps every step; retention is up to later saves.
     with manager(root, ocp.CheckpointManagerOptions(max_to_keep=None)) as target:
+        # All steps are checked before the first is written.
         existing = sorted({step for step, _ in source_steps} & set(target.all_steps()))
         if existing:
             raise ValueError(f"{root} has step {existing[0]} already; import into another root")
@@ -53,6 +56,8 @@ def ingest(
             target.save(
                 step, args=DeltaSaveArgs(_read(place / item_of(step, place, item))), force=True
             )
+            # The caller may delete the source of a step once it gets it, so the step is read back
+            # first.
             target.wait_until_finished()
             open_root(root).manifest(step)
             yield place, step
@@ -126,6 +131,7 @@ def write_orbax(
     arrays = {owner: as_array(item) for owner, item in loaded.items()}
     if keys is None:
         for name, value in tree.scalars(manifest.tree).items():
+            # Refused before anything is written.
             if isinstance(value, bytes | complex) or (
                 isinstance(value, int) and value not in _EXACT_INTEGERS
             ):

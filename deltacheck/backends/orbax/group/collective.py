@@ -74,11 +74,14 @@ class RankGroup(Group):
         """
 
         def decide(messages: list[Any]) -> Any:
+            # This runs on process 0 only. An error that it raises reaches all processes.
             openings = [msgspec.convert(message, Opening) for message in messages]
             _require_alike([opening.alike for opening in openings])
+            # All or none: the processes cut the tiles alike only if they continue from one step.
             resumes = bool(openings[0].restored) and all(
                 opening.restored == openings[0].restored for opening in openings
             )
+            # The lease comes last, when nothing else can fail the opening.
             return msgspec.to_builtins(Opened(*take(), resumes))
 
         message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
@@ -119,10 +122,12 @@ def restored_by_all(joint: Joint, restore: Callable[[], tuple[str, Any]]) -> Any
     digest, result = "", None
     try:
         digest, result = restore()
+    # Kept until the exchange. A process that raised here would let the others wait for it.
     except Exception as error:  # noqa: BLE001 - every process must learn of it
         failure = error
     kind = ""
     if failure is not None:
+        # The class does not travel, but ``restore_whole`` must try an older step on every process.
         kind = "damaged" if isinstance(failure, Damaged | NotACheckpointRoot) else "failed"
     verdict = joint.agree(
         {
@@ -132,6 +137,7 @@ def restored_by_all(joint: Joint, restore: Callable[[], tuple[str, Any]]) -> Any
         },
         _verdict,
     )
+    # A process that has failed raises its own error, which has the traceback and the class.
     if failure is not None:
         raise failure
     if verdict["kind"]:
@@ -159,6 +165,7 @@ def _verdict(outcomes: list[dict[str, str]]) -> dict[str, str]:
 def _require_alike(digests: list[Mapping[str, str]]) -> None:
     """Raise ``RankFailed`` if a leaf in host memory differs between the processes."""
     for rank, of_rank in enumerate(digests):
+        # Sorted, so that the message names the same leaf at every attempt.
         for path in sorted(digests[0].keys() | of_rank.keys()):
             if digests[0].get(path) != of_rank.get(path):
                 raise RankFailed(

@@ -43,6 +43,7 @@ def join(name: str, timeout_seconds: float) -> Ranks:
     with _lock:
         prefix = f"deltacheck/{name}/{next(_names[name])}"
     rank, size, store = jax.process_index(), jax.process_count(), coordination_client()
+    # Two channels: exchanges of the training thread and the committer thread must not interleave.
     begin, end = (
         StoreChannel(f"{prefix}/{phase}", rank, size, store, timeout_seconds)
         for phase in ("begin", "end")
@@ -75,10 +76,12 @@ class StoreChannel:
         self._number = 0
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        # Counted alike in all processes, because all make the same exchanges in the same order.
         self._number += 1
         if self.rank != 0:
             self._checked(0, lambda: self._put("up", self.rank, payload))
             return None
+        # One deadline for all ranks: several lost ranks do not add up their timeouts.
         deadline = Deadline.after(self._timeout_seconds)
         return [
             payload if rank == 0 else self._received(rank, deadline) for rank in range(self.size)
@@ -100,6 +103,7 @@ class StoreChannel:
         """Return the message of a rank, or the error that stands for a lost one."""
         try:
             message: bytes = self._checked(rank, lambda: self._take("up", rank, deadline))
+        # Returned and not raised: the others must hear of the failure in this exchange.
         except RankFailed as error:
             return error
         return message
@@ -108,6 +112,7 @@ class StoreChannel:
         """Call ``action``, and raise ``RankFailed`` naming ``rank`` if the service fails."""
         try:
             return action()
+        # The service reports a lost connection and a dead process by the same class.
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             reason = str(error).partition("\n")[0]
             raise RankFailed(
@@ -124,6 +129,7 @@ class StoreChannel:
             payload[offset : offset + _PART_BYTES] for offset in range(0, len(payload), _PART_BYTES)
         ] or [b""]
         key = self._key(direction, rank)
+        # An empty message also has a part, the first, which carries the count.
         for number in range(len(parts) - 1, 0, -1):
             self._store.key_value_set_bytes(f"{key}/{number}", parts[number])
         # The first part is written last, because the receiver waits for it. It has the count.
@@ -137,6 +143,7 @@ class StoreChannel:
             first[4:],
             *(self._await(f"{key}/{number}", deadline) for number in range(1, count)),
         ]
+        # Deletes the keys of all parts, which are below this one.
         self._store.key_value_delete(key)
         return b"".join(parts)
 
@@ -149,6 +156,7 @@ class StoreChannel:
                     key, max(1, int(1000 * min(remaining_seconds, _SLICE_SECONDS)))
                 )
             except jax.errors.JaxRuntimeError as error:
+                # The client has one class for all errors, so the text must tell a timeout.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
                 if remaining_seconds <= _SLICE_SECONDS:

@@ -14,6 +14,7 @@ from deltacheck.backends.orbax.state import leaves
 from deltacheck.leaf import tree
 from deltacheck.restore.follower import LeafChange, Update
 
+# The word types by element size. An element of 16 bytes has none and is changed on the host.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -47,6 +48,7 @@ def applied(update: Update, state: Any, *, check: bool = False) -> Any:
             change.apply(leaf)
             return leaf
         with leaves.own_rules():
+            # The old array is not donated: a request may still be using it.
             fresh = _changed(leaf, change, flat.leaves[path].tag)
             if check:
                 change.check(leaves.bytes_of(fresh))
@@ -58,16 +60,19 @@ def applied(update: Update, state: Any, *, check: bool = False) -> Any:
 def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
     spec = change.spec
     bits = _BITS.get(spec.element.item_bytes)
+    # Positions are int32 on the device, because JAX may be limited to 32 bits.
     sparse = change.positions is not None and leaf.size < 1 << 31 and not leaves.is_key(leaf.dtype)
     if (
         sparse
         and bits is not None
+        # ``bitcast_convert_type`` does not support these types.
         and not spec.dtype.startswith(("complex", "bool"))
         and leaves.jax_has(np.dtype(bits).name)
     ):
         assert change.positions is not None
         values = change.values.view(np.dtype(bits))
         return _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
+    # A copy, because a view of a JAX array must not be written to.
     host_leaf = (
         np.ascontiguousarray(leaves.bytes_of(leaf))
         .copy()

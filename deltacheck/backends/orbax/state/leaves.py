@@ -38,6 +38,7 @@ def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
         return describe_numpy(value)
     if isinstance(value, jax.core.Tracer):
         raise UnsupportedLeaf("a traced array has no content; save outside of jit, grad and vmap")
+    # JAX would raise this too, but later and without the path of the leaf.
     if value.is_deleted():
         raise UnsupportedLeaf(
             "its buffer was deleted or donated before it was saved; save the array that took its"
@@ -61,12 +62,14 @@ def describe_target(value: object) -> ArrayLeaf | None:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return _described(value, None)
     leaf = describe_numpy(value)
+    # One array may be at two paths of a target. Each path gets an array of its own.
     return None if leaf is None else leaf._replace(identity=None)
 
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:
     if not is_key(value.dtype):
         return ArrayLeaf(tuple(value.shape), _name_of(value.dtype), identity)
+    # Keys are stored as their data, which has one axis more. The tag says how to make keys of it.
     data = _key_data(tuple(value.shape), value.dtype)
     return ArrayLeaf(
         tuple(data.shape), data.dtype.name, identity, KEY_TAG + _implementation(value.dtype)
@@ -97,6 +100,7 @@ def is_key_tag(tag: str | None) -> bool:
 @lru_cache(64)
 def _implementation(dtype: Any) -> str:
     """Return the registered name of a key dtype's implementation."""
+    # A key dtype has no public attribute for its registered name. The known ones are tried.
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         if key_dtype(KEY_TAG + name) == dtype:
             return name
@@ -160,6 +164,8 @@ def view_of(value: object) -> NDArray[np.uint8] | None:
     if shard.device.platform != "cpu":
         return None
     array = np.asarray(shard.data)
+    # An array that owns its data is a copy, which would be a read on the training thread. A view of
+    # another layout would have to be copied to C order.
     return None if array.flags.owndata or not array.flags.c_contiguous else numpy_bytes(array)
 
 
@@ -170,6 +176,7 @@ def _whole(value: jax.Array) -> NDArray[Any]:
     # Not np.asarray(value), because it caches a copy of the whole leaf as long as the array exists.
     gathered = np.empty(value.shape, value.dtype)
     for shard in shards:
+        # Each part once, even if several devices hold it.
         if shard.replica_id == 0:
             gathered[shard.index] = np.asarray(shard.data)
     return gathered
@@ -182,6 +189,7 @@ def own_rules() -> Iterator[None]:
     The training may set a mesh, and forbid itself transfers or NaN. Neither applies to calls
     inside.
     """
+    # An empty mesh takes the place of the mesh of the training.
     nowhere = Mesh(np.empty((), object), ())
     with (
         jax.set_mesh(nowhere),
@@ -205,6 +213,8 @@ def on_devices(
         ValueError: A sharding does not fit the shape of a leaf; the message names it.
     """
     device_arrays = {path: _put(path, array, shardings[path]) for path, array in host.items()}
+    # One jitted call takes arrays of one set of devices. Uncommitted arrays stay uncommitted only
+    # if no committed one is among them.
     groups: dict[Any, list[str]] = {}
     for path, array in device_arrays.items():
         groups.setdefault((frozenset(array.devices()), array.committed), []).append(path)
@@ -243,6 +253,7 @@ def jax_has(dtype: str) -> bool:
     64-bit types need ``jax_enable_x64``.
     """
     try:
+        # JAX narrows 64-bit types without an error, so the result of a trial must be compared.
         return bool(jax.device_put(np.zeros((), dtype_named(dtype).numpy)).dtype.name == dtype)
     except jax.errors.JaxRuntimeError:
         return False  # a type of ml_dtypes that XLA lacks
@@ -253,6 +264,7 @@ def jax_has(dtype: str) -> bool:
 
 def expand(value: object) -> list[tuple[object, object]] | None:
     """Return the (key, child) pairs of a container registered with JAX; ``None`` for a leaf."""
+    # One level only: the core walks the tree itself.
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
     if len(pairs) == 1 and not pairs[0][0]:
         return None
@@ -273,6 +285,7 @@ def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
 
 def _key(entry: Any) -> object:
     """Return the key in an entry of JAX's key paths, which has one of four types."""
+    # Dicts and flattened nodes have a key, sequences an index, and dataclasses a name.
     for name in ("key", "idx", "name"):
         if hasattr(entry, name):
             return getattr(entry, name)

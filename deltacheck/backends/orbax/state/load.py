@@ -102,6 +102,7 @@ class Restored(NamedTuple):
 
     def of(self, names: Iterable[str]) -> Restored:
         """Return only the stored leaves ``names`` that were read whole, without the tree."""
+        # A leaf that was read in boxes has no whole bytes, and its chain cannot be continued.
         present = [name for name in names if name in self.stored]
         return Restored(
             None,
@@ -160,6 +161,7 @@ def restore_tree(
         log: Replays the step if it is kept as gradients.
     """
     with damage.named(root, manifest):
+        # The contract is checked before anything is read or replayed.
         owners = tree.array_paths(manifest.tree)
         require_contract(
             manifest,
@@ -191,12 +193,14 @@ def _restore_tree(
         paths = list(dict.fromkeys(paths))
         places |= {
             path: (path, None)
+            # The inputs of a replay are in no tree, but can be read by name.
             for path in (manifest.replay.inputs if manifest.replay is not None else ())
         }
         unknown = [path for path in paths if path not in places]
         if unknown:
             resolve_leaves(root, manifest, unknown)  # raises, naming what is near
         selected = {path: _as_saved(path, places[path], manifest, placements) for path in paths}
+        # Without chains: a restore of some leaves is not a state to continue from.
         return Restored(_read_arrays(root, manifest, selected, False, max_bytes)[0], {}, {})
     if target is None:
         requests = {
@@ -253,6 +257,7 @@ def _read_arrays(
         if array.tag not in _NUMPY and pieces.spans_processes(array.sharding)
     }
     local = {path: array for path, array in requests.items() if path not in across}
+    # Arrays that span processes are left to ``boxes``: read whole, they might not fit into memory.
     paths = None if is_all and not across else [array.owner for array in local.values()]
     reader = StepReader(root, manifest, max_bytes=max_bytes)
     loaded = reader.whole(paths)
@@ -269,6 +274,7 @@ def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict
     for path, array in requests.items():
         assert array.sharding is not None
         stored_shape = reader.manifest.spec(array.owner).shape
+        # JAX shards typed keys without the axis of their data.
         shape = stored_shape[:-1] if leaves.is_key_tag(array.tag) else stored_shape
         shapes[path], shardings[path] = shape, array.sharding
         for device, box in pieces.boxes_of(
@@ -347,6 +353,7 @@ def _as_targeted(
     requests = {}
     for path, target_leaf in flat.leaves.items():
         saved = stored[path][1]
+        # The data of two implementations can have equal shapes, but their keys differ.
         if (
             saved != target_leaf.tag
             and leaves.is_key_tag(saved)
@@ -358,7 +365,9 @@ def _as_targeted(
             )
         tag = target_leaf.tag if leaves.jax_has(target_leaf.dtype) else NUMPY_ARRAY
         requests[path] = ArrayRequest(
-            stored_path[path], tag, placements.get(path) or sharding_of(flat.arrays[path])
+            stored_path[path],
+            tag,
+            placements.get(path) or sharding_of(flat.arrays[path]),
         )
     return requests
 
@@ -397,6 +406,7 @@ def _in_saved_form(
             return (
                 leaves.abstract((), element)
                 if tag not in _NUMPY
+                # Indexing with ``()`` gives a scalar, and with ``...`` a 0-d array.
                 else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
             )
     if leaves.describe_target(leaf) is not None and leaf.shape == ():
@@ -415,6 +425,7 @@ def _fits(number: object, dtype: Any) -> bool:
         array = np.asarray(number, dtype)
     except OverflowError:
         return False
+    # The second comparison is true for NaN only.
     return array.item() == number or number != number
 
 
@@ -435,6 +446,7 @@ def _number_as(leaf: Any, number: object) -> Any:
 def sharding_of(leaf: object) -> Sharding | None:
     """Return the sharding that a target asks for; ``None`` if it asks for none."""
     if isinstance(leaf, jax.Array):
+        # An uncommitted array lies on the default device by chance, and asks for no device.
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
@@ -464,6 +476,7 @@ def _as_sharding(value: object) -> Sharding:
 
 
 def _describe_sharding(value: object) -> ArrayLeaf | None:
+    # Only the path of this leaf is used. Shape and type are placeholders.
     return ArrayLeaf((), "uint8") if isinstance(value, Sharding | jax.Device) else None
 
 
@@ -477,6 +490,7 @@ def make(requests: Mapping[str, ArrayRequest], loaded: Mapping[str, Loaded]) -> 
         else:
             host[path] = as_array(loaded[request.owner])
     keys = {path for path in host if leaves.is_key_tag(requests[path].tag)}
+    # A sharding of keys has no axis for their data, so keys are placed after they are made.
     arrays |= leaves.on_devices(
         host, {path: None if path in keys else requests[path].sharding for path in host}
     )

@@ -53,12 +53,15 @@ def pieces(value: object, shape: tuple[int, ...]) -> list[Piece]:
     by_box: dict[tuple[tuple[int, int], ...], Piece] = {}
     for shard in value.addressable_shards:
         box = _box(shard.index, shape)
+        # A device may hold nothing of a leaf that does not divide evenly. A leaf without elements
+        # keeps its empty piece, so that it has a holder.
         if all(s.start < s.stop for s in box) or 0 in shape:
             by_box.setdefault(tuple((s.start, s.stop) for s in box), Piece(box, shard.data))
     return list(by_box.values())
 
 
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    # Not strict: the index of typed keys lacks the axis of their data, which is always whole.
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
     return (*(slice(start, stop) for start, stop in bounds), *whole(shape[len(index) :]))
 
@@ -96,6 +99,7 @@ def sources(
         spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)
         # Without a piece the leaf has no elements, else this process would not write the tile.
         piece = tile.piece or Piece(tile.box, np.empty(spec.shape, spec.element.numpy))
+        # A part of a shard is cut by JAX into a new array, so only a whole shard can be viewed.
         view = leaves.view_of(piece.values) if lazy and piece.box == tile.box else None
         result[tile.name] = LeafSource(
             spec,
@@ -111,6 +115,7 @@ def _cut(piece: Piece, box: Box) -> Any:
         return piece.values
     values = piece.values
     if isinstance(values, jax.Array) and leaves.is_key(values.dtype):
+        # The box has the axis of the data, the keys do not.
         values = jax.random.key_data(values)
     return values[sharding.inside(box, piece.box)]
 
@@ -161,6 +166,7 @@ def assembled(
     placements: dict[str, Sharding | None] = {}
     for path, by_device in parts.items():
         for device, values in by_device.items():
+            # Paths have no NUL: it is escaped in them.
             name = f"{path}\0{device.id}"
             host[name] = values
             placements[name] = SingleDeviceSharding(device, memory_kind=shardings[path].memory_kind)
@@ -169,6 +175,7 @@ def assembled(
     for path, by_device in parts.items():
         arrays = [device_arrays[f"{path}\0{device.id}"] for device in by_device]
         if leaves.is_key_tag(tags.get(path)):
+            # Each part lies on its device already, so it needs no sharding.
             arrays = [leaves.key_of(array, tags[path], None) for array in arrays]
         # JAX needs the dtype if no device of this process has a part.
         options = {} if arrays else {"dtype": dtypes[path]}

@@ -58,6 +58,8 @@ class Replica:
         """
         self._memory = self._update(
             self._memory,
+            # Made anew for each update, because it may donate its inputs, and the log still has to
+            # store the recorded ones.
             *_inputs(options, {name: as_loaded(value) for name, value in inputs.items()}),
         )
 
@@ -93,6 +95,7 @@ def replayed(
         Damaged, ChainBroken, BudgetExceeded: As ``StepReader.whole`` raises them.
     """
     reader = StepReader(root, manifest, max_bytes=max_bytes)
+    # One read for the base and the inputs, so that both are verified before the first update.
     loaded = reader.whole(replay_inputs=True)
     try:
         with leaves.own_rules():
@@ -117,6 +120,7 @@ def replayed(
         for path, place in plan.places.items()
     }
     state = {path: value for path, value in loaded.items() if path not in plan.inputs}
+    # The inputs belong to the replay and not to the state that the next save continues.
     chains = {path: chain for path, chain in reader.chains.items() if path not in plan.inputs}
     return Read(state | replayed_leaves, chains, reader.stored)
 
@@ -133,6 +137,7 @@ def as_loaded(value: Any) -> Loaded:
     leaf = leaves.describe(value)
     assert leaf is not None
     spec = LeafSpec.of("", leaf.shape, leaf.dtype)
+    # All chunks are listed, as after a restore of the whole leaf.
     return Loaded(spec, list(range(spec.chunk_count)), leaves.bytes_of(value))
 
 
@@ -190,6 +195,7 @@ def _inputs(skeleton: Node, stored: Mapping[str, Loaded]) -> tuple[Any, ...]:
     with leaves.own_rules():
         arrays = make(
             {
+                # Uncommitted arrays follow the memory to its devices.
                 path: ArrayRequest(owner, tag, None)
                 for path, (owner, tag) in places_of(skeleton).items()
             },

@@ -38,6 +38,7 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
             indices = np.unravel_index(elements, data.shape) if data.shape else ()
             samples[path] = np.empty(elements.shape, data.dtype)
             for shard in data.addressable_shards if isinstance(data, jax.Array) else ():
+                # Replicas hold the same elements.
                 if shard.replica_id != 0:
                     continue
                 lows = [
@@ -45,6 +46,8 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                     for part, size in zip(shard.index, data.shape, strict=True)
                 ]
                 local = tuple(index - low for index, low in zip(indices, lows, strict=True))
+                # Positions are relative to the shard here. Those outside of it belong to other
+                # shards.
                 in_shard = np.ones(elements.shape, np.bool_)
                 for index, size in zip(local, shard.data.shape, strict=True):
                     in_shard &= (index >= 0) & (index < size)
@@ -52,11 +55,13 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                 if _on_host(shard):
                     samples[path][in_shard] = np.asarray(shard.data)[local]
                 elif in_shard.any():
+                    # The number comes first, because a path may have a colon, too.
                     name = f"{len(holes.setdefault(path, []))}:{path}"
                     holes[path].append(in_shard)
                     remote.setdefault(shard.device, {})[name] = (shard.data, local)
             if not isinstance(data, jax.Array):
                 samples[path][...] = np.asarray(data)[indices]
+        # One transfer for each device: many small ones would each wait for the device.
         for requests in remote.values():
             for name, values in jax.device_get(_gather()(requests)).items():
                 number, _, path = name.partition(":")
@@ -76,6 +81,7 @@ def _gather() -> Any:
 
 def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """Return the step and folder of each step of a plain ``CheckpointManager``, ascending."""
+    # Step folders may have a prefix, such as ``checkpoint_30``.
     names = [
         (path.name.rpartition("_")[2], path) for path in Path(folder).iterdir() if path.is_dir()
     ]
@@ -89,7 +95,10 @@ def item_of(step: int, place: Path, item: str | None) -> str:
         StepNotFound: There is no such item, or there are several. The message names them.
     """
     items = sorted(
-        path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists()
+        # Orbax writes this file for items that are trees.
+        path.name
+        for path in place.iterdir()
+        if path.is_dir() and (path / "_METADATA").exists()
     )
     if item is None and len(items) != 1:
         raise StepNotFound(
@@ -122,6 +131,7 @@ def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 metadata = checkpointer.metadata(item_path).item_metadata.tree
+                # NumPy arrays, because the shardings of the run may not exist on this machine.
                 as_numpy = jax.tree.map(
                     lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata
                 )
