@@ -25,7 +25,7 @@ class WorkerPool:
     Args:
         module: The module that ``python -m`` runs.
         arguments: Its command-line arguments.
-        folder: Where the log lies.
+        folder: The folder of the log.
         environment: Variables beside those of this process.
         tasks: The number of expected tasks. Later ones wait for the start of their process.
     """

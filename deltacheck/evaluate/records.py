@@ -28,7 +28,7 @@ class Plan:
         policy: One of ``POLICIES``.
         steps: Training steps of every run.
         every: Steps between two checkpoints.
-        kills: How often each killed seed is killed, each time in a process of its own.
+        kills: Number of kills of each killed seed, each in a process of its own.
         seeds: The number of seeds that are killed.
         noise_seeds: The number of seeds that run unkilled, at least ``seeds``. How far apart they
             end is the noise floor.

@@ -113,7 +113,7 @@ class Need:
     Attributes:
         ref: The segment.
         leaves: Leaf path -> a manifest that needs it, and the leaf's entry in the segment.
-        is_tight: Whether the segment holds nothing else.
+        is_tight: True if the segment holds nothing else, and no deltas.
     """
 
     ref: SegmentRef

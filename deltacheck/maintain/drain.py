@@ -217,7 +217,7 @@ class Drain:
         self.state.wake()  # a killed process may have left steps that are not copied
 
     def request(self, seq: int) -> None:
-        """Copy a checkpoint, even if the rules do not, unless the durable root is at it."""
+        """Copy a checkpoint, even if the rules do not, unless the durable root is past it."""
         with self.state.changed:
             # Otherwise the durable root already has this checkpoint or a newer one.
             if seq > self.newest:

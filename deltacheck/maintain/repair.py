@@ -67,7 +67,7 @@ class Repaired:
     Attributes:
         documents: ``zarr.json`` files that were written again.
         healed: The leaves that were repaired.
-        lost: What cannot be repaired.
+        lost: The leaves and steps that cannot be repaired.
         steps: Training steps that were repaired.
         removed: Manifests whose steps a lossy repair set aside.
         backup: Directory of the documents that were replaced or set aside, ``None`` if there are

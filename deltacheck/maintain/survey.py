@@ -162,7 +162,7 @@ def _extend(
         record: The leaf's record of the step.
         links: All links that the step's segments hold for the leaf, oldest first.
         previous: The lineage of the leaf in the step before.
-        dropped: Segments that the step before needed and this step does not.
+        dropped_ids: Segments that the step before needed and this step does not.
         manifest: Manifest of the step.
 
     Raises:

@@ -154,7 +154,7 @@ class Record:
         groups: Rows of the heat map, name -> leaf paths.
         leaves: Leaf path -> sums over its saves, for the leaves of the newest step.
         profile: Profile of the run.
-        problems: What could not be read.
+        problems: Descriptions of the documents and steps that could not be read.
     """
 
     root: str

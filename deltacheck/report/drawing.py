@@ -88,7 +88,7 @@ def make_figure(
     Args:
         height: Height of the figure in inches.
         heights: Relative heights of the panels.
-        sharex: Whether the panels have the same x axis.
+        sharex: If true, the panels have the same x axis.
     """
     # ``Figure`` is used without pyplot, which would keep every figure alive and may open a display.
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")

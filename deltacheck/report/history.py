@@ -23,7 +23,7 @@ class Part:
 
     Attributes:
         spec: Spec of the stored array.
-        kind: Whether the step stored a keyframe, a delta or nothing.
+        kind: The form in which the step stored it: a keyframe, a delta or nothing.
         chain: The entries that a restore reads: the keyframe, then the deltas in order.
     """
 

@@ -299,7 +299,7 @@ def train_to_checkpoints(
 
 
 class SavePrinter:
-    """Prints the result of each save, when the next save would wait for it in any case."""
+    """A printer of saves, which prints each one when the next would wait for it in any case."""
 
     def __init__(self) -> None:
         self._in_progress: SaveHandle | None = None

@@ -8,7 +8,7 @@ CLASSES = ("bf16 weights", *_OPTIMIZER_STATE.values(), "other")
 
 
 def leaf_class(path: str) -> str:
-    """The class of a leaf of the training state, from its path."""
+    """Return the class of a leaf of the training state, from its path."""
     names = path.split("/")
     if names[0] == "model":
         return "bf16 weights"
