@@ -198,7 +198,7 @@ class GradientLog:
         """
         try:
             memory = replica.memory_of(self._optimizer)
-        # Training goes on. Without a base, the next save stores the state itself.
+        # Training continues. Without a base, the next save stores the state itself.
         except UnsupportedLeaf:
             return None
         places = logbook.places(memory, state)

@@ -22,7 +22,7 @@ from deltacheck.backends.torch.state import rng
 from deltacheck.save.handle import SaveHandle
 from deltacheck.store.files import storage as place
 
-# Both distributions of Lightning have one, and each Trainer asks for its own.
+# Both distributions of Lightning have one, and each Trainer tests for its own.
 _INTERFACES = (
     "lightning.fabric.plugins.io.checkpoint_io",
     "lightning_fabric.plugins.io.checkpoint_io",
@@ -177,7 +177,7 @@ class DeltaCheckIO:
 
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
-        # A task leaves the list when its failure is raised, so that no failure is raised twice.
+        # A task leaves the list once it has ended, so that no failure is raised twice.
         ended_tasks = [task for task in self._under_way if wait or task.done()]
         self._under_way = [task for task in self._under_way if task not in ended_tasks]
         errors = [error for task in ended_tasks if (error := task.exception()) is not None]

@@ -166,7 +166,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         if engine is None:  # outside of train()
             original(trainer, model, trial)
             return
-        # ``every`` and ``save_strategy`` may ask for the same step, and a resumed step exists
+        # ``every`` and ``save_strategy`` may request the same step, and a resumed step exists
         # already.
         if state.global_step == self._saved_step:
             return

@@ -1,1 +1,1 @@
-"""Read tensors for a save, and encode them where they are."""
+"""Read the tensors of a state for a save, and encode them in place."""

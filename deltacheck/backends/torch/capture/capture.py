@@ -1,4 +1,4 @@
-"""Plan how the tensors of a state are read for a save, and where their shadows lie."""
+"""Plan the reads of a state's tensors for a save, and the places of their shadows."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class DeltaStorageReader(StorageReader):
             writes changes. This takes as much memory as the shadow of a saving process, even if no
             save follows. ``False``: the next save writes whole leaves.
         allow_pickle: ``False``: refuse objects that ``torch.load(weights_only=True)`` refuses.
-            ``True``: give all objects to Python's unpickler, so that whoever wrote the root can run
+            ``True``: give all objects to Python's unpickler, so that the author of the root can run
             code in this process.
         contract: Refuse a step with a leaf that was saved under a weaker contract than ``"exact"``
             or ``"bounded"``; ``None``: accept all.
@@ -169,7 +169,7 @@ class DeltaStorageReader(StorageReader):
         """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add to the plan which step this rank reads.
+        """Add the step that this rank reads to its plan.
 
         Args:
             plan: The plan of this rank.
@@ -206,7 +206,7 @@ class DeltaStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, verify and place the content that this rank's plan asks for.
+        """Read, verify and place the content that this rank's plan requests.
 
         Args:
             plan: The plan of this rank.
@@ -282,7 +282,7 @@ class DeltaStorageReader(StorageReader):
         value = index.others[fqn]
         if isinstance(value, _Stored) and value.tag == names.OBJECT:
             content = self._load(value.path, manifest).data.tobytes()
-            # The user has accepted that whoever wrote the root runs code here.
+            # The user has accepted that the author of the root may run code here.
             if self._allow_pickle:
                 return io.BytesIO(content)
             value = _screened(content, fqn, manifest.step)
@@ -351,7 +351,7 @@ def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:
     spec = manifest.spec(path)
     if path in manifest.tiles:
         cuts = manifest.tiles[path].cuts
-        # A chunk for each tile, so that each rank asks for the tiles that it needs.
+        # A chunk for each tile, so that each rank requests only the tiles that it needs.
         boxes = [tiles.box(cuts, number) for number in range(tiles.count(cuts))]
     else:
         boxes = [whole(spec.shape)]
@@ -367,7 +367,7 @@ def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:
 
 
 def _box(item: ReadItem) -> Box:
-    """Return the box of its leaf that an item asks for."""
+    """Return the box of a leaf that an item requests."""
     # The offset is optional in DCP's index. Without it the chunk begins with the leaf.
     offset = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [a + b for a, b in zip(offset, item.storage_offsets, strict=True)]

@@ -167,7 +167,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Args:
             path: The file.
-            map_location: Where tensors go, as ``torch.load`` has it; ``None``: the host.
+            map_location: The device of the tensors, as for ``torch.load``; ``None``: the host.
 
         Returns:
             The content, as DeepSpeed would have written it with these ranks.

@@ -56,7 +56,7 @@ def load_file(engine: Any, path: Path, reading: Reading, map_location: MapLocati
         engine: The DeepSpeed engine.
         path: A pointer.
         reading: The load that the file belongs to.
-        map_location: Where tensors go, as ``torch.load`` has it.
+        map_location: The device of the tensors, as for ``torch.load``.
 
     Raises:
         StepNotFound: The step has no such file.

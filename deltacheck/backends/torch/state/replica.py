@@ -258,8 +258,7 @@ def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
     weights: Sequence[torch.Tensor] = content["weights"]
     twin.state = defaultdict(
         dict,
-        # Before its first update a parameter has no entry, by which optimizers see that it is the
-        # first.
+        # In torch, too, a parameter has no entry before its first update.
         {weight: state for weight, state in zip(weights, content["state"], strict=True) if state},
     )
     first = 0
