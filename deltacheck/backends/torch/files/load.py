@@ -44,8 +44,8 @@ def load(  # noqa: PLR0913 - one argument per option
         root: A root, or a file that ``save`` or ``DeltaCheckIO`` has written, which is one step.
         step: The step; ``None``: the newest. As in ``torch.load``, ``map_location`` may be the
             second argument.
-        map_location: The device of the tensors, in any form that ``torch.load`` accepts; ``None``: the
-            host. Tensors that were on a device when they were saved come to the host first.
+        map_location: The device of the tensors, in any form that ``torch.load`` accepts; ``None``:
+            the host. Tensors that were on a device when they were saved come to the host first.
         weights_only: Has no effect. It exists for the signature of ``torch.load``.
         mmap: Has no effect, because decoded leaves cannot be mapped.
         item: The item of a manager's steps, if they have more than one.
