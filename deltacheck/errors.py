@@ -135,7 +135,7 @@ class ReplayNeeded(DeltacheckError):
 
 
 class ReplayDiffers(DeltacheckError):
-    """The replay of a gradient log gave other bits than the state that was saved.
+    """The replay of a gradient log produced other bits than the state that was saved.
 
     Use the hardware and the library versions of the run, or restore the earlier step that the
     message names.

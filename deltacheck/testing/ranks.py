@@ -38,6 +38,8 @@ class Threads:
 
 
 class _Shared:
+    """The messages of one channel, and the barrier at which its ranks meet."""
+
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
         self.up: list[bytes] = [b""] * size
@@ -45,6 +47,7 @@ class _Shared:
         self.barrier = threading.Barrier(size, timeout=timeout_seconds)
 
     def meet(self) -> None:
+        """Wait until every rank has called this."""
         try:
             self.barrier.wait()
         except threading.BrokenBarrierError:
@@ -53,21 +56,26 @@ class _Shared:
 
 
 class _ThreadChannel:
+    """A ``deltacheck.save.channel.Channel`` of one rank."""
+
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
         self.size = shared.size
         self._shared = shared
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        """Send ``payload`` to rank 0, as ``Channel.gather`` defines it."""
         # No lock: each rank writes its own entry, and the barrier comes before the read.
         self._shared.up[self.rank] = payload
         self._shared.meet()
         return list(self._shared.up) if self.rank == 0 else None
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        """Return the payload for this rank, as ``Channel.scatter`` defines it."""
         if payloads is not None:
             self._shared.down = list(payloads)
         self._shared.meet()
         answer = self._shared.down[self.rank]
-        self._shared.meet()  # nobody begins again before all have read
+        # A second meeting: no rank may begin the next exchange before all have read this one.
+        self._shared.meet()
         return answer

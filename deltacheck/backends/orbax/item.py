@@ -493,7 +493,7 @@ class Commit:
             self._opening.close()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the commit; without ``timeout``, as long as the save gets on.
+        """Wait for the commit; without ``timeout``, as long as the save makes progress.
 
         Raises what failed the save, or ``TimeoutError``.
         """

@@ -147,7 +147,7 @@ class Whole(NamedTuple):
 def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) -> Whole:
     """Restore a step, or the newest whole step before it.
 
-    Training then goes on with older values instead of stopping. Warnings in the log name the
+    The training then continues with older values instead of stopping. Warnings in the log name the
     damaged steps.
 
     Args:
@@ -228,7 +228,7 @@ class LastSave:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    # Not atexit: that comes after the executors are gone, and Orbax needs them for its renames.
+    # Not ``atexit``: its callbacks run after the executors are gone, and Orbax needs them for its renames.
     # These callbacks come before.
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 

@@ -83,11 +83,13 @@ class FfiCodec:
         return copied
 
     def host(self, base: jax.Array) -> U8:
+        """Return the base's bytes in host memory."""
         return memory.as_bytes("base", np.asarray(base))
 
     def encode(
         self, current: jax.Array, base: jax.Array | None, bounds: U64, word_bytes: int
     ) -> tuple[Encoded, jax.Array | None]:
+        """Encode an array, as the protocol defines it."""
         if base is None:
             bounds = memory.checked_bounds(
                 bounds, _checked_device_array("current", current), word_bytes
@@ -104,6 +106,7 @@ class FfiCodec:
         return _platform(device) in _registered()
 
     def grouped(self, current: Any, base: Any) -> bool:
+        """Return ``True`` if the leaf has a base that ``encode_group`` can update."""
         return isinstance(base, jax.Array)
 
     def encode_group(

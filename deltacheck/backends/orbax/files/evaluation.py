@@ -89,6 +89,7 @@ class Saver:
         return step, self._manager.restore(step, args=DeltaRestoreArgs(like))
 
     def close(self) -> None:
+        """Close the manager."""
         self._manager.close()
 
 
@@ -105,6 +106,7 @@ class _Watched(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Wait until the save is durable, and record the time or the error."""
         try:
             self._manager.wait_until_finished()
         except BaseException as error:  # noqa: BLE001 - the training thread raises it

@@ -35,8 +35,9 @@ class Opening(msgspec.Struct, frozen=True):
 class Opened(msgspec.Struct, frozen=True):
     """The answer of process 0.
 
-    ``seq`` is the sequence number of the save. ``is_committed`` says if Orbax has committed the
-    step before. ``resumes`` says if all processes continue from the step that they have restored.
+    ``seq`` is the sequence number of the save. ``is_committed`` is true if Orbax has committed the
+    step before. ``resumes`` is true if all processes continue from the step that they have
+    restored.
     """
 
     seq: int

@@ -76,6 +76,7 @@ class StoreChannel:
         self._number = 0
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        """Send ``payload`` to rank 0, as ``Channel.gather`` defines it."""
         # Counted alike in all processes, because all make the same exchanges in the same order.
         self._number += 1
         if self.rank != 0:
@@ -88,6 +89,7 @@ class StoreChannel:
         ]
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        """Return the payload for this rank, as ``Channel.scatter`` defines it."""
         if self.rank == 0 and payloads is not None:
             for rank in range(1, self.size):
                 self._checked(rank, partial(self._put, "down", rank, payloads[rank]))

@@ -41,6 +41,7 @@ def _durable(kind: Any) -> Any:
 
     class Durable(kind):  # type: ignore[misc]
         async def finalize(self) -> None:
+            """Sync the content, let Orbax make the directory final, and sync the entries."""
             # On threads: a sync may take long, and the event loop is Orbax's.
             await asyncio.to_thread(_sync_files, Path(self.get()))
             await super().finalize()

@@ -342,7 +342,7 @@ def _as_targeted(
     manifest: Manifest,
     placements: Mapping[str, Sharding],
 ) -> dict[str, ArrayRequest]:
-    """Return every array of the target in the form that the target asks for.
+    """Return every array of the target in the form that the target has.
 
     Raises:
         TreeMismatch: The two trees differ.
@@ -430,7 +430,7 @@ def _fits(number: object, dtype: Any) -> bool:
 
 
 def _number_as(leaf: Any, number: object) -> Any:
-    """Return a restored number in the form that the target asks for."""
+    """Return a restored number in the form that the target has."""
     target_leaf = leaves.describe_target(leaf)
     if target_leaf is None:
         return number
@@ -444,9 +444,9 @@ def _number_as(leaf: Any, number: object) -> Any:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """Return the sharding that a target asks for; ``None`` if it asks for none."""
+    """Return the sharding that a target requires; ``None`` if it requires none."""
     if isinstance(leaf, jax.Array):
-        # An uncommitted array lies on the default device by chance, and asks for no device.
+        # An uncommitted array lies on the default device by chance, and requires no device.
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 

@@ -1,4 +1,4 @@
-"""Replicas of what a training's update works on, in arrays of their own.
+"""Copies of the arrays that a training's update works on.
 
 A replica repeats the updates, at a save to prove that they can be replayed, and at a restore to
 compute the state. Both make their arrays from host bytes. Therefore properties of a JAX array
