@@ -228,8 +228,8 @@ class LastSave:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    # Not ``atexit``: its callbacks run after the executors are gone, and Orbax needs them for its renames.
-    # These callbacks come before.
+    # Not ``atexit``: its callbacks run after the executors are gone, and Orbax needs those for its
+    # renames. These callbacks run before.
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 
