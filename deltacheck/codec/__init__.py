@@ -77,6 +77,7 @@ def default_codec() -> Codec[Any]:
     try:
         from deltacheck.codec.native import NativeCodec
     except ImportError as error:
+        # Once in a process, because the result is cached.
         logging.getLogger("deltacheck").warning(
             "The NumPy codec is in use, which is many times slower: %s", error
         )

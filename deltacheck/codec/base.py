@@ -24,6 +24,7 @@ UNCHANGED, SPARSE, BITMAP, DIFF, PLANES, RAW = range(6)
 METHOD_NAMES = ("unchanged", "sparse", "bitmap", "diff", "planes", "raw")
 
 # Permanent names, in the order in which streams are listed everywhere.
+# The native module gives and takes streams by their position here.
 STREAMS = (
     "tiles",
     "gaps",

@@ -13,6 +13,7 @@ from deltacheck.codec.extension import extension
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
+# The bounds of section 4.5.1 of the format: the least subnormal and the largest float32.
 LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 
 
@@ -119,6 +120,7 @@ def values(
     if native is not None:
         native.lattice_values(codes.reshape(-1), cells, step, first, out.reshape(-1))
     else:
+        # The result is complete before ``out`` is written, which may be the memory of the codes.
         out.reshape(-1)[:] = reference_codes.lattice_values(codes.reshape(-1), cells, step, first)
     return out
 
@@ -131,11 +133,13 @@ def _first(step: float, seed: int, start: int) -> int:
         raise ValueError(f"seed must be from 0 to 2^64 - 1, not {seed}")
     if start < 0:
         raise ValueError(f"start must not be negative, and is {start}")
+    # The hash counts modulo 2^64, so parts of a tensor have the phases of the whole.
     return (seed + start) % (1 << 64)
 
 
 def _cells(weights: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.uint16]:
     if (
+        # uint16 stands for the bits of a bfloat16, which are all that the codes need.
         weights.dtype.name not in ("bfloat16", "uint16")
         or weights.shape != shape
         or not weights.flags.c_contiguous

@@ -17,10 +17,11 @@ def as_bytes(name: str, array: NDArray[np.generic]) -> U8:
     """Return the bytes of a C-contiguous array, uint8 1-D, never a copy.
 
     Raises:
-        ValueError: The argument is none; the message names it.
+        ValueError: The argument is no such array; the message names it.
     """
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise ValueError(f"{name} must be a C-contiguous numpy array, not {_described(array)}")
+    # One axis first: NumPy cannot view an array without axes as another type.
     return array.reshape(-1).view(np.uint8)
 
 
@@ -35,8 +36,10 @@ def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
         or bounds.size == 0
     ):
         raise ValueError(f"bounds must be uint64 of shape (chunks + 1,), not {_described(bounds)}")
+    # Compared and not subtracted, because differences of uint64 wrap.
     if bounds[0] != 0 or np.any(bounds[1:] < bounds[:-1]):
         raise ValueError("bounds must ascend from 0")
+    # As Python integers, because the product may exceed 64 bits.
     if int(bounds[-1]) * word_bytes != total_bytes:
         raise ValueError(
             f"bounds end at {int(bounds[-1])} words of {word_bytes} bytes, but there are"
@@ -67,6 +70,7 @@ def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
         or not out.flags.c_contiguous
     ):
         return source.copy()
+    # The memory of an earlier base is used again, because fresh pages cost a fault each.
     target = as_bytes("out", out)
     np.copyto(target, source)
     return target

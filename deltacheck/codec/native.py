@@ -12,6 +12,7 @@ from deltacheck.codec.base import STREAMS, U8, U64, Encoded
 from deltacheck.codec.extension import required
 from deltacheck.errors import DamagedStream
 
+# At import, so that ``default_codec`` learns here that it needs the reference.
 _native = required()
 
 
@@ -39,6 +40,7 @@ class NativeCodec:
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
         shadow = None if base is None else memory.checked_base(base, now.size)
         rows, streams = _native.encode(now, shadow, bounds, word_bytes)
+        # The module has updated ``base`` in place.
         return Encoded(
             rows,
             {
@@ -51,6 +53,7 @@ class NativeCodec:
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         shadow = memory.checked_base(base, base.nbytes)
         bounds = memory.checked_bounds(bounds, shadow.size, word_bytes)
+        # Streams are passed by position below, where an unknown one would be dropped silently.
         for name in encoded.streams:
             if name not in STREAMS:
                 raise DamagedStream(f"there is no stream {name!r}")

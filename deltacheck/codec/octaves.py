@@ -14,6 +14,7 @@ from deltacheck.codec.extension import extension
 F32 = NDArray[np.float32]
 Codes = NDArray[Any]  # uint8 if fraction_bits is 0, else uint16
 
+# The largest number of fraction bits that section 4.5.2 of the format allows.
 MOST_FRACTION_BITS = 7
 MOST_DEAD_BAND = 8.0
 
@@ -98,6 +99,7 @@ def codes(
             raise ValueError(
                 f"dead_band must be from half a cell, {half}, to {MOST_DEAD_BAND}, not {dead_band}"
             )
+        # The scale has 2^23 units per octave. An integer makes the comparison exact everywhere.
         band = math.floor(dead_band * 2**23)
     native = extension()
     if native is not None:
@@ -111,6 +113,7 @@ def codes(
         result, refused_count, zeroed, ratio, distance = reference_codes.octave_codes(
             values.reshape(-1), form, base_codes, band
         )
+        # The result is complete before ``out`` is written, which may be the base.
         out.reshape(-1)[:] = result
     return OctaveCoded(out, refused_count, zeroed, math.log2(ratio), distance * 2.0**-23)
 
@@ -140,6 +143,7 @@ def values(
         result = reference_codes.octave_values(
             codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed)
         )
+        # Only code 0 stands for zero, and the reference gives zero for a code that no value has.
         bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (result == 0)))
         out.reshape(-1)[:] = result
     if bad:

@@ -70,6 +70,7 @@ class ReferenceCodec:
             rows.append(row)
             for name, content in chunk_streams.items():
                 streams[name].append(content)
+            # A chunk without a row equals its base, so only these chunks have to be copied.
             if shadow is not None:
                 shadow[part] = now[part]
         joined = {
@@ -86,6 +87,7 @@ class ReferenceCodec:
         for name in encoded.streams:
             if name not in STREAMS:
                 raise DamagedStream(f"there is no stream {name!r}")
+        # All rows are checked before any chunk is written.
         rows = _checked_rows(encoded.rows, np.diff(bounds))
         pieces = _cut(encoded.streams, rows, np.diff(bounds), word_bytes)
         for row, streams in zip(rows, pieces, strict=True):
@@ -104,7 +106,7 @@ class Row(NamedTuple):
     wide_count: int
 
 
-# --- 4: words, tiles, difference ------------------------------------------------------------------
+# Section 4 of the format: words, tiles and differences.
 
 
 def _chunks(bounds: U64, word_bytes: int) -> Iterator[slice]:
@@ -114,6 +116,7 @@ def _chunks(bounds: U64, word_bytes: int) -> Iterator[slice]:
 
 
 def _words(data: U8, word_bytes: int) -> Words:
+    # Little endian, whatever the order of this machine is. The copy never changes with the base.
     return np.frombuffer(data.tobytes(), dtype=f"<u{word_bytes}")
 
 
@@ -141,6 +144,7 @@ def unzigzag(z: Words) -> Words:
 
 def rotate_left(words: Words) -> Words:
     """Rotate words of 2 and 4 bytes by one bit, so that the sign leaves the exponent's byte."""
+    # The 8 exponent bits of bfloat16 and float32 then fill the top plane (section 4.2).
     if words.itemsize not in (2, 4):
         return words
     top = words.dtype.type(8 * words.itemsize - 1)
@@ -157,7 +161,7 @@ def rotate_right(words: Words) -> Words:
     return rotated
 
 
-# --- 4.2: streams ---------------------------------------------------------------------------------
+# Section 4.2: streams.
 
 
 def byte_planes(words: Words) -> list[U8]:
@@ -174,8 +178,9 @@ def join_planes(planes: list[U8]) -> Words:
 def gap_code(changed: Bits) -> U8:
     """Return the gaps of one tile."""
     positions = np.flatnonzero(changed)
+    # The first gap counts from the start of the tile, so that tiles can be decoded alone.
     gaps = np.diff(positions, prepend=-1) - 1
-    last = np.cumsum(gaps // 255 + 1) - 1  # where the byte that ends each gap stands
+    last = np.cumsum(gaps // 255 + 1) - 1  # index of the byte that ends each gap
     code = np.full(int(last[-1]) + 1 if last.size else 0, ESCAPE, np.uint8)
     code[last] = gaps % 255
     return code
@@ -184,6 +189,7 @@ def gap_code(changed: Bits) -> U8:
 def values_code(z: Words) -> U8:
     """Return the values of the changed words of any number of tiles; ``z`` is of all words."""
     changed = z[z != 0]
+    # A changed word has a difference of at least 1, so 1 to 255 take the bytes 0 to 254.
     small = changed <= 255
     code: U8 = np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(
         np.uint8
@@ -198,6 +204,7 @@ def wide_words(z: Words) -> Words:
 
 def tiles_table(tiles: list[Words], gaps: list[U8]) -> U8:
     """Return the table of tiles; ``gaps`` has one array per tile, empty ones under bitmap."""
+    # Three uint16: a tile has at most 16384 words, so every count fits.
     table = [
         (np.count_nonzero(z), g.size, wide_words(z).size) for z, g in zip(tiles, gaps, strict=True)
     ]
@@ -209,11 +216,12 @@ def bitmap_code(z: Words) -> U8:
     return np.packbits(z != 0, bitorder="little")
 
 
-# --- 4.4: how the method is chosen ----------------------------------------------------------------
+# Section 4.4: the choice of the method.
 
 
 def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return ``L(x)``, 256 times the binary logarithm in integer arithmetic; ``x >= 1``."""
+    # Integers only: a logarithm in floating point differs between processors.
     e = np.zeros_like(x)
     for bit in range(1, 64):
         e[x >= np.uint64(1 << bit)] = bit
@@ -221,6 +229,7 @@ def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     m = np.where(e <= top, x << (top - np.minimum(e, top)), x >> (np.maximum(e, top) - top))
     r = e
     for _ in range(8):
+        # ``m`` stays below 2^32, so its square fits into 64 bits.
         m, r = (m * m) >> top, r << unit
         carry = m >> np.uint64(32)
         m, r = m >> carry, r + carry
@@ -238,6 +247,7 @@ def cost(content: U8) -> int:
     histogram = np.bincount(content).astype(np.uint64)
     h = histogram[histogram > 0]
     entropy = int(np.sum(h * (log2_256(np.array([n], np.uint64)) - log2_256(h))))
+    # The skew term of section 4.4, which zstd was measured to need.
     t = int(h.max())
     skew = (n - t) * (2 * t - n) // n if 2 * t > n else 0
     return min(BYTE_COST * n, entropy + BYTE_COST * skew)
@@ -254,19 +264,22 @@ def choose(current: Words, base: Words | None) -> int:
             for c, b in zip(sample, _tiles(base, word_bytes)[::SAMPLE_EVERY], strict=True)
         ]
         every = np.concatenate(z)
+        # Step 2 of section 4.4: changes that the sample misses are taken to be few.
         if not every.any():
             return SPARSE
         values = cost(values_code(every)) + cost(wide_words(every).view(np.uint8))
         costs[DIFF] = sum(cost(plane) for plane in byte_planes(every))
         costs[SPARSE] = cost(np.concatenate([gap_code(t != 0) for t in z])) + values
         costs[BITMAP] = cost(np.concatenate([bitmap_code(t) for t in z])) + values
+    # At equal costs, the methods without a base lose, and planes lose against raw (step 5 of section
+    # 4.4).
     joined = np.concatenate(sample)
     costs[RAW] = BYTE_COST * joined.nbytes
     costs[PLANES] = sum(cost(plane) for plane in byte_planes(rotate_left(joined)))
     return min(costs, key=lambda method: costs[method])
 
 
-# --- encode ---------------------------------------------------------------------------------------
+# Encoding.
 
 
 def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, dict[str, U8]]:
@@ -290,6 +303,7 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
             "values": values_code(z),
             "wide": wide.view(np.uint8),
         }
+        # Step 6 of section 4.4, with exact sizes of all streams instead of the estimate.
         if sum(content.size for content in streams.values()) < current.nbytes:
             return Row(chunk, method, changed, sum(g.size for g in gaps), wide.size), streams
         method = RAW
@@ -303,7 +317,7 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
     return Row(chunk, method, changed, 0, 0), streams
 
 
-# --- decode: every check of 4.3 before a word of the chunk is written -----------------------------
+# Decoding. Every check of section 4.3 comes before a word of the chunk is written.
 
 
 def _refuse(chunk: int, why: str, tile: int | None = None) -> DamagedStream:
@@ -318,6 +332,7 @@ def _checked_rows(table: U32, words: U64) -> list[Row]:
     ``words[c]`` is the number of words of chunk ``c``.
     """
     rows = [Row(*(int(v) for v in line)) for line in table.reshape(-1, ROW_WIDTH)]
+    # Chunks ascend strictly, so none can be written twice.
     before = -1
     for row in rows:
         if row.chunk >= words.size:
@@ -371,6 +386,7 @@ def _cut(
             if offsets[name] > stream.size:
                 raise _refuse(row.chunk, f"stream {name} ends inside it")
         pieces.append(piece)
+    # Bytes that no row owns would be content that no check has seen.
     for name, stream in streams.items():
         if stream.size != offsets[name]:
             raise DamagedStream(
@@ -405,6 +421,7 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
         if row.method == BITMAP
         else np.empty(0, np.uint8)
     )
+    # With a fixed value of the unused bits, a bitmap has only one form.
     if bits[words:].any():
         raise _refuse(row.chunk, "an unused bit of the bitmap is set")
     wide = np.frombuffer(streams["wide"].tobytes(), f"<u{word_bytes}")
@@ -432,6 +449,7 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
                 tile,
             )
         tile_wide = wide[wide_at : wide_at + wide_count]
+        # Such a difference has a shorter form, and an encoder never writes this one.
         if np.any(tile_wide <= 255):
             raise _refuse(row.chunk, "a wide difference fits a value", tile)
         values[~escaped] += z.dtype.type(1)
@@ -445,10 +463,12 @@ _TILE_COLUMNS = ("changed words", "gap bytes", "wide differences")
 
 
 def _gap_positions(row: Row, tile: int, code: U8, count: int, room: int) -> NDArray[np.int64]:
-    """Positions of the changed words in a tile of ``room`` words."""
+    """Return the positions of the changed words in a tile of ``room`` words."""
+    # A byte below 255 ends a gap.
     ends = np.flatnonzero(code != ESCAPE)
     if ends.size != count or (code.size and ends[-1:].tolist() != [code.size - 1]):
         raise _refuse(row.chunk, f"its {code.size} gap bytes do not make {count} gaps", tile)
+    # Every earlier changed word takes a place of its own.
     steps = np.cumsum(code.astype(np.int64))[ends] + np.arange(count)
     if count and steps[-1] >= room:
         raise _refuse(row.chunk, f"a position lies outside its {room} words", tile)

@@ -1,7 +1,7 @@
-"""The codes of derived leaves in NumPy: format.md, section 4.5, told a second time.
+"""The codes of derived leaves in NumPy: an executable form of format.md, section 4.5.
 
-As in reference.py: to be read beside that document and to be checked against, and nothing is clever
-for the sake of speed. Arguments are one-dimensional and fit.
+Like ``reference.py``, it is read beside that document and compared with the native module, and no
+clarity is given up for speed. All arrays are one-dimensional and fit each other.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ Codes = NDArray[Any]  # uint8 or uint16
 
 MOST = float(np.finfo(np.float32).max)
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-LANES, PART = (
-    32,
-    65536,
-)  # the order in which squared errors are added: as in statistics, but of parts of 65536 elements
+# The order in which squared errors are added: as in ``statistics``, but in parts of 65536 elements.
+LANES, PART = 32, 65536
 
 
-# --- 4.5.1: lattice codes -------------------------------------------------------------------------
+# Section 4.5.1 of the format: lattice codes.
 
 
 def phase(seed: int, count: int) -> F64:
-    """``u`` of elements 0 to ``count - 1``."""
+    """Return ``u`` of elements 0 to ``count - 1``."""
+    # The finaliser of splitmix64, modulo 2^64. Its upper 24 bits are the phase.
     z = np.arange(count, dtype=np.uint64) + np.uint64(seed)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -39,20 +38,25 @@ def phase(seed: int, count: int) -> F64:
 
 
 def in_cell(values: F32, weights: U16) -> F32:
-    """The values nearest to ``values`` that round, to nearest and ties to even, to the bfloat16
-    ``weights``.
+    """Move values to the nearest ones that round to bfloat16 weights.
+
+    Values round to nearest, ties to even. ``weights`` are given by their bits.
     """
     bits, weight_bits = values.view(np.uint32), weights.astype(np.uint32) << np.uint32(16)
     center, odd = weight_bits & np.uint32(MAGNITUDE), (weight_bits >> np.uint32(16)) & np.uint32(1)
     nan = center > INFINITY
+    # A bfloat16 is the upper half of a float32, so half of its unit is 0x8000. The ends of a cell
+    # belong to it if its weight is even. The cell of an infinity ends at the largest float32.
     low = np.where(center == 0, np.uint32(0), center - np.uint32(0x8000) + odd)
     high = np.minimum(center + np.uint32(0x8000) - odd, np.uint32(INFINITY - 1))
     clipped = np.clip(bits & np.uint32(MAGNITUDE), low, np.maximum(low, high))
+    # A value of the other sign is nearest to the end that is next to zero.
     magnitude = np.where((bits ^ weight_bits) <= MAGNITUDE, clipped, low)
     return np.where(nan, bits, magnitude | (weight_bits & ~np.uint32(MAGNITUDE))).view(np.float32)
 
 
 def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F32:
+    """Return ``x'`` of lattice codes, moved into the cells of ``weights`` if there are any."""
     with np.errstate(over="ignore", under="ignore"):
         middle = (codes.astype(np.float64) - phase(seed, codes.size) + 0.5) * step
         values = np.clip(middle, -MOST, MOST).astype(np.float32)
@@ -62,8 +66,14 @@ def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F
 def lattice_codes(
     values: F32, weights: U16 | None, step: float, seed: int
 ) -> tuple[I32, int, float, float]:
-    """Codes, refused elements, largest error, sum of squared errors."""
+    """Return lattice codes and their errors.
+
+    Returns:
+        The codes, the number of elements without one, the largest error and the sum of the squared
+        errors of the others.
+    """
     finite = np.isfinite(values)
+    # An overflow gives an infinity, which has no code.
     with np.errstate(over="ignore", under="ignore"):
         x = np.where(finite, values, np.float32(0)).astype(np.float64)
         q = np.floor(x / step + phase(seed, values.size))
@@ -81,20 +91,21 @@ def lattice_codes(
 
 
 def added(squares: F64) -> float:
-    """Their sum, in the fixed order."""
+    """Return the sum of squared errors, added in a fixed order."""
     total = 0.0
     for start in range(0, squares.size, PART):
         lanes = np.zeros(LANES)
         for first in range(start, min(start + PART, squares.size), LANES):
             row = squares[first : first + LANES]
             lanes[: row.size] += row
+        # By halves, as the native module adds its lanes, so that sums have the same bits.
         while lanes.size > 1:
             lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
         total += float(lanes[0])
     return total
 
 
-# --- 4.5.2: octave codes --------------------------------------------------------------------------
+# Section 4.5.2 of the format: octave codes.
 
 
 LEAST_OCTAVE, END = -149, 128  # positive finite float32 are from 2^-149 to below 2^128
@@ -119,6 +130,7 @@ class OctaveForm(NamedTuple):
 
 
 def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
+    """Return the layout of codes with these parameters."""
     bits = (8 if fraction_bits == 0 else 16) - signed
     lowest = -100 if signed and fraction_bits == 0 else LEAST_OCTAVE
     largest = min((1 << bits) - 1, (END - lowest) << fraction_bits)
@@ -129,17 +141,16 @@ def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
 
 
 def octave(magnitude: U32) -> I64:
-    """``L`` of the bits of positive finite floats."""
-    scaled = (
-        magnitude.astype(np.float32).view(np.uint32).astype(np.int64)
-    )  # a subnormal is a whole number of 2^-149
+    """Return ``L`` of positive finite floats, given by their bits."""
+    # A subnormal is a whole number of 2^-149, and that number has an exact float32.
+    scaled = magnitude.astype(np.float32).view(np.uint32).astype(np.int64)
     return np.where(
         magnitude < 1 << 23, scaled - (276 << 23), magnitude.astype(np.int64) - (127 << 23)
     )
 
 
 def magnitude_of(places: I64) -> U32:
-    """The bits of the largest floats whose ``L`` is not above ``places``."""
+    """Return the bits of the largest floats whose ``L`` is not above ``places``."""
     low = places < -126 << 23
     scaled = (
         np.where(low, places + (276 << 23), 0).astype(np.uint32).view(np.float32).astype(np.uint32)
@@ -148,7 +159,7 @@ def magnitude_of(places: I64) -> U32:
 
 
 def octave_values(codes: Codes, form: OctaveForm) -> F32:
-    """``x'``; of a code that no value has, 0."""
+    """Return ``x'`` of octave codes; 0 for a code that no value has."""
     code = codes.astype(np.int64)
     size = code & ~form.sign
     valid = (size >= 1) & (size <= form.most)
@@ -161,11 +172,17 @@ def octave_values(codes: Codes, form: OctaveForm) -> F32:
 def octave_codes(
     values: F32, form: OctaveForm, base: Codes | None, band: int
 ) -> tuple[Codes, int, int, float, int]:
-    """Codes, refused, zeroed, the largest ratio between what is restored and what was, and the sum
-    of
-    ``|L(x') - L(x)|``.
+    """Return octave codes and their errors.
 
-    ``band``: the dead band, in units of ``L``.
+    Args:
+        values: The values.
+        form: The layout of the codes.
+        base: Codes of an earlier step, which are used again within the dead band.
+        band: The dead band in units of ``L``.
+
+    Returns:
+        The codes, the number of values without one, the number of values other than zero that are
+        coded as zero, the largest ratio of ``x'`` and ``x``, and the sum of ``|L(x') - L(x)|``.
     """
     bits = values.view(np.uint32)
     magnitude, minus = bits & np.uint32(MAGNITUDE), bits > MAGNITUDE
@@ -173,9 +190,8 @@ def octave_codes(
     wrong = minus & (form.sign == 0)
     cell = octave(magnitude) >> form.shift
     zeroed = ~zero & ~wrong & (cell < form.lowest)
-    coded = (
-        ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)
-    )  # infinities and NaN have no cell of any form
+    # Infinities and NaN lie above the cells of every form.
+    coded = ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)
     codes = np.where(coded, (cell - form.lowest + 1) | np.where(minus, form.sign, 0), 0).astype(
         form.dtype
     )
@@ -183,6 +199,7 @@ def octave_codes(
         base_bits = octave_values(base, form).view(np.uint32)
         is_near = (base_bits != 0) & ((base_bits > MAGNITUDE) == minus)
         is_near &= np.abs(octave(base_bits & np.uint32(MAGNITUDE)) - octave(magnitude)) <= band
+        # A code of the base that no value has, or zero, is never used again.
         codes = np.where(coded & is_near, base, codes)
     x, y = np.abs(values[coded]), np.abs(octave_values(codes[coded], form))
     ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))

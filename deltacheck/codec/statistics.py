@@ -61,5 +61,6 @@ def statistics(current: NDArray[Any], base: NDArray[Any], bounds: U64, dtype: st
     if now.size != shadow.size:
         raise ValueError(f"base has {shadow.size} bytes, current has {now.size}")
     bounds = memory.checked_bounds(bounds, now.size, word_bytes)
+    # Only the bits of other types are compared.
     elements = dtype if dtype in NUMBERS else f"bits{8 * word_bytes}"
     return Statistics(*_native.statistics(now, shadow, bounds, elements))

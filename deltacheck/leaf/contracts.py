@@ -72,6 +72,7 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the share of the allowed error that a step uses; above 1, it is exceeded."""
         if isinstance(self.terms, Bounded):
             return self.measured / self.terms.limit
+        # Without ``from_step``, the values are those of the step itself.
         age = (step - (step if self.from_step is None else self.from_step)) / max(
             1, self.terms.max_age_steps
         )

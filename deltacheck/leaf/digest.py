@@ -30,7 +30,9 @@ def chunk_digests(
         The high and the low half of each digest, uint64 ``(chunks, 2)``.
     """
     offsets = (bounds * np.uint64(word_bytes)).tolist()
+    # The hash reads the slices of a memoryview in place.
     view = host.data
+    # The canonical form of xxh3_128 is big-endian (section 5 of the format).
     values = [xxhash.xxh3_128_digest(view[offsets[c] : offsets[c + 1]]) for c in chunks]
     return np.frombuffer(b"".join(values), ">u8").astype(np.uint64).reshape(-1, 2)
 

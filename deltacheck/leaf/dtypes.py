@@ -55,7 +55,9 @@ def dtype_named(name: str) -> DType:
     """
     if name in _NATIVE:
         size = np.dtype(name).itemsize
+        # The encoder has no words of 16 bytes: an element of complex128 is two of 8.
         return DType(name, size, min(size, 8), name)
+    # Releases of ml_dtypes differ in the types that they have.
     if name in _EXTENDED and hasattr(ml_dtypes, name):
         size = np.dtype(getattr(ml_dtypes, name)).itemsize
         return DType(name, size, size, f"uint{8 * size}")

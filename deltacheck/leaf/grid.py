@@ -26,6 +26,8 @@ def chunk_shape(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
         shape: The shape of the leaf.
         item_bytes: Bytes of one element.
     """
+    # Readers compute this shape for tiles and derived leaves, so it is fixed by section 1 of the
+    # format.
     budget = max(1, CHUNK_BYTES // item_bytes)
     chunk = [1] * len(shape)
     for axis in range(len(shape) - 1, -1, -1):
@@ -98,6 +100,7 @@ def shard_shape(shape: Sequence[int], chunk: Sequence[int], item_bytes: int) -> 
     """
     shard = list(chunk)
     chunks = max(1, SHARD_BYTES // max(1, math.prod(chunk) * item_bytes))
+    # From the last axis, so that a shard covers long runs of memory.
     for axis in range(len(shape) - 1, -1, -1):
         times = max(1, min(chunks, -(-shape[axis] // chunk[axis])))
         shard[axis] = chunk[axis] * times

@@ -69,6 +69,8 @@ class Holdings(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, held: Mapping[str, Held]) -> Holdings:
         """Encode the shards of a rank, given by leaf path."""
+        # Sorted, so that ranks with the same leaves send equal bytes, which rank 0 decodes only
+        # once.
         order = sorted(held)
         leaves = msgspec.msgpack.encode(
             [(path, held[path].dtype, held[path].shape) for path in order]
@@ -190,11 +192,14 @@ def plan(
             raise RankFailed(f"leaf {path!r} of shape {list(shape)}: {error}") from None
         count = _tile_count(cuts)
         sizes = _tile_bytes(cuts, shape, dtype)
+        # -1: not decided yet.
         owners = np.full(count, -1, np.int64)
         first = np.searchsorted(numbers, np.arange(count + 1))
         unshared = np.flatnonzero(np.diff(first) == 1)
         owners[unshared] = holders[first[unshared]]
+        # A rank may own several of these tiles, and ``loads[...] +=`` would count only one of them.
         np.add.at(loads, owners[unshared], sizes[unshared])
+        # Owners are numbered by tile, so they mean nothing under other cuts.
         prior_owners = (
             prior.owners
             if prior is not None and prior.cuts == cuts and prior.owners.size == count
@@ -208,9 +213,12 @@ def plan(
             else:
                 shared.append((int(sizes[number]), path, number, candidates))
         decisions[path] = Planned(dtype, shape, cuts, owners)
+    # Path and number decide between equal sizes, so that the plan does not depend on an order of
+    # dicts.
     for size, path, number, candidates in sorted(shared, key=lambda t: (-t[0], t[1], t[2])):
         rank = int(candidates[np.argmin(loads[candidates])])
         decisions[path].owners[number] = rank
+        # Tiles without elements count too, so that not all of them go to one rank.
         loads[rank] += max(size, 1)
     return decisions
 
@@ -227,6 +235,7 @@ def shares(planned: Plan, size: int) -> list[Share]:
     leaves = [(path, cuts.setdefault(leaf.cuts, len(cuts))) for path, leaf in planned.items()]
     common = msgspec.msgpack.encode((leaves, list(cuts)))
     owners = owners_of(planned)
+    # Stable: the tiles of a rank stay in the order of leaves.
     order = np.argsort(owners, kind="stable")
     edges = np.searchsorted(owners[order], np.arange(size + 1))
     return [
@@ -320,6 +329,7 @@ def _cut(
     """
     ranks = np.frombuffer(rank_bytes, np.int64)
     boxes = np.frombuffer(box_bytes, np.int64).reshape(len(ranks), len(shape), 2)
+    # A leaf without axes or elements cannot be cut, so every rank that names it holds it whole.
     if not shape or 0 in shape:
         holders = np.unique(ranks)
         return None, np.zeros(holders.size, np.int64), holders
@@ -392,6 +402,7 @@ def _cells(cuts: Cuts, ranks: I64, boxes: I64) -> tuple[I64, I64]:
         axis=1,
     )
     grid = tiles.grid_of(cuts)
+    # Most shards are one tile, and need no loop in Python.
     single = (stop - first == 1).all(axis=1)
     numbers = [np.ravel_multi_index(tuple(first[single].T), grid)]
     holders = [ranks[single]]
@@ -400,6 +411,7 @@ def _cells(cuts: Cuts, ranks: I64, boxes: I64) -> tuple[I64, I64]:
         cells = np.ravel_multi_index(np.meshgrid(*spans, indexing="ij"), grid).reshape(-1)
         numbers.append(cells)
         holders.append(np.full(cells.size, ranks[row]))
+    # A rank may hold a tile in several shards, and is listed once.
     pairs = np.unique(np.stack([np.concatenate(numbers), np.concatenate(holders)], axis=1), axis=0)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 

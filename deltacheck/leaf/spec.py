@@ -87,6 +87,7 @@ class LeafSpec:
         Returns:
             A uint64 array of shape ``(chunks + 1,)``, read-only.
         """
+        # A leaf without elements has no chunk, whatever its other axes are.
         if self.raw_bytes == 0:
             return np.zeros(1, np.uint64)
         return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)

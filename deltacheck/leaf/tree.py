@@ -80,6 +80,7 @@ def escape_key(key: object) -> str:
     Raises:
         UnsupportedLeaf: The key is neither text nor an integer.
     """
+    # A bool is an integer to Python, and True would share the path of 1.
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise UnsupportedLeaf(
             f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or"
@@ -143,6 +144,7 @@ class _Walk(NamedTuple):
 
 def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     """Return the node of a value, and add its arrays to the walk."""
+    # Before anything else: a container that contains itself would exhaust the stack.
     if depth > MAX_DEPTH:
         raise UnsupportedLeaf(f"leaf {path!r}: containers are nested deeper than {MAX_DEPTH}")
     try:
@@ -172,6 +174,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
         node = child(key, item)  # refuses a key that is neither text nor an integer
         return [str(key) if isinstance(key, str) else int(cast("int", key)), node]
 
+    # Before dict, of which it is a subclass.
     if isinstance(value, OrderedDict):
         return {"t": "odict", "k": [entry(k, v) for k, v in value.items()]}
     if isinstance(value, dict):
@@ -184,6 +187,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
         }
     if isinstance(value, list):
         return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
+    # A named tuple has fields, which are kept by name.
     if isinstance(value, tuple) and not optree.is_namedtuple(value):
         return {"t": "tuple", "n": [child(i, v) for i, v in enumerate(value)]}
     pairs = _fields_of(value, walk.expand)
@@ -213,6 +217,7 @@ def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]]
 
 def _scalar_node(value: object, path: str) -> Node | None:
     """Return the node of a Python scalar; ``None`` for any other value."""
+    # Exact types: a value of a subclass, such as an IntEnum, would be restored as a plain number.
     kind = type(value)
     if value is None:
         return {"t": "none"}
@@ -257,6 +262,7 @@ def _digits(value: int) -> str:
 
 def _float_text(value: float) -> str:
     """Return a float as exact, readable text: C99 hexadecimal, or the bit pattern of a NaN."""
+    # The hexadecimal form of a NaN would lose its sign and payload.
     return value.hex() if value == value else "nan:" + struct.pack(">d", value).hex()
 
 
@@ -343,6 +349,7 @@ _SCALARS: Mapping[str, Callable[[Json], object]] = {
     "float": lambda v: _float_of(cast("str", v)),
     "complex": lambda v: complex(*(_float_of(part) for part in cast("list[str]", v))),
     "str": lambda v: str(v),
+    # Without ``validate``, foreign characters would be skipped silently.
     "bytes": lambda v: base64.b64decode(cast("str", v), validate=True),
 }
 
@@ -430,6 +437,7 @@ def array_paths(skeleton: Node) -> dict[str, str]:
     owners: dict[str, str] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
+        # A damaged skeleton may have two nodes whose keys give one path.
         if owners.setdefault(path, owner) != owner:
             raise Damaged(f"tree skeleton has two arrays at {path!r}")
 
@@ -461,6 +469,7 @@ def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | Non
     try:
         shape = tuple(int(size) for size in tag[len(_FLAT) :].split(",") if size)
     except ValueError:
+        # Refused below, with the same error as a shape of another size.
         shape = (-1,)
     if min(shape, default=0) < 0 or math.prod(shape) != elements:
         raise Damaged(
