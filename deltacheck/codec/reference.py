@@ -271,8 +271,8 @@ def choose(current: Words, base: Words | None) -> int:
         costs[DIFF] = sum(cost(plane) for plane in byte_planes(every))
         costs[SPARSE] = cost(np.concatenate([gap_code(t != 0) for t in z])) + values
         costs[BITMAP] = cost(np.concatenate([bitmap_code(t) for t in z])) + values
-    # At equal costs, the methods without a base lose, and planes lose against raw (step 5 of section
-    # 4.4).
+    # At equal costs, the methods without a base lose, and planes lose against raw (section 4.4,
+    # step 5).
     joined = np.concatenate(sample)
     costs[RAW] = BYTE_COST * joined.nbytes
     costs[PLANES] = sum(cost(plane) for plane in byte_planes(rotate_left(joined)))
@@ -429,13 +429,13 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
     size = TILE_BYTES // word_bytes
     gap_at = value_at = wide_at = 0
     for tile, (count, gap_bytes, wide_count) in enumerate(table.tolist()):
-        room = min(size, words - tile * size)
+        tile_words = min(size, words - tile * size)
         if row.method == SPARSE:
             positions = _gap_positions(
-                row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, room
+                row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, tile_words
             )
         else:
-            positions = np.flatnonzero(bits[tile * size : tile * size + room])
+            positions = np.flatnonzero(bits[tile * size : tile * size + tile_words])
             if positions.size != count:
                 raise _refuse(
                     row.chunk, f"its bitmap has {positions.size} bits, its entry says {count}", tile

@@ -11,13 +11,14 @@ NORMS = ("lr", "octaves", "max", "l2")
 
 
 class Exact(msgspec.Struct, frozen=True, tag_field="contract", tag="exact"):
-    """A restore returns every bit of the leaf."""
+    """The contract that a restore returns every bit of the leaf."""
 
 
 class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
-    """A restore returns values with a bounded error, which the save has measured.
+    """The contract that a restore returns values with a bounded error.
 
-    In the formulas, ``x`` is the saved value and ``x'`` the restored one.
+    The save measures the error. In the formulas, ``x`` is the saved value and ``x'`` the restored
+    one.
 
     Args:
         limit: The largest error. Larger: smaller checkpoints; smaller: a restored run that deviates
@@ -33,7 +34,7 @@ class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
 
 
 class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="reused"):
-    """A restore returns the values of an earlier step.
+    """The contract that a restore returns the values of an earlier step.
 
     Args:
         max_age_steps: The largest age of the values. Larger: fewer bytes; smaller: a newer state.

@@ -1,4 +1,4 @@
-"""Distribution of tiles over ranks: which rank writes which tile of which leaf.
+"""Distribution of tiles over ranks: the choice of the rank that writes each tile.
 
 One rank decides this for all ranks, from the boxes that each holds. All functions are pure.
 

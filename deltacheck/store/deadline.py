@@ -27,7 +27,7 @@ class Deadline:
 
 
 class Pulse:
-    """The time of the last progress of a saver, which tells a slow storage from one that hangs.
+    """The time of the last progress of a saver; it separates slow storage from storage that hangs.
 
     Args:
         patience_seconds: Longest time without any progress. Longer: a stalled file system gets more

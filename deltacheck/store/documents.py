@@ -119,7 +119,7 @@ def _parse(content: bytes) -> tuple[Any, bool]:
         if msgspec.json.encode(group) == content:
             return group, True
     except (ValueError, RecursionError, msgspec.MsgspecError):
-        # The slow parser tells what is wrong, if anything is.
+        # The slow parser reports what is wrong, if anything is.
         pass
     return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant), False
 

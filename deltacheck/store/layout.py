@@ -31,7 +31,7 @@ LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
 # With ``\Z`` and not ``$``, which would accept a line feed at the end of a name.
 _SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
 _CHECKPOINT_ID = re.compile(r"c[0-9]{10}\Z")
-# The lookahead refuses numbers: where a step is asked for, a number is a training step.
+# The lookahead refuses numbers: in the place of a step, a number is a training step.
 _TAG = re.compile(r"(?![0-9]+\Z)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _UNSAFE_NAME = re.compile(r"[^A-Za-z0-9_.%~-]")

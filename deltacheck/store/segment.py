@@ -447,7 +447,7 @@ class PartReader:
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``.
+        """The index of the part, uint32 ``(rows, 8)``, with the columns ``INDEX``.
 
         ``Damaged`` if a row describes no chunk: sizes are computed from all rows.
         """
@@ -475,7 +475,7 @@ class PartReader:
 
     @cached_property
     def offsets(self) -> Mapping[str, U64]:
-        """Per stream, the offset of each row's bytes, uint64 ``(rows + 1,)``."""
+        """The offsets of the rows' bytes in each stream, uint64 ``(rows + 1,)``."""
         sizes = stream_sizes(self.index)
         zero = np.zeros(1, np.uint64)
         offsets = {

@@ -37,8 +37,8 @@ _held: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictiona
 class ObjectLease:
     """The right to write to a root. A thread renews it until it is released.
 
-    If another writer holds the lease, the constructor waits until that writer is next heard of, at
-    most ``lease_seconds`` of its store. A lease that is not renewed for so long is taken over, with
+    If another writer holds the lease, the constructor waits for a renewal by that writer, at most
+    the ``lease_seconds`` of its store. A lease that is not renewed for so long is taken over, with
     the next epoch. A holder on this machine whose process has ended is not waited for.
 
     Args:
