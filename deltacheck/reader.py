@@ -240,10 +240,10 @@ class Checkpoints:
                 for path in requested
                 if owners[path] == owner and path not in boxes
             }
-        budget = max_bytes
         for path, box in boxes.items():
-            if budget is not None:
-                budget = max(0, budget - sum(array.nbytes for array in arrays.values()))
+            budget = max_bytes
+            if max_bytes is not None:
+                budget = max(0, max_bytes - sum(array.nbytes for array in arrays.values()))
             leaf = resolved[owners[path]]
             arrays[path] = load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
         return {path: arrays[path] for path in requested}

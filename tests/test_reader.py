@@ -125,6 +125,17 @@ def test_the_budget_covers_leaves_and_slices(saved: tuple[Path, list[dict[str, A
         deltacheck.open(saved[0]).restore(slices={BIG: (0,)}, max_bytes=1000)
 
 
+def test_the_budget_counts_every_slice_once(tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    with Engine(tmp_path) as engine:
+        engine.save(0, {name: torch.zeros(1000) for name in names})
+    slices = {name: (slice(0, 1000),) for name in names}
+    opened = deltacheck.open(tmp_path)
+    assert opened.restore(slices=slices, max_bytes=3 * 4000).keys() == set(names)
+    with pytest.raises(errors.BudgetExceeded):
+        opened.restore(slices=slices, max_bytes=3 * 4000 - 1)
+
+
 def test_a_repeated_step_is_the_newest_of_that_number(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         for value in range(3):

@@ -111,7 +111,8 @@ class Mirror:
                     continue  # deleted since it was listed
                 copied.append(brief.step)
         self._update_bond()
-        deleted = sorted(seq for seq, _ in target_saves - source_saves)
+        # A replaced save is gone already, and its number now belongs to the new one.
+        deleted = sorted({seq for seq, _ in target_saves - source_saves} - replaced)
         for seq in deleted:
             collect.delete_checkpoint(self._target, seq)
         if copied or deleted:

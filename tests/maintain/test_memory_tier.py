@@ -783,6 +783,28 @@ def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(
     assert on_disk(tmp_path / "again") == on_disk(peer)
 
 
+def test_a_mirror_keeps_the_save_that_replaces_another_of_the_same_number(
+    places: Places, tmp_path: Path
+) -> None:
+    peer = tmp_path / "peer"
+    with places.engine(persist_every=100) as engine:
+        save(engine, 0)
+        idle(engine)
+        restarted = places.killed()
+        save(engine, 1)
+        with Mirror(places.memory, peer) as copy:
+            assert copy.poll() == [0, 1]
+            with restarted.engine(persist_every=100) as resumed:
+                resumed.restore(0)
+                save(resumed, 1)  # the sequence number of the lost save, with another nonce
+                copy._source = deltacheck.store.root.Root(
+                    restarted.memory, deltacheck.store.root.Store(restarted.memory)
+                )
+                assert copy.poll() == [1]
+                assert on_disk(peer) == on_disk(restarted.memory)
+                assert copy.poll() == []
+
+
 def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(
     places: Places, tmp_path: Path
 ) -> None:

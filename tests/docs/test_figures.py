@@ -1,0 +1,86 @@
+"""The structure and the language of the package stay within their limits.
+
+``python -m tests.suites.figures`` prints all figures, and ``--list NAME`` the places behind one.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.suites.figures import Figure, measure
+from tests.support.paths import REPOSITORY
+
+# Classes beyond 300 lines or 15 attributes, each with its reason.
+LONG_CLASSES = {
+    "Checkpoints",  # most of it documents the arguments of public methods
+    "Engine",  # the same: its own code is about 100 lines
+    "Item",  # one item of a manager root: saves, restores and their commit, with their reasons
+    "Saver",  # the calls of the training thread, each with the invariants that it keeps
+}
+WIDE_CLASSES = {
+    "Manifest",  # the document on disk: one attribute per key
+    "Recipe",  # the hyperparameters of a run, written as one JSON object
+    "StepRecord",  # a row of the report: one attribute per column
+}
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Figure]:
+    """All figures of this checkout, by name."""
+    return {figure.name: figure for figure in measure(REPOSITORY)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "same-file-names",
+        "upward-imports",
+        "outside-contract",
+        "cycles",
+        "parameters-internal",
+        "long-lines-python",
+        "long-lines-cpp",
+        "relative-clauses",
+        "undocumented-raises",
+    ],
+)
+def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
+    figure = figures[name]
+    assert not figure.places, f"{figure.title}: " + "\n".join(map(str, figure.places))
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("top-entries", 18), ("largest-folder", 16), ("import-layers", 12)]
+)
+def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
+    assert number(figures[name]) <= most, figures[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("comments-python", 4.0, 100), ("comments-cpp", 10.0, 100), ("function-words", 0, 1.5)],
+)
+def test_a_share_stays_within_its_limit(
+    name: str, least: float, most: float, figures: dict[str, Figure]
+) -> None:
+    match = re.search(r"([\d.]+) %", figures[name].value)
+    assert match is not None
+    assert least <= float(match[1]) <= most, figures[name].value
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoned"), [("class-lines", LONG_CLASSES), ("class-attributes", WIDE_CLASSES)]
+)
+def test_large_classes_have_a_reason(
+    name: str, reasoned: set[str], figures: dict[str, Figure]
+) -> None:
+    assert {place.text.split(":")[0] for place in figures[name].places} <= reasoned
+
+
+def number(figure: Figure) -> int:
+    """Return the leading number of a figure's value."""
+    match = re.match(r"\d+", figure.value)
+    assert match is not None
+    return int(match[0])
