@@ -159,8 +159,8 @@ BUGS = (
         (
             Edit(
                 "deltacheck.store.root",
-                "return max(taken, default=-1) + 1",
-                "return max(taken, default=0)",
+                "return max(used_seqs, default=-1) + 1",
+                "return max(used_seqs, default=0)",
             ),
         ),
         (
@@ -169,7 +169,7 @@ BUGS = (
     ),
     Bug(
         "collection-takes-saves-under-way",
-        (Edit("deltacheck.store.collect", "layout.seq_of(name) <= until", "True"),),
+        (Edit("deltacheck.store.collect", "layout.seq_of(name) <= newest_seq", "True"),),
         ("store/test_collect.py::test_a_segment_newer_than_the_newest_step_is_a_save_under_way",),
         quick=True,
     ),

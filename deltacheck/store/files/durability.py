@@ -43,8 +43,8 @@ class Durability(StrEnum):
 
     def sync_file(self, descriptor: int) -> None:
         """Make the content of an open file survive, but not its name."""
+        # The names of all files follow with one sync of their directory.
         if self.syncs:
-            # The names of all files follow with one sync of their directory.
             os.fsync(descriptor)
 
     def sync_directory(self, path: Place) -> None:
