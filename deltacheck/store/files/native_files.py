@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from deltacheck.store.files.background import Background, carry_out
 from deltacheck.store.files.chunk_files import Cells, Piece
 
 _THREADS = 4  # larger: more reads wait for the storage at the same time
-_EXIT_SECONDS = 5.0  # longest wait at the end of the process for reads that nobody waits for
+# The longest wait without progress, at the end of the process, for reads that nobody waits for.
+_EXIT_SECONDS = 5.0
 
 
 @cache
@@ -116,5 +117,11 @@ class _Readers:
         Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
         unwound, which C++ answers with an abort.
         """
-        if os.getpid() == self._process:
-            wait(list(self._under_way), _EXIT_SECONDS)
+        if os.getpid() != self._process:
+            return
+        pending = set(self._under_way)
+        # A busy machine may need long for all of them; only storage that hangs ends the wait.
+        while pending:
+            done, pending = wait(pending, _EXIT_SECONDS, FIRST_COMPLETED)
+            if not done:
+                return
