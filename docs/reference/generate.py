@@ -96,12 +96,12 @@ class Entry:
 
     @property
     def is_class(self) -> bool:
-        """Whether the name is a class."""
+        """Return whether the name is a class."""
         return self.definition.is_class
 
     @property
     def documented_only(self) -> bool:
-        """Whether only a docstring is due: modules, properties and contract tests."""
+        """Return whether only a docstring is due: modules, properties and contract tests."""
         last = self.name.rpartition(".")[2]
         return not (self.is_class or self.definition.is_function) or last.startswith("test_")
 

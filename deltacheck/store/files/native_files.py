@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from functools import cache
 from pathlib import Path
 
@@ -119,9 +119,7 @@ class _Readers:
         """
         if os.getpid() != self._process:
             return
-        pending = set(self._under_way)
         # A busy machine may need long for all of them; only storage that hangs ends the wait.
-        while pending:
-            done, pending = wait(pending, _EXIT_SECONDS, FIRST_COMPLETED)
-            if not done:
+        while pending := list(self._under_way):
+            if not wait(pending, _EXIT_SECONDS).done:
                 return
