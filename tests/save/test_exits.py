@@ -214,3 +214,54 @@ def test_a_managers_last_save_is_durable_or_the_exit_says_that_it_is_not(
         assert any(
             word in result["output"] for word in ("No space left", "Orbax has not finished it")
         ), result["output"]
+
+
+# --- nothing is printed if nothing was lost -------------------------------------------------------
+
+OPEN_MANAGER = """
+import sys
+import jax.numpy as jnp
+import deltacheck
+from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
+
+mngr = manager(sys.argv[1])
+for step in range(3):
+    mngr.save(step, args=DeltaSaveArgs({"x": jnp.full(300, step)}))
+mngr.wait_until_finished()
+mngr.restore(1, args=DeltaRestoreArgs({"x": jnp.zeros(300, int)}))
+"""
+OPEN_ENGINE = """
+import sys
+import torch
+import deltacheck
+from deltacheck.backends.torch import Engine
+
+engine = Engine(sys.argv[1])
+for step in range(2):
+    engine.save(step, {"x": torch.full((300,), step)}).wait()
+engine.restore()
+engine.save(2, {"x": torch.full((300,), 2)})
+engine.before_update()
+"""
+OPEN_READERS = """
+follower = deltacheck.follow(sys.argv[1])
+follower.poll()
+reader = deltacheck.open(sys.argv[1])
+reader.restore()
+"""
+
+
+@pytest.mark.parametrize("writer", [OPEN_MANAGER, OPEN_ENGINE], ids=["manager", "engine"])
+def test_a_process_that_ends_with_everything_open_prints_nothing(
+    writer: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", writer + OPEN_READERS, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert deltacheck.open(tmp_path).steps() == [0, 1, 2]

@@ -24,6 +24,10 @@ class Pin:
         path: The table of a segment.
     """
 
+    # Bound here: a pin may outlive the globals of its module, because a module that is torn down
+    # later, or a thread, still refers to a reader. The kernel would free the lock either way.
+    _close = staticmethod(os.close)
+
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
         try:
@@ -40,7 +44,7 @@ class Pin:
     def release(self) -> None:
         """Give the lock back; more than once does nothing."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._close(self._descriptor)
             self._descriptor = -1
 
     def __del__(self) -> None:
