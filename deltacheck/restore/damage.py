@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,12 @@ def named(root: Root, manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except Damaged as error:
-        raise _named(root, manifest, error) from error
+        named_error = _named(root, manifest, error)
+        # A read that failed refers to its error, and the error's frames to the read. This cycle
+        # would keep the segments pinned, and the memory of the restore, until Python's garbage
+        # collector runs.
+        traceback.clear_frames(error.__traceback__)
+        raise named_error from error
 
 
 def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:

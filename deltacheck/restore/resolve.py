@@ -98,28 +98,46 @@ def resolve_leaves(
     ]
     chains = resolve_chains(root, manifest, stored_paths, max_bytes, held)
     leaves: dict[str, Leaf] = {}
+    return {path: _leaf_at(path, manifest, chains, names, leaves) for path in requested}
 
-    def build(path: str) -> Leaf:
-        # Several formulas may name the same leaf, which is built once. The recursion is short: a
-        # leaf follows from at most 8 others in a row (docs/reference/format.md, section 3).
-        if path not in leaves:
-            derived = manifest.derived.get(path)
-            if path in names:
-                cuts = manifest.tiles[path].cuts
-                leaves[path] = Tiled(
-                    specs[path],
-                    cuts,
-                    {number: chains[name] for number, name in names[path].items()},
-                )
-            elif derived is None:
-                leaves[path] = chains[path]
-            else:
-                leaves[path] = Formula(
-                    specs[path], derived, chains.get(path), {p: build(p) for p in derived.sources}
-                )
-        return leaves[path]
 
-    return {path: build(path) for path in requested}
+# Not a function inside its caller: one that calls itself refers to itself, and that cycle would
+# keep the segments of the chains open, and pinned, until Python's garbage collector runs.
+def _leaf_at(
+    path: str,
+    manifest: Manifest,
+    chains: Mapping[str, Chain],
+    names: Mapping[str, Mapping[int, str]],
+    leaves: dict[str, Leaf],
+) -> Leaf:
+    """Return the leaf at a path, and add it and the leaves that it follows from to ``leaves``.
+
+    Args:
+        path: The leaf.
+        manifest: The step.
+        chains: The chains that are needed, by stored path.
+        names: For each leaf in tiles, the stored path of each tile that is needed.
+        leaves: The leaves so far. Several formulas may name the same leaf, which is made once.
+    """
+    # The recursion is short: a leaf follows from at most 8 others in a row
+    # (docs/reference/format.md, section 3).
+    if path not in leaves:
+        derived = manifest.derived.get(path)
+        if path in names:
+            leaves[path] = Tiled(
+                manifest.spec(path),
+                manifest.tiles[path].cuts,
+                {number: chains[name] for number, name in names[path].items()},
+            )
+        elif derived is None:
+            leaves[path] = chains[path]
+        else:
+            sources = {
+                source: _leaf_at(source, manifest, chains, names, leaves)
+                for source in derived.sources
+            }
+            leaves[path] = Formula(manifest.spec(path), derived, chains.get(path), sources)
+    return leaves[path]
 
 
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
