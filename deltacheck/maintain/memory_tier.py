@@ -130,6 +130,7 @@ class Tier:
                     durable.lease,
                     durable.retention,
                     save_options.grace_seconds,
+                    save_options.redate_after_seconds,
                 ),
                 pairing,
                 DrainRules(options.persist_every, options.keep),

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import TypeVar
@@ -28,6 +29,7 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Store
 
 log = logging.getLogger("deltacheck")
 
@@ -38,6 +40,9 @@ _JOIN_SECONDS = 30.0  # for threads that have nothing left to do
 # these give better messages. This longer one is for calls that have none, such as fsync.
 _PATIENCE = 1.5
 _MOST_REMOVAL_SECONDS = 5.0  # the longest wait for the removal of a failed save's files
+# The longest that training waits for a look at the segments that a save goes on from. Longer: a
+# slow storage blocks training; shorter: a loss is found by the commit, which fails that save.
+_LOOK_SECONDS = 1.0
 
 
 class _GaveUp(SaveFailed):
@@ -64,6 +69,8 @@ class Pipeline:
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
+        self._look = Background(1, "deltacheck-look")
+        self._looking: Future[None] | None = None
         loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
         if options.verify == "receipt":
             loops["deltacheck-receipts"] = self._receipt_loop
@@ -78,6 +85,25 @@ class Pipeline:
     def start(self, job: SaveJob) -> None:
         """Hand a save to the encoder; all of its leaves that are not lazy are captured."""
         self._to_encode.put(job)
+
+    def missing_base(self, store: Store) -> list[str]:
+        """Return the segments that the next save would go on from and that are gone, ascending.
+
+        A storage that does not answer soon is not waited for; the commit looks again.
+        """
+        names = self._chains.base_segments()
+        if not names or (self._looking is not None and not self._looking.done()):
+            return []
+        missing: list[str] = []
+
+        def look() -> None:
+            missing.extend(store.missing_segments(names))
+            if missing:
+                # The directories may be gone with the segments.
+                store.renew_folders()
+
+        self._looking = self._look.start(look)
+        return missing if wait_for([self._looking], _LOOK_SECONDS).done else []
 
     def give_up(self, progress: Progress, error: BaseException) -> None:
         """Fail a save that makes no progress, so that training does not stop with it."""
@@ -149,6 +175,7 @@ class Pipeline:
                 self._chains.end_receipt(job)
             del job
         self._disk.close()
+        self._look.close()
         self._to_check.put(None)
         with self._lock:
             callback, self._threads = self._stopped, []
@@ -176,6 +203,15 @@ class Pipeline:
             store, digests = job.setup.store, job.live_digests
             progress.give_receipt(
                 self._on_disk(job, partial(receipt.rebuild, store, manifest, digests, job.entries))
+            )
+        # The last moment before the step is acknowledged: others, such as a purge of old files, may
+        # have removed what it stands on.
+        missing = self._on_disk(job, partial(job.setup.store.missing_segments, refs))
+        if missing:
+            raise SaveFailed(
+                f"the save of step {step} needs {len(missing)} segments of {job.setup.store.path}"
+                f" that are gone, the first {missing[0]}: another program has removed files of the"
+                " root. The next save writes whole leaves"
             )
         job.may_be_committed = True
         if verify == "receipt":

@@ -7,19 +7,28 @@ saver calls it on its committer thread once every segment of the step is durable
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.store import collect, tags
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
+from deltacheck.store.files.background import Background
+from deltacheck.store.files.redate import redate
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Brief, Manifest
 from deltacheck.store.root import Root, describe_steps
 
 log = logging.getLogger("deltacheck")
+
+# Walks through the tree in the time after which a file is re-dated. More: files get less old, but
+# the tree is walked more often.
+_LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class RootWriter:
         lease: The lease of the root, or ``None`` in a process that writes segments only.
         retention: The checkpoints that stay after a commit. Default: all.
         grace_seconds: The time that unneeded segments stay for readers.
+        redate_after_seconds: The age after which files get the present time; ``None``: never.
     """
 
     def __init__(
@@ -58,11 +68,14 @@ class RootWriter:
         lease: Lease | None,
         retention: Retention | None = None,
         grace_seconds: float = 0.0,
+        redate_after_seconds: float | None = None,
     ) -> None:
         self.root = root
         self.lease = lease
         self.retention = retention or Retention()
         self._grace_seconds = grace_seconds
+        self._redate_after_seconds = redate_after_seconds
+        self._redated = float("-inf")
         self.after_commit: Callable[[Manifest], None] | None = None
         self._protected: list[Callable[[], Collection[str]]] = []
 
@@ -97,9 +110,24 @@ class RootWriter:
                     manifest.step,
                     exc_info=True,
                 )
+        self.redate()
         if self.after_commit is not None:
             self.after_commit(manifest)
         return document
+
+    def redate(self, after_seconds: float | None = None) -> None:
+        """Give old files of the root the present time, in the background.
+
+        ``after_seconds``: the age, if it was not given with the options. The tree is walked a few
+        times in that time.
+        """
+        seconds, now = after_seconds or self._redate_after_seconds, time.monotonic()
+        if seconds is None or now - self._redated < seconds / _LOOKS:
+            return
+        self._redated = now
+        if isinstance(self.root.path, Path):
+            # One thread for each walk: it may hang with the storage, and no save waits for it.
+            Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
 
     def retain(self) -> None:
         """Delete the checkpoints that the retention does not keep, and collect their segments."""

@@ -54,6 +54,9 @@ class SaveOptions:
             readers; shorter: disk space sooner.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
             slow storage gets its saves through; shorter: a dead one is reported sooner.
+        redate_after_seconds: The age after which the files of a local root get the present time, so
+            that a purge by age leaves them. Smaller: safer, but the tree is walked more often.
+            Default: never, and a purge that removes files costs the steps that need them.
         exit_timeout_seconds: The longest wait for pending saves at interpreter exit. Longer: a
             slow storage gets the last save through; shorter: a dead one lets the process end.
 
@@ -74,6 +77,7 @@ class SaveOptions:
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
+    redate_after_seconds: float | None = None
 
     def __post_init__(self) -> None:
         # Checked here, so that every public constructor refuses the same values with the same
@@ -94,6 +98,10 @@ class SaveOptions:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.compact_after is not None and self.compact_after < 1:
             raise ValueError(f"compact_after must be at least 1, not {self.compact_after}")
+        if self.redate_after_seconds is not None and not self.redate_after_seconds > 0:
+            raise ValueError(
+                f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
+            )
 
     @property
     def keeps_shadow(self) -> bool:

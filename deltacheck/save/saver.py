@@ -6,6 +6,8 @@ The chains that a save goes on from are in ``chains/chain_state.py``, the thread
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import threading
 import time
@@ -35,6 +37,8 @@ from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Store
 
 __all__ = ["LeafSource", "Saver"]
+
+log = logging.getLogger("deltacheck")
 
 
 class Saver:
@@ -70,6 +74,8 @@ class Saver:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
+        # A remark on a lost base, for the report of the next save.
+        self._loss = ""
         self._pipeline = Pipeline(options, self._chains)
 
     @property
@@ -142,6 +148,11 @@ class Saver:
         # A save may have been given up during the waits above.
         if self._pipeline.stuck:
             self._raise_failures()
+        # A gradient log has looked before it planned this save, and its plan needs the chains.
+        if request.replay is None:
+            self.renew_lost_base()
+        remarks = [remark for remark in (self._loss, request.note) if remark]
+        request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
         stored_sources, terms = self._treatment.plan(
             request.step, sources, request.tree, request.metrics
         )
@@ -206,6 +217,29 @@ class Saver:
     def forget(self) -> None:
         """Drop the shadow, so that the next save writes keyframes."""
         self._chains.drop()
+
+    def renew_lost_base(self) -> None:
+        """Let the next save write whole leaves if stored segments are gone that it would need.
+
+        Another program may have removed them: a purge of old files, or a disk that was replaced.
+        The log and the report of the save state it. Saves under way are waited for; those that
+        need the lost segments fail.
+        """
+        missing = self._pipeline.missing_base(self._setup.store)
+        if not missing:
+            return
+        self.settle()
+        self._chains.start_over()
+        self._loss = (
+            f"whole leaves are written: {len(missing)} segments that the save would have gone on"
+            f" from are gone, the first {missing[0]}"
+        )
+        log.warning(
+            "%s: %s. Another program has removed files of the root; earlier steps that need them"
+            " cannot be restored",
+            self._setup.store.path,
+            self._loss,
+        )
 
     def start_over(self) -> None:
         """Drop the shadow, and need no stored segment any more. No save may be under way."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,11 +98,7 @@ class Store:
                 raise NotACheckpointRoot(
                     f"{path} is not empty and not a deltacheck root; give an empty or new directory"
                 )
-            for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
-                (path / name).mkdir(parents=True, exist_ok=True)
-                arrays.create_file(path / name, "zarr.json", layout.group_json({}), durability)
-            # A power cut must not leave a root without the directories that its file stands for.
-            durability.sync_directory(path)
+            _make_folders(path, durability)
             attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(
                 path, "zarr.json", layout.group_json({layout.ATTRIBUTE: attributes}), durability
@@ -122,6 +118,29 @@ class Store:
             for entry in subdirectories(self.path / layout.SEGMENTS)
             if layout.is_segment_id(entry.name)
         )
+
+    def missing_segments(self, names: Iterable[str]) -> list[str]:
+        """Return those of some committed segments that have no table any more, ascending.
+
+        This costs one look at a name for each segment, on a local file system. On an object store
+        each look is a request, so none is made and nothing is reported.
+        """
+        if not storage_of(self.path).has_files:
+            return []
+        folder = self.path / layout.SEGMENTS
+        return [
+            name
+            for name in sorted(names)
+            if not storage_of(folder / name / "zarr.json").name_exists()
+        ]
+
+    def renew_folders(self) -> None:
+        """Make the directories of the root again that were deleted, and sync their names.
+
+        A root that is itself gone is not made: its path may mean another disk by now.
+        """
+        if storage_of(self.path / "zarr.json").name_exists():
+            _make_folders(self.path, self.durability)
 
     def group_paths(self) -> list[Place]:
         """Return the groups that plain zarr passes through on its way to any segment or step."""
@@ -462,6 +481,14 @@ def open_root(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has"
         f" {MANAGER_STORE}/ in it"
     )
+
+
+def _make_folders(path: Place, durability: Durability) -> None:
+    for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
+        (path / name).mkdir(parents=True, exist_ok=True)
+        arrays.create_file(path / name, "zarr.json", layout.group_json({}), durability)
+    # A power cut must not leave a root without the directories that its file stands for.
+    durability.sync_directory(path)
 
 
 def _refuse_lost(root: Place, store: Store, item: str | None = None) -> None:

@@ -64,6 +64,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             ``save`` returns, so that they may be donated at once. ``"lazy"``: behind the training.
             ``save`` returns much sooner, but XLA copies a donated array that is not yet read, which
             takes its memory twice. Other arrays are always read at once.
+        redate_after_seconds: The age after which files of the root get the present time, so that a
+            purge by age leaves them. Default: never.
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
@@ -81,6 +83,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         durability: str = "power",
         verify: str = "none",
         capture: str = "eager",
+        redate_after_seconds: float | None = None,
         read_only: bool = False,
     ) -> None:
         if capture not in ("eager", "lazy"):
@@ -94,6 +97,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             io_timeout_seconds=io_timeout_seconds,
             durability=Durability.of(durability),
             verify=verify,
+            redate_after_seconds=redate_after_seconds,
         )
         self._read_only = read_only
         self._closed = False
@@ -225,6 +229,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         # Only process 0 has a ``Writer``, and with it the lease that a deletion needs.
         if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
+            item.writer.redate(self._options.redate_after_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads and give the root back.

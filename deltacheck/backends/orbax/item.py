@@ -134,6 +134,9 @@ class Item:
             saver, writer = self._open()
             # Before the plan: a log plans on the last save only if that became a step.
             self._settle(saver)
+        # Before the log plans: gradients are of no use if the base that they follow is gone.
+        if log is not None:
+            saver.renew_lost_base()
         # Read before the save: the saver may drop its chains on another thread as soon as it has
         # begun.
         epoch = saver.standing()[0]

@@ -48,6 +48,7 @@ def manager(  # noqa: PLR0913 - one argument per option
     verify: str = "none",
     capture: str = "eager",
     exit_timeout_seconds: float = 120.0,
+    redate_after_seconds: float | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """Make an ``ocp.CheckpointManager`` for ``DeltaSaveArgs`` and ``DeltaRestoreArgs``.
@@ -85,6 +86,8 @@ def manager(  # noqa: PLR0913 - one argument per option
             storage gets it through; shorter: a dead one lets the process end. A failure is reported
             on stderr, with exit status 120; after a timeout the process ends at once, because
             Orbax's threads would keep it.
+        redate_after_seconds: As for ``Engine``: smaller: safer against a purge by age; larger: the
+            files are listed less often. Default: never.
         metadata: The metadata of the manager, as ``CheckpointManager`` takes it.
 
     Returns:
@@ -115,6 +118,7 @@ def manager(  # noqa: PLR0913 - one argument per option
         durability=durability,
         verify=verify,
         capture=capture,
+        redate_after_seconds=redate_after_seconds,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()

@@ -92,6 +92,10 @@ class Engine:
         exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
             then reported on stderr, with exit status 120. Longer: a slow storage gets the last
             save through; shorter: a dead one lets the process end.
+        redate_after_seconds: The age after which files of a local ``root`` get the present time, in
+            the background after a save, so that a purge by age leaves them. Smaller: safer; larger:
+            the files are listed less often. Default: never; files that are removed cost the steps
+            that need them, and the next save writes whole leaves.
         storage: The access to an object store. Default: from the environment.
         memory: A directory in memory, or a ``MemoryTier``. Steps are committed there and copied to
             ``root`` behind the training. Saves end sooner and survive a killed process, but a
@@ -132,6 +136,7 @@ class Engine:
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
+        redate_after_seconds: float | None = None,
         storage: ObjectStore | None = None,
         memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
@@ -152,6 +157,7 @@ class Engine:
             grace_seconds=grace_seconds,
             io_timeout_seconds=io_timeout_seconds,
             exit_timeout_seconds=exit_timeout_seconds,
+            redate_after_seconds=redate_after_seconds,
         )
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()

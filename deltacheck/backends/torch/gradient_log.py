@@ -112,6 +112,8 @@ class GradientLog:
         flat = tree.flatten(state, leaves.describe)
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
+        # Gradients are of no use if the base that they follow is gone.
+        engine._saver.renew_lost_base()
         # The plan compares the replica with the live tensors. It comes first, because it decides if
         # the save stores gradients or the state itself.
         plan = book.plan(flat, engine._saver.standing(), lambda: replica.memory_of(self._optimizer))

@@ -106,6 +106,14 @@ class ChainState:
             self.drop()
             self._refs, self._compacted = {}, {}
 
+    def base_segments(self) -> set[str]:
+        """Return the stored segments that the next save may go on from, without a look at leaves.
+
+        Segments of saves under way are left out: each of these saves looks for its own.
+        """
+        with self._lock:
+            return {*self._refs, *self._compacted} if self.leaves else set()
+
     def protected_segments(self) -> set[str]:
         """Return the segments that the shadow or a save under way needs."""
         with self._lock:

@@ -80,7 +80,13 @@ class SingleProcessSession:
     def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
         opened = self._open(path, options.durability)
         self.root = Root(path, opened.store)
-        self.writer = RootWriter(self.root, opened.lease, options.retention, options.grace_seconds)
+        self.writer = RootWriter(
+            self.root,
+            opened.lease,
+            options.retention,
+            options.grace_seconds,
+            options.redate_after_seconds,
+        )
         self._settle_reads = settle_reads
         with ExitStack() as on_failure:
             # The lease is taken already, and nobody could release it for an engine that was not

@@ -1,0 +1,189 @@
+"""Segments removed by another program under a live writer: whole leaves are written, the loss is
+reported, and every acknowledged step restores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deltacheck
+from deltacheck import Policy, errors
+from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.save.chains.chain_state import ChainState
+from tests.support.states import assert_same
+
+
+def oldest(root: Path) -> None:
+    shutil.rmtree(min((root / "segments").glob("s*")))
+
+
+def tables(root: Path) -> None:
+    for table in (root / "segments").glob("s*/zarr.json"):
+        table.unlink()
+
+
+def everything(root: Path) -> None:
+    shutil.rmtree(root / "segments")
+
+
+PURGES = [oldest, tables, everything]
+
+
+@pytest.mark.parametrize("purge", PURGES)
+def test_an_engine_writes_whole_leaves_and_says_so(
+    tmp_path: Path, purge: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, frozen = torch.randn(300, 300), torch.randn(300, 300)
+    saved = {}
+    with Engine(tmp_path / "run") as engine:
+        for step in range(6):
+            if step == 3:
+                purge(engine.root)
+            weights[step] += 1.0
+            saved[step] = {"weights": weights.clone(), "frozen": frozen.clone()}
+            with caplog.at_level(logging.WARNING, "deltacheck"):
+                report = engine.save(step, {"weights": weights, "frozen": frozen}).result(60)
+            is_whole = {leaf.path: leaf.kind.value for leaf in report.leaves}
+            if step == 3:
+                assert set(is_whole.values()) == {"keyframe"}
+                assert "are gone" in report.note
+                assert "are gone" in caplog.text
+            elif step > 3:
+                assert is_whole == {"weights": "delta", "frozen": "unchanged"}
+                assert report.note == ""
+    for step in (3, 4, 5):
+        assert_same(deltacheck.open(tmp_path / "run").restore(step), _numpy(saved[step]))
+
+
+def _numpy(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {path: value.numpy() for path, value in state.items()}
+
+
+def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.randn(300, 300)
+    engine = Engine(tmp_path / "run")
+    engine.save(0, {"weights": weights}).result(60)
+    durable = ChainState.durable
+
+    def purged(self: ChainState, job: Any, ref: Any) -> Any:
+        oldest(tmp_path / "run")
+        monkeypatch.setattr(ChainState, "durable", durable)
+        return durable(self, job, ref)
+
+    monkeypatch.setattr(ChainState, "durable", purged)
+    weights[0] += 1
+    with pytest.raises(errors.SaveFailed, match="are gone"):
+        engine.save(1, {"weights": weights}).result(60)
+    report = engine.save(2, {"weights": weights}).result(60)
+    assert [leaf.kind.value for leaf in report.leaves] == ["keyframe"]
+    assert torch.equal(engine.restore(2)["weights"], weights)
+    engine.close()
+    assert deltacheck.open(tmp_path / "run").steps() == [0, 2]
+
+
+def test_a_gradient_log_stores_the_state_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with (
+        Engine(tmp_path / "run", policy=Policy.exact()) as engine,
+        GradientLog(engine, optimizer) as log,
+    ):
+        for step in range(5):
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                everything(engine.root)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            report = log.save(step, state).result(60)
+            assert (report.replayed_steps == 0) == (step in (0, 3)), (step, report.note)
+        restored = log.restore(4)
+        assert torch.equal(restored["model"]["weight"], model.weight)
+        assert log.restore(3)["model"]["weight"].shape == (48, 64)
+
+
+def test_a_save_does_not_wait_for_a_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltacheck.save import pipeline
+    from deltacheck.store.root import Store
+
+    weights = torch.randn(100)
+    with Engine(tmp_path / "run") as engine:
+        engine.save(0, {"weights": weights}).result(60)
+        monkeypatch.setattr(pipeline, "_LOOK_SECONDS", 0.05)
+        original = Store.missing_segments
+        waits = [0.5, 0.0, 0.0]
+
+        def hanging(self: Store, names: Any) -> list[str]:
+            time.sleep(waits.pop(0))
+            return original(self, names)
+
+        monkeypatch.setattr(Store, "missing_segments", hanging)
+        begin = time.monotonic()
+        handle = engine.save(1, {"weights": weights})
+        assert time.monotonic() - begin < 0.4
+        handle.result(60)
+
+
+@pytest.mark.parametrize("purge", PURGES)
+def test_an_orbax_manager_writes_whole_leaves(
+    tmp_path: Path, purge: Callable[[Path], None]
+) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    import numpy as np
+
+    from deltacheck.backends import orbax as backend
+
+    weights = np.random.default_rng(0).standard_normal((300, 300)).astype(np.float32)
+    saved = {}
+    with backend.manager(tmp_path / "run") as manager:
+        for step in range(5):
+            if step == 2:
+                purge(tmp_path / "run" / "deltacheck")
+            weights[step] += 1
+            saved[step] = weights.copy()
+            manager.save(step, args=backend.DeltaSaveArgs({"weights": weights}))
+            manager.wait_until_finished()
+    for step in (2, 3, 4):
+        restored = deltacheck.open(tmp_path / "run").restore(step)
+        assert np.array_equal(restored["weights"], saved[step])
+
+
+def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
+    """A purge removes what is older than a day; the engine re-dates what is older than an hour."""
+    root, weights = tmp_path / "run", torch.randn(300, 300)
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"not ours")
+    old = time.time() - 2 * 86400
+    with Engine(root, redate_after_seconds=3600) as engine:
+        engine.save(0, {"weights": weights}).result(60)
+        os.symlink(outside, root / "link")
+        for path in [*root.rglob("*"), outside]:
+            os.utime(path, (old, old), follow_symlinks=False)
+        # The first look was at the first save; the engine is told that it was long ago.
+        engine._session.writer._redated = float("-inf")
+        engine.save(1, {"weights": weights}).result(60)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and _older(root, old + 10):
+            time.sleep(0.01)
+        assert _older(root, old + 10) == []
+    assert outside.stat().st_mtime < old + 10
+    assert torch.equal(Engine(root).restore(0)["weights"], weights)
+
+
+def _older(root: Path, seconds: float) -> list[Path]:
+    files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [path for path in files if path.stat().st_mtime < seconds]
