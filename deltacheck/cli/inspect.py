@@ -115,6 +115,7 @@ def log(
             "raw_bytes": step.manifest.raw_bytes,
             "stored_bytes": step.stored_bytes,
             "written_bytes": step.stored_bytes + step.manifest_bytes,
+            "failed_saves": step.manifest.failed_saves,
         }
         previous_time = time
         try:
@@ -132,6 +133,8 @@ def log(
     else:
         written_column = Column("WRITTEN", "written_bytes", output.size)
         columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE)
+    if any(row["failed_saves"] for row in rows):
+        columns = (*columns, Column("FAILED", "failed_saves"))
     _print_steps(root, rows, columns, as_json, problems)
 
 

@@ -150,6 +150,7 @@ class SaveReport:
         durability: The failure that the checkpoint survives: a loss of ``"power"``, or only the end
             of the ``"process"``.
         digest: The digest of the manifest, ``"sha256:..."``, for use as ``expected_digest``.
+        failed_saves: Saves that failed between the last commit of this process and this save.
     """
 
     step: int
@@ -164,6 +165,7 @@ class SaveReport:
     note: str = ""
     durability: str = "power"
     digest: str = ""
+    failed_saves: int = 0
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:

@@ -23,6 +23,7 @@ from deltacheck.restore import receipt
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.adaptive_effort import EffortChoice
 from deltacheck.save.chains.chain_state import ChainState
+from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
@@ -59,6 +60,7 @@ class Pipeline:
 
     def __init__(self, options: SaveOptions, chains: ChainState) -> None:
         self.effort = EffortChoice(options.effort)
+        self.failures = FailureCount(options.on_error, options.max_failures)
         # Saves that were given up while a thread was in them. Until that thread returns nothing
         # else can be saved, since it would wait behind them.
         self.stuck: set[Progress] = set()
@@ -113,17 +115,32 @@ class Pipeline:
             self.stuck.add(progress)
             self._chains.drop()
         failure = as_save_failed(progress.step, error)
-        log.error("%s", failure)
-        progress.fail(failure)
+        self._fail(progress, failure)
 
-    def raise_stuck(self) -> None:
-        """Raise ``SaveFailed`` if a thread still hangs in a save that was given up."""
-        stuck = min(self.stuck, key=lambda progress: progress.step, default=None)
-        if stuck is not None:
-            raise SaveFailed(
-                f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
-                " before it answers, or by another process"
-            )
+    def refuse_if_stuck(self, progress: Progress) -> bool:
+        """Fail a save that is about to begin if a thread still hangs in one that was given up.
+
+        Returns:
+            True if it has failed, and the caller may go on without it.
+
+        Raises:
+            SaveFailed: It has failed, and ``on_error`` or ``max_failures`` demands an error.
+        """
+        stuck = min(self.stuck, key=lambda stuck: stuck.step, default=None)
+        if stuck is None:
+            return False
+        failure = SaveFailed(
+            f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
+            " before it answers, or by another process"
+        )
+        # The new epoch tells a gradient log that it cannot go on from this save.
+        self._chains.drop()
+        self._fail(progress, failure)
+        progress.take_unseen_error()
+        error = self.failures.to_raise(failure)
+        if error is not None:
+            raise error
+        return True
 
     def stop(self, *, join: bool) -> None:
         """Let the threads end after the saves under way. ``join``: wait for that."""
@@ -197,7 +214,8 @@ class Pipeline:
         # The caller may have acted on the failure already, so the step must not appear now.
         if progress.done():
             raise SaveFailed(f"the save of step {step} was given up before it was committed")
-        manifest = job.manifest(refs)
+        failed_saves = self.failures.in_a_row
+        manifest = job.manifest(refs, failed_saves)
         # Before the commit, so that no step exists whose files differ from the state.
         if verify == "commit":
             store, digests = job.setup.store, job.live_digests
@@ -220,8 +238,9 @@ class Pipeline:
             progress.awaits_receipt = True
         result = self._on_disk(job, partial(job.request.commit, manifest))
         self._chains.committed(job, manifest)
+        self.failures.committed(failed_saves)
         stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
-        progress.advance("committed", job.report(stored_bytes, result.digest))
+        progress.advance("committed", job.report(stored_bytes, result.digest, failed_saves))
         self._release(job)
         if verify == "receipt":
             self._to_check.put((job, manifest))
@@ -265,8 +284,6 @@ class Pipeline:
         self._chains.failed(job)
         failure = as_save_failed(job.request.step, error)
         try:
-            if not job.progress.done():  # else the failure was logged when it was given up
-                log.error("%s", failure)
             # Calls that hang must not block the next save.
             job.setup.store.renew()
             if job.request.abandon is not None:
@@ -281,8 +298,18 @@ class Pipeline:
             # Else the manifest may exist and need the segment; a collection decides by what it
             # finds.
         finally:
-            job.progress.fail(failure)
+            self._fail(job.progress, failure)
             self._release(job)
+
+    def _fail(self, progress: Progress, failure: Exception) -> None:
+        """Log, count and record the failure of a save, unless the save was given up before."""
+        # Counted first: whoever sees that the save has ended must find the new count.
+        with self._lock:
+            if progress.done():
+                return
+            log.error("%s", failure)
+            self.failures.add(failure)
+            progress.fail(failure)
 
     def _release(self, job: SaveJob) -> None:
         """Record that no thread hangs in this save. Its progress must have ended."""

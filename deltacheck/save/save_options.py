@@ -13,6 +13,7 @@ from deltacheck.store.files.durability import Durability
 
 SHADOWS = ("auto", "device", "host", "none")
 ON_BUSY = ("wait", "skip")
+ON_ERROR = ("raise", "log")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class SaveOptions:
             Default: never, and a purge that removes files costs the steps that need them.
         exit_timeout_seconds: The longest wait for pending saves at interpreter exit. Longer: a
             slow storage gets the last save through; shorter: a dead one lets the process end.
+        on_error: The effect of a failed save on later calls. ``"raise"``: the next one raises it,
+            so no loss goes unseen; ``"log"``: it is logged and counted, and the run goes on.
+        max_failures: The failed saves in a row after which ``"log"`` raises, too. Larger: the run
+            survives longer without a new step; smaller: less work can be lost.
 
     Raises:
         ValueError: An option has a value that it cannot have.
@@ -78,6 +83,8 @@ class SaveOptions:
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
     redate_after_seconds: float | None = None
+    on_error: str = "raise"
+    max_failures: int = 3
 
     def __post_init__(self) -> None:
         # Checked here, so that every public constructor refuses the same values with the same
@@ -96,6 +103,10 @@ class SaveOptions:
             )
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error must be 'raise' or 'log', not {self.on_error!r}")
+        if self.max_failures < 1:
+            raise ValueError(f"max_failures must be at least 1, not {self.max_failures}")
         if self.compact_after is not None and self.compact_after < 1:
             raise ValueError(f"compact_after must be at least 1, not {self.compact_after}")
         if self.redate_after_seconds is not None and not self.redate_after_seconds > 0:

@@ -23,11 +23,13 @@ from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.exits import undisturbed
 from deltacheck.save.handle import SaveHandle, progress_of
+from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.pipeline import Pipeline
+from deltacheck.save.progress import Progress
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.treatment import Treatment
@@ -84,6 +86,11 @@ class Saver:
         return self._setup.options
 
     @property
+    def failures(self) -> FailureCount:
+        """The saves that failed since the last commit."""
+        return self._pipeline.failures
+
+    @property
     def is_exact(self) -> bool:
         """True if every leaf is stored as it is."""
         return self.options.policy.is_exact
@@ -131,10 +138,11 @@ class Saver:
     def _save(self, request: SaveRequest, sources: Mapping[str, LeafSource]) -> SaveHandle:
         begin = time.perf_counter()
         # First of all: a caller that ignores its handles learns of an earlier failure here.
-        self._raise_failures()
         # Made before the waits: a new handle starts the patience of its pulse anew.
         handle = SaveHandle(request.step, self._pulse)
         progress = progress_of(handle)
+        if self._is_refused(progress):
+            return handle
         pending = self.pending()
         if len(pending) >= self.options.max_pending and self.options.on_busy == "skip":
             progress.advance("skipped")
@@ -146,8 +154,8 @@ class Saver:
         for earlier in pending:
             self._block_until(earlier, "encoded")
         # A save may have been given up during the waits above.
-        if self._pipeline.stuck:
-            self._raise_failures()
+        if self._is_refused(progress):
+            return handle
         # A gradient log has looked before it planned this save, and its plan needs the chains.
         if request.replay is None:
             self.renew_lost_base()
@@ -288,7 +296,7 @@ class Saver:
             self._pipeline.give_up(progress_of(handle), error)
 
     def raise_unseen(self) -> None:
-        """Raise the oldest failure that nobody has seen."""
+        """Raise the oldest unseen failure, unless ``on_error`` leaves it to the log."""
         with self._lock:
             failed = [p for p in map(progress_of, self._handles) if p.error is not None]
             self._handles = [
@@ -297,13 +305,15 @@ class Saver:
                 if not handle.done() or progress_of(handle).awaits_receipt
             ]
         for progress in failed:
-            error = progress.take_unseen_error()
+            unseen = progress.take_unseen_error()
+            error = None if unseen is None else self.failures.to_raise(unseen)
             if error is not None:
                 raise error
 
-    def _raise_failures(self) -> None:
+    def _is_refused(self, progress: Progress) -> bool:
+        """Raise earlier failures; return true if the save itself has failed before it began."""
         self.raise_unseen()
-        self._pipeline.raise_stuck()
+        return self._pipeline.refuse_if_stuck(progress)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed and, if ``verify`` asks for it, read back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -66,11 +67,13 @@ def commit(
         if fenced:
             # Another writer may have taken over between the first check and the creation.
             _fence(root, manifest, still_ours)
-    except RootBusy:
-        (folder / "zarr.json").unlink(missing_ok=True)
+        durability.sync_directory(folder)
+        durability.sync_directory(folder.parent)
+    except BaseException:
+        # The save fails, so the step must not be listed.
+        with contextlib.suppress(OSError):
+            (folder / "zarr.json").unlink(missing_ok=True)
         raise
-    durability.sync_directory(folder)
-    durability.sync_directory(folder.parent)
     return Written.of(content)
 
 

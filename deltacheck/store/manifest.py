@@ -360,6 +360,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         tiles: Leaves that several ranks have stored parts of.
         lanes: By writer, the numbers of the segments that its leaves and tiles need. A reader of
             some leaves opens only these.
+        failed_saves: Saves of the process that failed since its last commit, for people only.
     """
 
     format: str
@@ -382,6 +383,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     durability: str = "power"
     tiles: dict[str, Tiles] = {}
     lanes: tuple[tuple[int, ...], ...] = ()
+    failed_saves: int = 0
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:

@@ -135,8 +135,8 @@ BUGS = (
         (
             Edit(
                 "deltacheck.save.pipeline",
-                "job.progress.fail(failure)",
-                "job.progress.advance('committed')",
+                "progress.fail(failure)",
+                "progress.advance('committed')",
             ),
         ),
         ("restore/test_refusals.py::test_a_failure_at_the_end_of_the_with_block_is_raised_there",),

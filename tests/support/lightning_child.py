@@ -146,10 +146,6 @@ def failing(folder: Path) -> Any:
     io.save_checkpoint({"global_step": 1, "w": torch.ones(4)}, folder / "a.ckpt")
     io._settle()
     assert io._engine is not None
-
-    def broken(manifest: object) -> int:
-        raise OSError(28, "No space left on device")
-
     io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
     io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
     concurrent.futures.wait(io._under_way)
@@ -160,6 +156,38 @@ def failing(folder: Path) -> Any:
         raised = str(error)
     io.teardown()
     return {"raised": raised, "kept": load(folder / "a.ckpt")["w"].tolist()}
+
+
+def logged(folder: Path) -> Any:
+    """With ``on_error="log"`` a failed save leaves no file, and too many in a row are raised."""
+    io = DeltaCheckIO(on_error="log", max_failures=2)
+
+    def save(step: int, is_broken: bool = False) -> None:
+        commit = None if io._engine is None else io._engine._writer.commit
+        if io._engine is not None and is_broken:
+            io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
+        io.save_checkpoint({"global_step": step, "w": torch.ones(4)}, folder / f"{step}.ckpt")
+        io._settle()
+        if io._engine is not None and commit is not None:
+            io._engine._writer.commit = commit  # type: ignore[method-assign]
+
+    save(0)
+    save(1, is_broken=True)
+    save(2)
+    files = sorted(path.name for path in folder.glob("*.ckpt"))
+    save(3, is_broken=True)
+    save(4, is_broken=True)
+    raised = ""
+    try:
+        save(5)
+    except deltacheck.errors.SaveFailed as error:
+        raised = str(error)
+    io.teardown()
+    return {"raised": raised, "files": files}
+
+
+def broken(manifest: object) -> int:
+    raise OSError(28, "No space left on device")
 
 
 def examples(folder: Path) -> Any:
@@ -180,5 +208,6 @@ if __name__ == "__main__":
         "refused",
         "foreign",
         "failing",
+        "logged",
     )
     run_all({name: globals()[name] for name in names}, Path(sys.argv[1]))

@@ -66,6 +66,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             takes its memory twice. Other arrays are always read at once.
         redate_after_seconds: The age after which files of the root get the present time, so that a
             purge by age leaves them. Default: never.
+        on_error: The effect of a failed save on ``manager()``, which describes it. Orbax raises the
+            failed saves of a ``CheckpointManager`` that you made yourself in any case.
+        max_failures: As for ``manager()``.
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
@@ -84,6 +87,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         verify: str = "none",
         capture: str = "eager",
         redate_after_seconds: float | None = None,
+        on_error: str = "raise",
+        max_failures: int = 3,
         read_only: bool = False,
     ) -> None:
         if capture not in ("eager", "lazy"):
@@ -98,6 +103,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             durability=Durability.of(durability),
             verify=verify,
             redate_after_seconds=redate_after_seconds,
+            on_error=on_error,
+            max_failures=max_failures,
         )
         self._read_only = read_only
         self._closed = False
@@ -253,6 +260,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return "deltacheck.DeltaCheckpointHandler"
 
     # --- internal ---------------------------------------------------------------------------------
+
+    def _tolerates(self, error: Exception) -> bool:
+        """Return true if ``on_error`` leaves a failure that Orbax raises to the log."""
+        counts = [item.failures for item in self._items.values() if item.failures is not None]
+        return bool(counts) and all(count.to_raise(error) is None for count in counts)
+
+    def _raise_lost(self) -> None:
+        """Raise the failure of the newest save of an item, if only the log has it."""
+        for item in self._items.values():
+            if item.failures is not None:
+                item.failures.raise_lost()
 
     @property
     def is_exact(self) -> bool:

@@ -24,6 +24,7 @@ from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.leaf import tree
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
+from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
 from deltacheck.save.save_options import SaveOptions
@@ -89,6 +90,11 @@ class Item:
         # Registered before the first save: the segments of a restored step must already be safe
         # from the collections of other items of this process.
         holders.add(self)
+
+    @property
+    def failures(self) -> FailureCount | None:
+        """The failed saves since the last commit; ``None`` before the first save."""
+        return None if self._saver is None else self._saver.failures
 
     @contextlib.contextmanager
     def sharing_failure(self) -> Iterator[None]:

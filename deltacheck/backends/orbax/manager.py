@@ -20,7 +20,7 @@ from deltacheck.backends.orbax.handler import (
 )
 from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
 from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
-from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
+from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFound
 from deltacheck.policy import Policy
 from deltacheck.save import exits
 from deltacheck.store.deadline import Deadline
@@ -47,6 +47,8 @@ def manager(  # noqa: PLR0913 - one argument per option
     durability: str = "power",
     verify: str = "none",
     capture: str = "eager",
+    on_error: str = "raise",
+    max_failures: int = 3,
     exit_timeout_seconds: float = 120.0,
     redate_after_seconds: float | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -82,6 +84,13 @@ def manager(  # noqa: PLR0913 - one argument per option
             then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
         capture: ``"eager"``: arrays in host memory are read before ``save`` returns; ``"lazy"``:
             behind the training, so that ``save`` returns sooner but donations copy.
+        on_error: The effect of a failed save. ``"raise"``: the next ``save``,
+            ``wait_until_finished`` or ``close`` raises it, so that no loss goes unseen. ``"log"``:
+            the run goes on without this step. The failure is logged and counted in the next
+            manifest and ``deltacheck log``, and the next save writes whole leaves. If the newest
+            step is lost at interpreter exit, the exit status is 120.
+        max_failures: The failed saves of an item in a row after which ``on_error="log"`` raises,
+            too. Larger: the run survives a longer outage; smaller: less work can be lost.
         exit_timeout_seconds: The longest wait for the last save at interpreter exit. Longer: a slow
             storage gets it through; shorter: a dead one lets the process end. A failure is reported
             on stderr, with exit status 120; after a timeout the process ends at once, because
@@ -95,8 +104,8 @@ def manager(  # noqa: PLR0913 - one argument per option
 
     Raises:
         StorageFailed: ``root`` is an address of an object store.
-        ValueError: An option has a value that it cannot have, or the options name another primary
-            host or a subset of the processes.
+        ValueError: An option has a value that it cannot have, the options name another primary
+            host or a subset of the processes, or ``on_error="log"`` in a run of several processes.
     """
     path = storage.local(root, "a CheckpointManager with our handler").absolute()
     processes = None if options is None else options.multiprocessing_options
@@ -109,6 +118,10 @@ def manager(  # noqa: PLR0913 - one argument per option
             "all processes of a run save together, and process 0 commits: give"
             " MultiprocessingOptions(primary_host=0) without active_processes"
         )
+    if on_error == "log" and jax.process_count() > 1:
+        raise ValueError(
+            "on_error='log' is of one process: Orbax's barriers do not survive a save that fails"
+        )
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,
@@ -119,6 +132,8 @@ def manager(  # noqa: PLR0913 - one argument per option
         verify=verify,
         capture=capture,
         redate_after_seconds=redate_after_seconds,
+        on_error=on_error,
+        max_failures=max_failures,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
@@ -128,9 +143,8 @@ def manager(  # noqa: PLR0913 - one argument per option
     # Orbax renames without a sync, so a committed step could be gone after a power cut.
     if Durability.of(durability).syncs:
         options = with_durable_steps(path, options)
-    new_manager = ocp.CheckpointManager(
-        path, options=options, handler_registry=registry, metadata=metadata
-    )
+    manager_class = ocp.CheckpointManager if on_error == "raise" else _TolerantManager
+    new_manager = manager_class(path, options=options, handler_registry=registry, metadata=metadata)
     # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
     _open[new_manager] = handler
@@ -139,6 +153,35 @@ def manager(  # noqa: PLR0913 - one argument per option
     # ``_finish_all`` comes first and takes the entry out.
     exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
     return new_manager
+
+
+class _TolerantManager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no types
+    """A manager that raises failed saves only if its handler says so.
+
+    Orbax waits for the last save in ``save``, ``wait_until_finished`` and ``close``, each time with
+    the second method below.
+    """
+
+    def save(self, *args: Any, **kwargs: Any) -> bool:
+        """Save a step, and return false if it was not due or, without asynchrony, has failed."""
+        try:
+            return bool(super().save(*args, **kwargs))
+        except SaveFailed as error:
+            self._tolerate(error)
+            return False
+
+    def wait_until_finished(self) -> None:
+        """Wait for the saves under way."""
+        try:
+            super().wait_until_finished()
+        except SaveFailed as error:
+            self._tolerate(error)
+
+    def _tolerate(self, error: SaveFailed) -> None:
+        if not handler_of(self)._tolerates(error):
+            raise error
+        # Orbax has taken the steps that this save would have replaced off its list already.
+        self.reload()
 
 
 class Whole(NamedTuple):
@@ -226,6 +269,7 @@ class LastSave:
         if not await_renames(deadline):  # Orbax's own wait has no deadline
             raise TimeoutError(f"Orbax has not finished it after {timeout:g} s")
         open_manager.wait_until_finished()
+        handler_of(open_manager)._raise_lost()
 
     close = wait  # the manager itself stays open: Orbax may be about to close it
 

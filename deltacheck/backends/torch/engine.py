@@ -96,6 +96,12 @@ class Engine:
             the background after a save, so that a purge by age leaves them. Smaller: safer; larger:
             the files are listed less often. Default: never; files that are removed cost the steps
             that need them, and the next save writes whole leaves.
+        on_error: The effect of a failed save. ``"raise"``: the next call raises it, so that no loss
+            goes unseen. ``"log"``: the run goes on. The failure is in the log, on the handle (whose
+            ``wait`` raises it) and counted in the next report, manifest and ``deltacheck log``; the
+            next save writes whole leaves. If nothing was committed since, the exit status is 120.
+        max_failures: The failed saves in a row after which ``on_error="log"`` raises, too. Larger:
+            the run survives a longer outage; smaller: less work can be lost.
         storage: The access to an object store. Default: from the environment.
         memory: A directory in memory, or a ``MemoryTier``. Steps are committed there and copied to
             ``root`` behind the training. Saves end sooner and survive a killed process, but a
@@ -137,6 +143,8 @@ class Engine:
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         redate_after_seconds: float | None = None,
+        on_error: str = "raise",
+        max_failures: int = 3,
         storage: ObjectStore | None = None,
         memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
@@ -158,6 +166,8 @@ class Engine:
             io_timeout_seconds=io_timeout_seconds,
             exit_timeout_seconds=exit_timeout_seconds,
             redate_after_seconds=redate_after_seconds,
+            on_error=on_error,
+            max_failures=max_failures,
         )
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
@@ -480,7 +490,15 @@ class _Ending:
     """The end of an engine at interpreter exit: steps that are only in memory are copied too."""
 
     def __init__(self, engine: Engine) -> None:
-        self.wait, self.close = engine.persist, engine.close
+        self._engine = engine
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._engine.persist(timeout)
+        self._engine._saver.failures.raise_lost()
+
+    def close(self, timeout: float | None = None) -> None:
+        self._engine.close(timeout)
+        self._engine._saver.failures.raise_lost()
 
 
 def _session(
@@ -494,6 +512,11 @@ def _session(
     if process_group is None:
         if memory is None:
             return SingleProcessSession(path, options, settle_reads)
+        if options.on_error == "log":
+            raise ValueError(
+                "a memory tier that cannot copy its steps fills up and must stop the run:"
+                " on_error='log' and memory cannot be given together"
+            )
         return MemoryFirstSession(path, options, settle_reads, MemoryTier.of(memory))
     if memory is not None:
         raise ValueError(

@@ -19,7 +19,7 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.files.load import load
 from deltacheck.backends.torch.state import rng
-from deltacheck.save.handle import SaveHandle
+from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
 
 # Both distributions of Lightning have one, and each Trainer tests for its own.
@@ -205,6 +205,10 @@ def _register(kind: type) -> None:
 
 def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
     """Make a file point to a step once the step is committed."""
+    if engine._saver.options.on_error == "log" and handle.exception() is not None:
+        # No pointer is written. The engine decides which failure ends the run, at its next call.
+        progress_of(handle).unsee_error()
+        return
     report = handle.result()
     if report is None:  # skipped by on_busy="skip"
         return

@@ -73,6 +73,7 @@ def build_manifest(
     segments: tuple[SegmentRef, ...],
     records: Mapping[str, LeafRecord],
     durability: str,
+    failed_saves: int = 0,
 ) -> Manifest:
     """Return the manifest of a step that is about to be committed under the number ``seq``."""
     # Two segments of one sequence number come from ranks that saved together, so this save goes on
@@ -115,6 +116,7 @@ def build_manifest(
         stage=terms.stage,
         replay=request.replay,
         durability=durability,
+        failed_saves=failed_saves,
     )
 
 

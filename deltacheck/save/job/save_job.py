@@ -125,8 +125,13 @@ class SaveJob:
         """Make the segment durable; return ``None`` if no leaf changed and there is none."""
         return self._segment.finish()
 
-    def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
-        """Return the manifest of the step. ``refs``: the segments by name."""
+    def manifest(self, refs: Mapping[str, SegmentRef], failed_saves: int) -> Manifest:
+        """Return the manifest of the step.
+
+        Args:
+            refs: The segments by name.
+            failed_saves: The saves that failed since the last commit.
+        """
         # Segments of a manifest ascend by name (docs/reference/format.md, section 3).
         return build_manifest(
             self.request,
@@ -135,14 +140,16 @@ class SaveJob:
             tuple(refs[name] for name in sorted(self._segment.segments)),
             self._segment.records,
             self.setup.store.durability.value,
+            failed_saves,
         )
 
-    def report(self, stored_bytes: int, digest: str) -> SaveReport:
+    def report(self, stored_bytes: int, digest: str, failed_saves: int) -> SaveReport:
         """Return the cost of the committed save.
 
         Args:
             stored_bytes: Bytes on disk, of the segment and the checkpoint's documents.
             digest: The digest of the manifest.
+            failed_saves: The saves that failed since the last commit.
         """
         leaves = leaf_reports(self.leaves.values())
         replay = self.request.replay
@@ -161,4 +168,5 @@ class SaveJob:
             note=self.request.note,
             durability=self.setup.store.durability.value,
             digest=digest,
+            failed_saves=failed_saves,
         )

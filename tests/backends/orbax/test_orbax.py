@@ -788,6 +788,40 @@ def test_a_failed_save_is_told_leaves_earlier_steps_alone_and_the_next_is_whole(
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_on_error_log_goes_on_without_the_failed_steps_until_there_are_too_many(
+    tmp_path: Path, full_disk: threading.Event, is_async: bool
+) -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=is_async)
+    with manager(tmp_path, options, on_error="log", max_failures=3) as mngr:
+        for step in (0, 1):
+            save(mngr, step, small_state(step))
+        full_disk.set()
+        for step in (2, 3):
+            mngr.save(step, args=DeltaSaveArgs(small_state(step)))
+            mngr.wait_until_finished()
+        full_disk.clear()
+        # The step that the failed save would have replaced is still there, and still known.
+        assert mngr.all_steps() == [0, 1]
+        save(mngr, 4, small_state(4))
+        save(mngr, 5, small_state(5))
+        assert mngr.all_steps() == [4, 5]
+        assert not is_delta(tmp_path, 4)
+        assert is_delta(tmp_path, 5)
+        for step in (4, 5):
+            assert_same(mngr.restore(step), small_state(step))
+        manifests = [deltacheck.open(tmp_path)._root.manifest(step) for step in (4, 5)]
+        assert [manifest.failed_saves for manifest in manifests] == [2, 0]
+        full_disk.set()
+        for step in (6, 7):
+            mngr.save(step, args=DeltaSaveArgs(small_state(step)))
+        with pytest.raises(SaveFailed, match="the save of step 8 failed"):
+            save(mngr, 8, small_state(8))
+        full_disk.clear()
+        save(mngr, 9, small_state(9))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
 def test_a_failure_that_nobody_waited_for_surfaces_at_the_next_save_and_the_one_after_works(
     tmp_path: Path, full_disk: threading.Event
 ) -> None:

@@ -86,6 +86,11 @@ def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(
     assert told["failing"]["kept"] == [1.0] * 4
 
 
+def test_on_error_log_leaves_no_file_and_raises_too_many_failures(told: dict[str, Any]) -> None:
+    assert told["logged"]["files"] == ["0.ckpt", "2.ckpt"]
+    assert "2 saves in a row have failed" in told["logged"]["raised"]
+
+
 def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
     if told["examples"] is None:
         pytest.skip("the example needs the package lightning")
