@@ -137,10 +137,10 @@ class Saver:
 
     def _save(self, request: SaveRequest, sources: Mapping[str, LeafSource]) -> SaveHandle:
         begin = time.perf_counter()
-        # First of all: a caller that ignores its handles learns of an earlier failure here.
         # Made before the waits: a new handle starts the patience of its pulse anew.
         handle = SaveHandle(request.step, self._pulse)
         progress = progress_of(handle)
+        # A caller that ignores its handles learns of an earlier failure here.
         if self._is_refused(progress):
             return handle
         pending = self.pending()

@@ -22,6 +22,7 @@ LONG_CLASSES = {
 WIDE_CLASSES = {
     "Manifest",  # the document on disk: one attribute per key
     "Recipe",  # the hyperparameters of a run, written as one JSON object
+    "SaveOptions",  # one attribute per option of the public constructors
     "StepRecord",  # a row of the report: one attribute per column
 }
 
