@@ -33,6 +33,7 @@ _CHANGE = (
     Column("DENSITY", "density", output.share),
 )
 _REPLAYS = Column("REPLAYS", "replayed_steps")
+_FAILED = Column("FAILED", "failed_saves")
 _SURVIVES = Column(
     "SURVIVES",
     "durability",
@@ -133,9 +134,9 @@ def log(
     else:
         written_column = Column("WRITTEN", "written_bytes", output.size)
         columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE)
-    if any(row["failed_saves"] for row in rows):
-        columns = (*columns, Column("FAILED", "failed_saves"))
-    _print_steps(root, rows, columns, as_json, problems)
+    # Most runs have no failed saves.
+    failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
+    _print_steps(root, rows, (*columns, *failures), as_json, problems)
 
 
 def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
