@@ -24,17 +24,19 @@ def describe_numpy(value: object) -> ArrayLeaf | None:
         The description, or ``None`` if the value is neither an array nor a scalar of NumPy.
 
     Raises:
-        UnsupportedLeaf: The array is masked or not in native byte order.
+        UnsupportedLeaf: The array is of a subclass, such as a masked array, or not in native byte
+            order.
     """
     # NumPy's text and bytes scalars are text and bytes to Python, and void scalars have fields.
     if isinstance(value, np.generic) and not isinstance(value, np.str_ | np.bytes_ | np.void):
         return ArrayLeaf((), dtype_named(value.dtype.name).name, None, NUMPY_SCALAR)
     if not isinstance(value, np.ndarray):
         return None
-    if value.dtype.byteorder == _BYTE_SWAPPED or isinstance(value, np.ma.MaskedArray):
+    # A memmap is an array like any other, but a subclass such as a matrix has another meaning.
+    if value.dtype.byteorder == _BYTE_SWAPPED or type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedLeaf(
             f"a {type(value).__name__} of dtype {value.dtype.str} cannot be kept exactly; convert"
-            " it to native byte order, unmasked"
+            " it to a plain array in native byte order, unmasked"
         )
     pointer = value.__array_interface__["data"][0]
     # Arrays of size 0 share pointers by chance, so they are never tied.

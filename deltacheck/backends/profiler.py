@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import describe_numpy
-from deltacheck.leaf import tree
+from deltacheck.leaf import instances, tree
+from deltacheck.leaf.containers import Level
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
@@ -33,8 +34,8 @@ class Adapter(Protocol):
     def describe(self, value: object) -> ArrayLeaf | None:
         """Describe an array of the framework as a leaf; return ``None`` for any other value."""
 
-    def expand(self, value: object) -> list[tuple[object, object]] | None:
-        """Return the keys and children of a container of the framework, else ``None``."""
+    def expand(self, value: object) -> Level | None:
+        """Return one level of a container of the framework, else ``None``."""
 
     def take(self, arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
         """Return the sampled elements of all arrays, on the host, in memory of their own."""
@@ -105,9 +106,12 @@ def _describe(value: object) -> ArrayLeaf | None:
     return describe_numpy(value) if adapter is None else adapter.describe(value)
 
 
-def _expand(value: object) -> list[tuple[object, object]] | None:
+def _expand(value: object) -> Level | None:
     adapter = _adapter(package_of(value))
-    return None if adapter is None else adapter.expand(value)
+    if adapter is not None:
+        return adapter.expand(value)
+    # Of the user's own classes only the fields matter, whichever framework saves them.
+    return instances.level_of(value) if instances.is_supported(type(value)) else None
 
 
 def package_of(value: object) -> str:

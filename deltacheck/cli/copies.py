@@ -136,7 +136,7 @@ def export(
     )
     if weights_only is False:
         output.print_line(
-            "the file holds NumPy arrays or deques, as the checkpoint does: load it by torch.load"
+            "the file holds NumPy arrays, deques or other types that torch.load makes only"
             " with weights_only=False"
         )
 

@@ -3,8 +3,9 @@
 A path joins the keys from the root with ``/``. A text key is percent-escaped if it contains ``/``,
 ``%`` or a control character, or if it looks like an integer key, so that two different key
 sequences never have the same path. The skeleton has the rest: containers, key order, Python scalars
-and ties. It is plain JSON (``docs/reference/format.md``, section 3). Reading it creates dicts,
-lists, tuples and scalars only, so no code of a checkpoint runs.
+and ties. It is plain JSON (``docs/reference/format.md``, section 3). Reading it creates Python's
+own containers and scalars, and those of classes that a backend knows, so no code of a checkpoint
+runs. ``containers.py`` has the types of containers.
 
 All frameworks use the same paths for the same structure.
 """
@@ -15,18 +16,16 @@ import base64
 import math
 import re
 import struct
-import sys
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias, cast
 
-import optree
-
 from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
+from deltacheck.leaf import containers
+from deltacheck.leaf.containers import KEYED, LISTED, Build, Level, as_plain
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-Node: TypeAlias = "dict[str, Json]"
+Json: TypeAlias = containers.Json
+Node: TypeAlias = containers.Node
 
 # Permanent tags of leaves that every framework restores as NumPy.
 NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"
@@ -71,7 +70,7 @@ class Flat(NamedTuple):
 
 
 Describe: TypeAlias = Callable[[object], "ArrayLeaf | None"]
-Expand: TypeAlias = Callable[[object], "Sequence[tuple[object, object]] | None"]
+Expand: TypeAlias = Callable[[object], "Level | None"]
 
 
 def escape_key(key: object) -> str:
@@ -80,15 +79,15 @@ def escape_key(key: object) -> str:
     Raises:
         UnsupportedLeaf: The key is neither text nor an integer.
     """
-    # A bool is an integer to Python, and True would share the path of 1.
-    if isinstance(key, bool) or not isinstance(key, str | int):
-        raise UnsupportedLeaf(
-            f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or"
-            " integer keys"
-        )
-    if isinstance(key, int):
-        return _digits(int(key))
-    return _escaped(key)
+    # A key of a subclass, such as an enumeration, would be restored as plain text or number.
+    if type(key) is int:
+        return _digits(key)
+    if type(key) is str:
+        return _escaped(key)
+    raise UnsupportedLeaf(
+        f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or"
+        " integer keys"
+    )
 
 
 @lru_cache(1 << 14)  # states have the same keys at every save
@@ -103,15 +102,15 @@ def _escaped(key: str) -> str:
 def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
     """Flatten a nested state.
 
-    Containers are dict and its subclasses that optree supports, list, tuple, named tuple and deque.
-    Tied leaves are stored under the smallest of their paths, whatever the order of the keys.
+    Containers are those of ``containers.level_of`` and of ``expand``. Tied leaves are stored
+    under the smallest of their paths, whatever the order of the keys.
 
     Args:
         tree: The state.
         describe: Returns a description of an array, and ``None`` for anything else, which must
             then be a container, a Python scalar, text, bytes or ``None``.
-        expand: Returns the (key, child) pairs of a container of the backend's framework, and
-            ``None`` for anything else.
+        expand: Returns one level of a container of the backend's framework or of a class that it
+            knows, and ``None`` for anything else. It may refuse a value with ``UnsupportedLeaf``.
 
     Returns:
         The skeleton and the arrays by path.
@@ -165,54 +164,47 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     if scalar is not None:
         return scalar
 
-    prefix = f"{path}/" if depth else ""
-
-    def child(key: object, item: object) -> Node:
-        return _flatten(item, prefix + escape_key(key), depth + 1, walk)
-
-    def entry(key: object, item: object) -> list[Json]:
-        node = child(key, item)  # refuses a key that is neither text nor an integer
-        return [str(key) if isinstance(key, str) else int(cast("int", key)), node]
-
-    # Before dict, of which it is a subclass.
-    if isinstance(value, OrderedDict):
-        return {"t": "odict", "k": [entry(k, v) for k, v in value.items()]}
-    if isinstance(value, dict):
-        return {"t": "dict", "k": [entry(k, v) for k, v in value.items()]}
-    if isinstance(value, deque):
-        return {
-            "t": "deque",
-            "maxlen": value.maxlen,
-            "n": [child(i, v) for i, v in enumerate(value)],
-        }
-    if isinstance(value, list):
-        return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
-    # A named tuple has fields, which are kept by name.
-    if isinstance(value, tuple) and not optree.is_namedtuple(value):
-        return {"t": "tuple", "n": [child(i, v) for i, v in enumerate(value)]}
-    pairs = _fields_of(value, walk.expand)
-    if pairs is None:
+    try:
+        level = containers.level_of(value) or walk.expand(value)
+        pairs = [] if level is None else list(level.pairs)
+        names = [escape_key(key) for key, _ in pairs]
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
+    if level is None:
         raise UnsupportedLeaf(
             f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which"
             " cannot be kept exactly; turn it into arrays, numbers, text, bytes or None, or leave"
             " it out"
         )
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"t": "fields", "c": name, "k": [entry(k, v) for k, v in pairs]}
+    prefix = f"{path}/" if depth else ""
+    children = [
+        _flatten(item, prefix + name, depth + 1, walk)
+        for name, (_, item) in zip(names, pairs, strict=True)
+    ]
+    if level.attributes:
+        level.node["a"] = [
+            [name, _attribute(item, f"{path}.{name}", depth + 1, walk)]
+            for name, item in level.attributes.items()
+        ]
+    if level.node["t"] in KEYED:
+        level.node["k"] = [
+            [cast("str | int", key), child] for (key, _), child in zip(pairs, children, strict=True)
+        ]
+    elif level.node["t"] in LISTED:
+        level.node["n"] = cast("Json", children)
+    return level.node
 
 
-def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]] | None:
-    """Return the fields of a named tuple, or of a container that backend or optree can expand."""
-    pairs = None if optree.is_namedtuple(value) else expand(value)
-    if pairs is not None:
-        return pairs
-    try:
-        level = optree.tree_flatten_one_level(
-            cast("optree.PyTree[object]", value), none_is_leaf=True
+def _attribute(value: object, path: str, depth: int, walk: _Walk) -> Node:
+    """Return the node of an attribute of a container, which is no leaf and has no path."""
+    inner = walk._replace(arrays={}, leaves={}, ties={})
+    node = _flatten(value, path, depth, inner)
+    if inner.arrays:
+        raise UnsupportedLeaf(
+            f"leaf {path!r} is an array in an attribute of a container, which cannot be kept; move"
+            " it to a key of the state"
         )
-    except ValueError:
-        return None
-    return list(zip(getattr(value, "_fields", None) or level.entries, level.children, strict=True))
+    return node
 
 
 def _scalar_node(value: object, path: str) -> Node | None:
@@ -235,8 +227,9 @@ def _scalar_node(value: object, path: str) -> Node | None:
         text = cast("str", value)
         _require_utf8(text, f"leaf {path!r}")
         return {"t": "str", "v": text}
-    if isinstance(value, bytes | bytearray):
-        return {"t": "bytes", "v": base64.b64encode(value).decode()}
+    if kind is bytes or kind is bytearray:
+        node: Node = {"t": "bytes", "v": base64.b64encode(cast("bytes", value)).decode()}
+        return node if kind is bytes else {**node, "c": "bytearray"}
     return None
 
 
@@ -279,13 +272,15 @@ def _float_of(text: str) -> float:
 Place: TypeAlias = Callable[[str, str, "str | None"], object]
 
 
-def unflatten(skeleton: Node, place: Place) -> object:
+def unflatten(skeleton: Node, place: Place, build: Build = as_plain) -> object:
     """Build a tree from its skeleton.
 
     Args:
         skeleton: The skeleton.
         place: Called with path, owner and tag of each array; returns the array. The owner is the
             path of the leaf that holds the bytes: the path itself, except for ties.
+        build: Makes the values of classes that are none of Python's own. The default leaves them
+            in Python's own types.
 
     Returns:
         The tree.
@@ -293,10 +288,10 @@ def unflatten(skeleton: Node, place: Place) -> object:
     Raises:
         Damaged: The skeleton does not follow the format.
     """
-    return _build(skeleton, (), place)
+    return _build(skeleton, (), place, build)
 
 
-def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
+def _build(node: Json, keys: tuple[str, ...], place: Place, build: Build) -> object:
     """Build the value of a node."""
     path = "/".join(keys)
     if len(keys) > MAX_DEPTH:
@@ -304,42 +299,52 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
     try:
         fields = cast("Node", node)
         kind = fields["t"]
-        if kind in _SCALARS:
-            return _SCALARS[cast("str", kind)](fields.get("v"))
+        if not isinstance(fields.get("c", ""), str):
+            raise TypeError("the name of a class is text")
+        scalar = _SCALARS[cast("str", kind)](fields.get("v")) if kind in _SCALARS else None
         owner, tag = fields.get("of", path), fields.get("tag")
         pairs = (
             []
-            if kind == "array"
+            if kind == "array" or kind in _SCALARS
             else [(escape_key(key), key, item) for key, item in _children(fields)]
         )
         if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
             raise TypeError("the owner and the tag of an array are text")
         if len({name for name, _, _ in pairs}) != len(pairs):
             raise ValueError("two of its children have the same key")
-        maxlen = _maxlen_of(fields, len(pairs)) if kind == "deque" else None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(
-            f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}"
-        ) from error
-    if kind == "array":  # outside of the try: an error of place() is not damage
+        attributes = cast("list[tuple[str, Json]]", fields.get("a", []))
+        if any(type(name) is not str for name, _ in attributes):
+            raise TypeError("the name of an attribute is text")
+    except _WRONG as error:
+        raise _damaged(path, error) from error
+    # Errors of ``place`` and ``build`` are not damage.
+    if kind == "array":
         return place(path, owner, tag)
-    values = [(key, _build(item, (*keys, name), place)) for name, key, item in pairs]
-    if kind == "odict":
-        return OrderedDict(values)
-    if kind in ("dict", "fields"):
-        return dict(values)
-    items = [value for _, value in values]
-    if kind == "tuple":
-        return tuple(items)
-    return items if kind == "list" else deque(items, maxlen=maxlen)
+    values = [(key, _build(item, (*keys, name), place, build)) for name, key, item in pairs]
+    by_name = {
+        name: _build(item, (*keys, "." + name), _no_array, build) for name, item in attributes
+    }
+    try:
+        if kind in _SCALARS:
+            return containers.of_scalar(fields, scalar, build, path)
+        return containers.of_children(fields, values, by_name, build, path)
+    # A class that the reader does not know, and no damage.
+    except UnsupportedLeaf:
+        raise
+    except _WRONG as error:
+        raise _damaged(path, error) from error
 
 
-def _maxlen_of(node: Node, items: int) -> int | None:
-    """Return the maximal length of a deque node with this number of items."""
-    maxlen = node.get("maxlen")
-    if maxlen is not None and not (type(maxlen) is int and items <= maxlen <= sys.maxsize):
-        raise ValueError(f"a deque of {items} items cannot have the greatest length {maxlen!r}")
-    return maxlen
+# The errors that a skeleton of another form causes.
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+def _damaged(path: str, error: Exception) -> Damaged:
+    return Damaged(f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}")
+
+
+def _no_array(path: str, owner: str, tag: str | None) -> object:
+    raise Damaged(f"tree skeleton has an array in an attribute, at {path!r}")
 
 
 _SCALARS: Mapping[str, Callable[[Json], object]] = {
@@ -351,14 +356,16 @@ _SCALARS: Mapping[str, Callable[[Json], object]] = {
     "str": lambda v: str(v),
     # Without ``validate``, foreign characters would be skipped silently.
     "bytes": lambda v: base64.b64decode(cast("str", v), validate=True),
+    # The name of the member. A reader that does not know the class returns the name.
+    "enum": lambda v: str(v),
 }
 
 
 def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
     """Yield the (key, child) pairs of a container node."""
-    if node["t"] in ("dict", "odict", "fields"):
+    if node["t"] in KEYED:
         yield from cast("list[tuple[str | int, Json]]", node["k"])
-    elif node["t"] in ("list", "tuple", "deque"):
+    elif node["t"] in LISTED:
         yield from enumerate(cast("Sequence[Json]", node["n"]))
     else:
         raise ValueError(f"unknown node kind {node['t']!r}")
@@ -385,15 +392,10 @@ def _merged(union: Node, other: Node, keys: tuple[str, ...], number: int) -> Nod
     """Merge the node of process ``number`` into the node of the processes before it."""
     if union == other:
         return union
-    if union["t"] == other["t"] and union["t"] in ("dict", "odict"):
-        pairs = {escape_key(key): (key, cast("Node", item)) for key, item in _children(union)}
-        for key, item in _children(other):
-            name = escape_key(key)
-            child = cast("Node", item)
-            if name in pairs:
-                child = _merged(pairs[name][1], child, (*keys, name), number)
-            pairs[name] = (key, child)
-        return {"t": union["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
+    if union["t"] in ("dict", "odict") and _form_of(union) == _form_of(other):
+        attributes = _merged_pairs(union.get("a", []), other.get("a", []), keys, number)
+        form = {**_form_of(union), "a": attributes} if attributes else _form_of(union)
+        return {**form, "k": _merged_pairs(union["k"], other["k"], keys, number)}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is {_text_of(union)} in an earlier process and {_text_of(other)}"
         f" in process {number}; save what each has for itself under a key of its own, such as"
@@ -401,9 +403,23 @@ def _merged(union: Node, other: Node, keys: tuple[str, ...], number: int) -> Nod
     )
 
 
+def _form_of(node: Node) -> Node:
+    """Return the fields of a dict's node that do not depend on its children and attributes."""
+    return {name: value for name, value in node.items() if name not in ("k", "a")}
+
+
+def _merged_pairs(union: Json, other: Json, keys: tuple[str, ...], number: int) -> Json:
+    """Merge the [key, node] pairs of process ``number`` into those before it."""
+    pairs = {key: item for key, item in cast("list[tuple[str | int, Node]]", union)}
+    for key, item in cast("list[tuple[str | int, Node]]", other):
+        path = (*keys, escape_key(key))
+        pairs[key] = _merged(pairs[key], item, path, number) if key in pairs else item
+    return cast("Json", [list(pair) for pair in pairs.items()])
+
+
 def _text_of(node: Node) -> str:
     """Return a node in words, for error messages."""
-    return f"{node['t']} {node['v']}" if "v" in node else f"a {node['t']}"
+    return f"{node['t']} {node['v']}" if "v" in node else f"a {node.get('c', node['t'])}"
 
 
 def pruned(skeleton: Node, like: Node) -> Node:
@@ -412,7 +428,7 @@ def pruned(skeleton: Node, like: Node) -> Node:
         like_items = {escape_key(key): cast("Node", item) for key, item in _children(like)}
         pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
         return {
-            "t": skeleton["t"],
+            **skeleton,
             "k": cast(
                 "Json",
                 [

@@ -28,7 +28,15 @@ from deltacheck.leaf.tiles import Cuts
 from deltacheck.leaf.tree import Node
 from deltacheck.save.channel import Ranks, consult
 from deltacheck.store.documents import Written
-from deltacheck.store.manifest import TILES, LeafRecord, Manifest, SegmentRef, Tiles
+from deltacheck.store.manifest import (
+    TILES,
+    TYPES,
+    LeafRecord,
+    Manifest,
+    SegmentRef,
+    Tiles,
+    needs_types,
+)
 
 # Hexadecimal digits of a tile's digest.
 _DIGITS = 32
@@ -444,7 +452,7 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
         lanes=tuple(
             tuple(sorted(segment_numbers[ref.id] for ref in report.segments)) for report in reports
         ),
-        must_understand=(TILES,),
+        must_understand=(TILES, TYPES) if needs_types(manifest.tree, None) else (TILES,),
     )
     return manifest_of_all
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from deltacheck.leaf import grid, tiles
+from deltacheck.leaf.containers import Node, has_types
 from deltacheck.leaf.contracts import Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
@@ -25,7 +26,8 @@ DIGEST_DIGITS = 32
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
-FEATURES = (DERIVED, REPLAY, TILES)
+TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
+FEATURES = (DERIVED, REPLAY, TILES, TYPES)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -285,6 +287,14 @@ class Replay(msgspec.Struct, frozen=True):
     def inputs(self) -> set[str]:
         """Leaf paths of the inputs of the updates; the tree has none of them."""
         return {path for step in self.steps for path in step.inputs.values()}
+
+
+def needs_types(tree: Node, replay: Replay | None) -> bool:
+    """Return ``True`` if a skeleton of a manifest has a node of the feature ``types``."""
+    skeletons = [tree]
+    if replay is not None:
+        skeletons += [replay.memory, *(step.options for step in replay.steps)]
+    return any(map(has_types, skeletons))
 
 
 class Stored(Mapping[str, LeafRecord]):

@@ -25,6 +25,7 @@ from deltacheck.store.manifest import (
     REPLAY,
     STAGES,
     TILES,
+    TYPES,
     Derived,
     LeafEntry,
     LeafRecord,
@@ -33,6 +34,7 @@ from deltacheck.store.manifest import (
     SegmentTable,
     Tag,
     Tiles,
+    needs_types,
 )
 
 # Elements have at most 16 bytes, so byte counts stay below 2^63.
@@ -82,6 +84,7 @@ def check_manifest(manifest: Manifest) -> None:
         DERIVED: manifest.derived or manifest.contracts,
         REPLAY: manifest.replay is not None,
         TILES: manifest.tiles or manifest.lanes,
+        TYPES: needs_types(manifest.tree, manifest.replay),
     }
     if {feature for feature, is_used in has.items() if is_used} != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict, defaultdict, deque, namedtuple
+import time
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import StrEnum
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.errors import Damaged, UnsupportedLeaf
-from deltacheck.leaf import tree
+from deltacheck.leaf import containers, tree
 
 Moments = namedtuple("Moments", "mu nu")
 
@@ -103,16 +105,90 @@ def test_containers_come_back_as_what_they_were() -> None:
         "d": deque([1, 2], maxlen=3),
         "t": (1, [2]),
         "f": defaultdict(list, x=[1]),
+        "n": defaultdict(None, x=[1]),
+        "c": Counter({30: 1, "a": -2}),
+        "b": bytearray(b"\0\xff"),
+        "s": time.localtime(1e9),
     }
     back = round_trip(value)
     assert isinstance(back, dict)
     assert back == value
-    assert [type(back[k]) for k in "odt"] == [OrderedDict, deque, tuple]
+    assert {key: type(item) for key, item in back.items()} == {
+        key: type(item) for key, item in value.items()
+    }
     assert back["d"].maxlen == 3
+    assert [back[key].default_factory for key in "fn"] == [list, None]
+    assert back["s"].tm_gmtoff == value["s"].tm_gmtoff  # type: ignore[attr-defined]
+    assert back["s"].tm_zone == value["s"].tm_zone  # type: ignore[attr-defined]
 
 
-def test_a_named_tuple_keeps_its_fields() -> None:
-    assert round_trip({"m": Moments(1, 2)}) == {"m": {"mu": 1, "nu": 2}}
+class Name(StrEnum):
+    FIRST = "first"
+
+
+class Table(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Row(list):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize(
+    "container",
+    [Moments(1, 2), Table(), Row(), Name.FIRST, defaultdict(lambda: 0), np.str_("a")],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_container_of_another_type_is_refused_by_path(container: object) -> None:
+    with pytest.raises(UnsupportedLeaf, match="leaf 'outer/inner'"):
+        tree.flatten({"outer": {"inner": container}}, describe_numpy)
+
+
+def test_attributes_of_a_container_are_no_leaves() -> None:
+    value = OrderedDict(w=np.ones(2))
+    value._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    flat = tree.flatten({"m": value}, describe_numpy)
+    assert list(flat.arrays) == ["m/w"]
+    assert tree.scalars(flat.skeleton) == {}
+    back = round_trip({"m": value})
+    assert isinstance(back, dict)
+    assert back["m"]._metadata == value._metadata  # type: ignore[attr-defined]
+    assert type(back["m"]._metadata) is OrderedDict
+    value._metadata = np.ones(3)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedLeaf, match=r"'m\._metadata' is an array"):
+        tree.flatten({"m": value}, describe_numpy)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_new"),
+    [
+        ({"a": [(1, "x")], "b": OrderedDict(c=deque([2]))}, False),
+        ({"a": Counter({3: 1})}, True),
+        ([bytearray(b"x")], True),
+        (([time.gmtime(0)],), True),
+    ],
+)
+def test_only_a_new_type_needs_the_feature(value: object, is_new: bool) -> None:
+    skeleton = tree.flatten(value, describe_numpy).skeleton
+    assert containers.has_types(skeleton) is is_new
+
+
+def test_dicts_of_several_processes_are_united_with_their_types_and_attributes() -> None:
+    parts = []
+    for number in range(2):
+        layers = OrderedDict({f"w{number}": number})
+        layers._metadata = {f"layer{number}": {"version": 1}}  # type: ignore[attr-defined]
+        parts.append(tree.flatten({"m": layers, "c": Counter({7: 1})}, describe_numpy).skeleton)
+    union = tree.unflatten(tree.merged(parts), lambda *_: None)
+    assert isinstance(union, dict)
+    assert union["m"] == OrderedDict(w0=0, w1=1)
+    assert list(union["m"]._metadata) == ["layer0", "layer1"]  # type: ignore[attr-defined]
+    assert type(union["c"]) is Counter
+    other = tree.flatten({"m": OrderedDict(), "c": {7: 1}}, describe_numpy).skeleton
+    with pytest.raises(
+        UnsupportedLeaf, match=r"'c' is a collections\.Counter .* a dict in process 1"
+    ):
+        tree.merged([parts[0], other])
 
 
 @pytest.mark.parametrize("leaf", [object(), {1, 2}, lambda: None, type, "\ud800"])
@@ -121,10 +197,10 @@ def test_a_leaf_that_cannot_be_kept_is_refused_by_path(leaf: object) -> None:
         tree.flatten({"outer": {"inner": leaf}}, describe_numpy)
 
 
-@pytest.mark.parametrize("key", [1.5, True, (1, 2), None, b"x"])
+@pytest.mark.parametrize("key", [1.5, True, (1, 2), None, b"x", np.str_("a"), Name.FIRST])
 def test_a_key_that_is_neither_text_nor_integer_is_refused(key: object) -> None:
-    with pytest.raises(UnsupportedLeaf, match="text or integer keys"):
-        tree.flatten({key: 1}, describe_numpy)
+    with pytest.raises(UnsupportedLeaf, match=r"leaf 'a': .* text or integer keys"):
+        tree.flatten({"a": {key: 1}}, describe_numpy)
 
 
 def test_a_tree_that_is_nested_too_deep_is_refused_on_both_sides() -> None:
@@ -147,6 +223,12 @@ def test_a_tree_that_is_nested_too_deep_is_refused_on_both_sides() -> None:
         {"t": "list"},
         [],
         {"t": "float", "v": "x"},
+        {"t": "dict", "c": 1, "k": []},
+        {"t": "dict", "c": "collections.defaultdict", "factory": "exec", "k": []},
+        {"t": "tuple", "c": "time.struct_time", "n": []},
+        {"t": "str", "c": "bytearray", "v": "x"},
+        {"t": "odict", "k": [], "a": [[1, {"t": "none"}]]},
+        {"t": "odict", "k": [], "a": [["b", {"t": "array"}]]},
     ],
 )
 def test_a_damaged_skeleton_is_an_error(node: object) -> None:
@@ -162,6 +244,7 @@ def test_a_damaged_skeleton_is_an_error(node: object) -> None:
         np.zeros(2, "U3"),
         np.zeros(2, "M8[s]"),
         np.array([object()]),
+        np.zeros(2).view(np.recarray),
     ],
 )
 def test_numpy_arrays_that_cannot_be_kept_are_refused(array: np.ndarray) -> None:  # type: ignore[type-arg]

@@ -200,9 +200,9 @@ class Engine:
 
         Args:
             step: The training step, 0 or more.
-            state: Nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text,
-                bytes and ``None``, as state dicts are. Tied tensors are stored once and tied again
-                by a restore.
+            state: Nested containers of tensors, NumPy arrays, numbers, text, bytes and ``None``, as
+                state dicts are. Tied tensors are stored once and tied again by a restore. Instances
+                of a class of yours are kept if ``torch.serialization.add_safe_globals`` names it.
             metrics: Numbers kept with the step.
 
         Returns:
@@ -431,6 +431,7 @@ class Engine:
             Damaged: The step is damaged. The message names leaf, file and whole steps.
             ChainBroken: A segment that the step needs is missing.
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
+            UnsupportedLeaf: A value is of a class that this process has not named.
         """
         request = RestoreRequest(
             step, into, contract, optimizer, max_bytes, fallback, expected_digest

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import replay
@@ -109,7 +108,7 @@ class GradientLog:
         begin = time.perf_counter()
         engine, book = self._engine, self._book
         self._depth = 0  # a step that raised did not reach the hook that resets this
-        flat = tree.flatten(state, leaves.describe)
+        flat = leaves.flatten(state)
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
         # Gradients are of no use if the base that they follow is gone.

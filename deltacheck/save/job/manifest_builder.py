@@ -20,11 +20,13 @@ from deltacheck.store.manifest import (
     DERIVED,
     REPLAY,
     TILES,
+    TYPES,
     Derived,
     LeafRecord,
     Manifest,
     Replay,
     SegmentRef,
+    needs_types,
 )
 
 
@@ -83,6 +85,7 @@ def build_manifest(
         DERIVED: bool(terms.derived or terms.contracts),
         REPLAY: request.replay is not None,
         TILES: has_tiles,
+        TYPES: needs_types(request.tree, request.replay),
     }
     weakest = max(
         (name_of(promise.terms) for promise in terms.contracts.values()),

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf.containers import Level, Node
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.tree import ArrayLeaf, escape_key
 
 KEY_TAG = "jax.key:"  # permanent; followed by the name of the key's implementation
@@ -262,13 +264,15 @@ def jax_has(dtype: str) -> bool:
 # --- containers -----------------------------------------------------------------------------------
 
 
-def expand(value: object) -> list[tuple[object, object]] | None:
-    """Return the (key, child) pairs of a container registered with JAX; ``None`` for a leaf."""
+def expand(value: object) -> Level | None:
+    """Return one level of a container registered with JAX; ``None`` for a leaf."""
     # One level only: the core walks the tree itself.
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
     if len(pairs) == 1 and not pairs[0][0]:
         return None
-    return [(_key(path[0]), child) for path, child in pairs]
+    # JAX makes its containers only with a target, so the name is for people.
+    node: Node = {"t": "fields", "c": name_of(type(value))}
+    return Level(node, [(_key(path[0]), child) for path, child in pairs])
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import BinaryIO
 import torch
 
 from deltacheck.backends.numpy_leaves import place_numpy
+from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
 from deltacheck.restore.content import Loaded
@@ -15,6 +16,9 @@ from deltacheck.restore.export import Progress, resolve
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
+
+# Classes that ``torch.load`` makes without further consent.
+_ACCEPTED = ("collections.Counter", "bytearray", "torch.Size", "torch.dtype")
 
 
 def write_torch(
@@ -37,8 +41,8 @@ def write_torch(
         progress: Called with the bytes of each leaf.
 
     Returns:
-        ``True`` if ``torch.load(..., weights_only=True)`` accepts the file. NumPy arrays and deques
-        need ``weights_only=False``.
+        ``True`` if ``torch.load(..., weights_only=True)`` accepts the file. NumPy arrays and some
+        containers, such as deques, need ``weights_only=False``.
     """
     owners = tree.array_paths(manifest.tree)
     leaves = resolve(
@@ -68,14 +72,17 @@ def write_torch(
             values[owner, tag] = shaped(loaded[owner], tag) if array is None else array
         return values[owner, tag]
 
-    state = tree.unflatten(manifest.tree, place)
+    state = tree.unflatten(manifest.tree, place, build)
     torch.save(state, file)
-    return plain and not _has_deque(manifest.tree)
+    return plain and _is_accepted(manifest.tree)
 
 
-def _has_deque(node: object) -> bool:
+def _is_accepted(node: object) -> bool:
+    """Return ``True`` if ``torch.load(..., weights_only=True)`` makes all types of a skeleton."""
     if isinstance(node, dict):
-        return node.get("t") == "deque" or any(
-            _has_deque(value) for key, value in node.items() if key in ("k", "n")
+        return (
+            node.get("t") != "deque"
+            and (node.get("t") == "fields" or node.get("c", _ACCEPTED[0]) in _ACCEPTED)
+            and all(_is_accepted(value) for key, value in node.items() if key in ("k", "n", "a"))
         )
-    return isinstance(node, list) and any(_has_deque(item) for item in node)
+    return not isinstance(node, list) or all(map(_is_accepted, node))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo
 from deltacheck.backends.torch.state import descriptors, leaves, shards
+from deltacheck.backends.torch.state.classes import build
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.digest import digest_of
@@ -90,7 +91,7 @@ class RankGroup(Group):
             target: The state is the target of a restore, which also fills replicas of objects.
         """
         with self.sharing_failure():
-            return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
+            return leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat) -> Flat | None:
         """Agree on a save with the other ranks.
@@ -258,4 +259,4 @@ def _fill(reader: StepReader, target: Flat) -> Any:
     missing = tree.array_paths(skeleton).keys() - owners.keys()
     if missing:
         raise TreeMismatch(f"leaf {min(missing)!r} of step {manifest.step} is not in the target")
-    return tree.unflatten(skeleton, lambda path, owner, tag: values[owners[path]])
+    return tree.unflatten(skeleton, lambda path, owner, tag: values[owners[path]], build)

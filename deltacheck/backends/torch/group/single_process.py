@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.state import leaves, replica
+from deltacheck.backends.torch.state.classes import build
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
@@ -110,7 +111,7 @@ class SingleProcessSession:
 
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state."""
-        return tree.flatten(state, leaves.describe)
+        return leaves.flatten(state)
 
     def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
         """Begin a save, or return ``None`` if all ranks skip it.
@@ -198,7 +199,7 @@ class SingleProcessSession:
     def _load(self, root: Root, manifest: Manifest, request: RestoreRequest) -> Any:
         """Return the state of a step, verified, and make the step the base of the next save."""
         require_contract(manifest, request.contract)
-        target = None if request.target is None else tree.flatten(request.target, leaves.describe)
+        target = None if request.target is None else leaves.flatten(request.target)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
         saved_paths = None if target is None else match_targets(manifest, target)
 
@@ -230,7 +231,9 @@ class SingleProcessSession:
                 for path, value in target.arrays.items()
             }
             owners = tree.array_paths(target.skeleton)
-            state = tree.unflatten(manifest.tree, lambda path, owner, tag: values[owners[path]])
+            state = tree.unflatten(
+                manifest.tree, lambda path, owner, tag: values[owners[path]], build
+            )
         chains = {
             name: chain
             for name, chain in reader.chains.items()

@@ -7,7 +7,6 @@ import torch
 
 from deltacheck.backends.matching import changes_of
 from deltacheck.backends.torch.state import leaves
-from deltacheck.leaf import tree
 from deltacheck.restore.follower import LeafChange, Update
 
 
@@ -29,7 +28,7 @@ def apply(update: Update, state: object, *, check: bool = False) -> None:
             leaf and both values.
         Damaged: A check failed.
     """
-    flat = tree.flatten(state, leaves.describe)
+    flat = leaves.flatten(state)
     # Everything is compared before the first write, so that a mismatch changes nothing.
     changes = changes_of(update, flat)
     for path, change in changes.items():

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes, place_numpy
+from deltacheck.backends.torch.state.classes import build, expand
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf import tree
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
+from deltacheck.leaf.instances import name_of
+from deltacheck.leaf.tree import ArrayLeaf, Flat, Node, shape_in
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
 
@@ -41,6 +47,11 @@ def describe(value: object) -> ArrayLeaf | None:
             f"a tensor of layout {value.layout} (quantized: {value.is_quantized}) is not a dense"
             " array; save its parts"
         )
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        # The tensors inside of a wrapper are the leaves (``classes.expand``).
+        if is_traceable_wrapper_subclass(value):
+            return None
+        _refuse(value)
     name = _name_of(value.dtype)
     identity = None
     # Leaves of equal identity are tied. Stride and lazy bits belong to it, because a transposed or
@@ -48,6 +59,32 @@ def describe(value: object) -> ArrayLeaf | None:
     if value.numel():
         identity = (value.device, value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity)
+
+
+def _refuse(value: torch.Tensor) -> NoReturn:
+    """Raise ``UnsupportedLeaf`` for a tensor that would be restored without its class."""
+    if isinstance(value, UninitializedParameter | UninitializedBuffer):
+        remedy = "run a batch through its lazy module first, which gives it a shape"
+    elif type(value).__name__ == "MaskedTensor":
+        remedy = "save value.get_data() and value.get_mask()"
+    else:
+        remedy = "save value.as_subclass(torch.Tensor), and what the class has beside it"
+    raise UnsupportedLeaf(
+        f"it is a {name_of(type(value))}, a tensor that cannot be kept exactly; {remedy}"
+    )
+
+
+def flatten(state: object, described: Callable[[object], ArrayLeaf | None] = describe) -> Flat:
+    """Return the leaves and the skeleton of a state.
+
+    Args:
+        state: The state.
+        described: Describes the arrays.
+
+    Raises:
+        UnsupportedLeaf, DuplicatePath: As ``tree.flatten`` raises them.
+    """
+    return tree.flatten(state, described, expand)
 
 
 @cache
@@ -188,4 +225,4 @@ def tree_of(
             values[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
         return values[owner, tag]
 
-    return unflatten(skeleton, put)
+    return tree.unflatten(skeleton, put, build)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.state.classes import build
 from deltacheck.codec.base import U8
 from deltacheck.errors import TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tree
@@ -54,7 +55,7 @@ def memory_of(optimizer: Optimizer) -> Flat:
         "sizes": [len(group["params"]) for group in optimizer.param_groups],
         "options": _options(optimizer),
     }
-    return tree.flatten(memory, _describe)
+    return leaves.flatten(memory, _describe)
 
 
 def options_of(optimizer: Optimizer) -> Node:
@@ -63,7 +64,7 @@ def options_of(optimizer: Optimizer) -> Node:
     Raises:
         UnsupportedLeaf: An option is a tensor or cannot be kept exactly.
     """
-    flat = tree.flatten(_options(optimizer), leaves.describe)
+    flat = leaves.flatten(_options(optimizer))
     if flat.arrays:
         raise UnsupportedLeaf(
             f"option {next(iter(flat.arrays))!r} of the optimizer's groups is an array, which may"
@@ -124,7 +125,7 @@ class Replica:
             )
             return place(path, device)
 
-        content: Any = tree.unflatten(memory, put)
+        content: Any = tree.unflatten(memory, put, build)
         if content["sizes"] != [len(group["params"]) for group in like.param_groups]:
             raise TreeMismatch(
                 f"the step was logged with parameter groups of {content['sizes']} parameters, the"
@@ -149,7 +150,7 @@ class Replica:
             options: The options of the groups, as ``options_of`` returned them.
             inputs: Gradients by the parameter's number. Other parameters have no gradient.
         """
-        restored: Any = tree.unflatten(options, _no_array)
+        restored: Any = tree.unflatten(options, _no_array, build)
         for group, group_options in zip(self.optimizer.param_groups, restored, strict=True):
             # A scheduler changes the options between updates, so each update has its own.
             group.update(group_options)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltacheck.backends.torch.state.classes import expand
 from deltacheck.backends.torch.state.leaves import describe, flat_bytes
 from deltacheck.errors import Damaged
 from deltacheck.leaf.dtypes import dtype_named
@@ -21,11 +22,6 @@ __all__ = ["describe", "expand", "files", "states", "take"]
 
 # The suffixes that are in use for files of ``torch.save``.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-
-def expand(value: object) -> list[tuple[object, object]] | None:
-    """Return ``None``: torch has no containers of its own."""
-    return None
 
 
 def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
