@@ -334,6 +334,7 @@ class Checkpoints:
         subset: float | None = None,
         seed: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        redundant: bool = False,
     ) -> list[verify.Finding]:
         """Check steps and return the problems that were found.
 
@@ -350,15 +351,15 @@ class Checkpoints:
                 subset each time.
             resume: A file that records the progress, so that the next call continues. ``None``:
                 begin again.
+            redundant: If true, damage to files that no restore needs is returned too (chunk
+                digests, the metadata that other readers of zarr need). If false, only damage for
+                which a restore is refused.
 
         Returns:
             The problems; empty if there are none.
         """
-        return list(
-            verify.check(
-                self._root, step, deep=deep, subset=subset, seed=seed, resume=resume
-            ).findings
-        )
+        result = verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume)
+        return [*result.findings, *(result.redundant if redundant else ())]
 
 
 # The name hides the built-in in this module, but callers write ``deltacheck.open``.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deltacheck.maintain.repair import Repaired
-    from deltacheck.maintain.verify import Verified
+    from deltacheck.maintain.verify import Finding, Verified
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 
@@ -83,7 +83,8 @@ def verify(
                 "deep": reads_data,
                 "steps": [manifest.step for manifest in result.manifests],
                 "ok": not result.findings,
-                "findings": [asdict(finding) for finding in result.findings],
+                "findings": [_problem_row(finding) for finding in result.findings],
+                "redundant": [_problem_row(finding) for finding in result.redundant],
                 "contracts": contracts,
                 "checked_bytes": result.checked_bytes,
                 "all_bytes": result.all_bytes,
@@ -98,13 +99,18 @@ def verify(
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
+def _problem_row(finding: Finding) -> Row:
+    return {"step": finding.step, "leaf": finding.leaf, "problem": finding.problem}
+
+
 def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) -> None:
     manifests, findings = result.manifests, result.findings
-    for finding in findings:
+    for finding in (*findings, *result.redundant):
         # A manifest that cannot be read does not say which step it is.
         step = "unknown" if finding.step is None else finding.step
         leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
-        output.print_line(f"step {step}{leaf}: {finding.problem}")
+        kind = "redundant: " if finding.redundant else ""
+        output.print_line(f"{kind}step {step}{leaf}: {finding.problem}")
     if contracts and len(manifests) == 1:
         output.print_table(_CONTRACT_COLUMNS, contracts)
     elif contracts:
@@ -124,6 +130,11 @@ def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) ->
         else "tables and metadata read; --deep reads every byte"
     )
     conclusion = f"{len(findings)} findings" if findings else "no damage found"
+    if result.redundant:
+        conclusion += (
+            f"; {len(result.redundant)} redundant: these files are damaged, but no restore needs"
+            " them; repair writes them again"
+        )
     output.print_line(f"{count} checked ({depth}): {conclusion}")
 
 

@@ -37,6 +37,11 @@ def chunk_digests(
     return np.frombuffer(b"".join(values), ">u8").astype(np.uint64).reshape(-1, 2)
 
 
+def all_chunk_digests(spec: LeafSpec, host: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return the digests of all chunks of a leaf with these bytes, uint64 ``(chunks, 2)``."""
+    return chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+
+
 def leaf_digest(digests: NDArray[np.uint64]) -> str:
     """Return the digest of a leaf: the hash of the digests of its chunks in order, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(digests.astype(">u8").tobytes()))
@@ -44,4 +49,4 @@ def leaf_digest(digests: NDArray[np.uint64]) -> str:
 
 def digest_of(spec: LeafSpec, host: NDArray[np.uint8]) -> str:
     """Return the digest of a leaf with these bytes."""
-    return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+    return leaf_digest(all_chunk_digests(spec, host))

@@ -13,7 +13,8 @@ import msgspec
 
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.restore.chain import Chain
+from deltacheck.restore.resolve import proven_chains
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -64,7 +65,7 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     """
     _refuse_manager(root)
     before = root.manifest()
-    chains = resolve_chains(root, before, before.stored)
+    chains = proven_chains(root, before, before.stored)
     with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
     if not with_deltas:
         return None
@@ -220,7 +221,7 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
         # Several steps name the same segment. They agree in its reference, which has the table's
         # digest.
         refs |= {ref.id: ref for ref in manifest.segments}
-        for path, leaf in resolve_chains(root, manifest, manifest.stored).items():
+        for path, leaf in proven_chains(root, manifest, manifest.stored).items():
             for segment, entry in (leaf.key, *leaf.deltas):
                 # The entry of a path is the same for every step that needs it, so the first
                 # manifest is enough.
@@ -246,7 +247,7 @@ def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
         record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
         # A manifest that ends at the segment, and asks for the leaf as it was there.
         truncated = msgspec.structs.replace(manifest.on(earlier), leaves={path: record}, tiles={})
-        chains |= resolve_chains(root, truncated, [path])
+        chains |= proven_chains(root, truncated, [path])
     return chains
 
 
@@ -261,7 +262,7 @@ def _with_replacements(
     if not replacements.keys() & {ref.id for ref in manifest.segments}:
         return manifest
     after = manifest.on([replacements.get(ref.id, ref) for ref in manifest.segments])
-    chains = resolve_chains(root, after, after.stored).values()
+    chains = proven_chains(root, after, after.stored).values()
     needed_ids = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed_ids])
 

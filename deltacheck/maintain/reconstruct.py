@@ -16,8 +16,15 @@ import numpy as np
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import Damaged
 from deltacheck.leaf import tiles
-from deltacheck.leaf.digest import chunk_digests, digest_of, leaf_digest
-from deltacheck.maintain.survey import Lineage, Survey, batches, stored_chunks, tables
+from deltacheck.leaf.digest import all_chunk_digests, digest_of, leaf_digest
+from deltacheck.maintain.survey import (
+    Lineage,
+    Survey,
+    batches,
+    proven_digests,
+    stored_chunks,
+    tables,
+)
 from deltacheck.maintain.verify import BATCH_BYTES
 from deltacheck.restore import derive, read
 from deltacheck.restore.chain import Chain
@@ -38,16 +45,25 @@ class Damage:
 
     Attributes:
         leaves: Sequence number -> stored paths of the leaves that the step has lost.
-        sound_links: ``id`` of a lineage -> number of its links, from the keyframe on, that restore.
+        sound_links: ``id`` of a lineage -> number of its links, from the keyframe on, of which
+            every file is whole.
+        proven: ``id`` of a damaged lineage -> the links that restore all the same, with the chunk
+            digests there (``survey.proven_digests``).
     """
 
     leaves: dict[int, list[str]]
     sound_links: dict[int, int]
+    proven: dict[int, dict[int, U64]]
+
+    def restores(self, lineage: Lineage, links: int) -> bool:
+        """Return whether the first ``links`` links of a lineage give the saved bytes."""
+        key = id(lineage)
+        return links <= self.sound_links[key] or links in self.proven.get(key, ())
 
     @classmethod
     def find(cls, manifests: Iterable[Manifest], chains: Survey) -> Damage:
         """Read all chains and return the damage."""
-        damage = cls({}, {})
+        damage = cls({}, {}, {})
         for manifest in manifests:
             if any(ref in chains.lost for ref in manifest.segments):
                 damage.leaves[manifest.seq] = []
@@ -58,8 +74,10 @@ class Damage:
         for batch in batches(chains.lineages, BATCH_BYTES):
             for lineage, links in _count_sound_links(batch):
                 damage.sound_links[id(lineage)] = links
+                if links < len(lineage.links):
+                    damage.proven[id(lineage)] = proven_digests(lineage)
                 for use in lineage.uses:
-                    if use.links > links:
+                    if not damage.restores(lineage, use.links):
                         damage.leaves.setdefault(use.seq, []).append(lineage.path)
         return damage
 
@@ -143,20 +161,24 @@ class Reconstructor:
         self._manifests = manifests
         # Keys are identities, because a lineage is mutable and has no hash. ``chains`` keeps all of
         # them alive, so no identity is used twice.
-        self._digests = {id(lineage): tables(lineage).digests for lineage in chains.lineages}
+        self._digests = {
+            id(lineage): dict(enumerate(tables(lineage).digests, 1))
+            | damage.proven.get(id(lineage), {})
+            for lineage in chains.lineages
+        }
         # Leaf digest -> a lineage, and the number of links, that restore the leaf.
         self._leaves: dict[str, tuple[Lineage, int]] = {}
         # Chunk digest -> versions of chunks with this digest, whether they can be read or not.
         self._chunks: dict[tuple[int, int], list[_ChunkVersion]] = {}
         for lineage in chains.lineages:
-            for number, digests in enumerate(self._digests[id(lineage)]):
-                segment, entry = lineage.links[number]
-                if number < damage.sound_links[id(lineage)]:
-                    self._leaves.setdefault(entry.digest, (lineage, number + 1))
+            for links, digests in sorted(self._digests[id(lineage)].items()):
+                segment, entry = lineage.links[links - 1]
+                if damage.restores(lineage, links):
+                    self._leaves.setdefault(entry.digest, (lineage, links))
                 for chunk in stored_chunks(segment, entry, lineage.spec_chunks).tolist():
                     high, low = digests[chunk].tolist()
                     self._chunks.setdefault((high, low), []).append(
-                        _ChunkVersion(lineage, number + 1, chunk)
+                        _ChunkVersion(lineage, links, chunk)
                     )
 
     def reconstruct(self, manifest: Manifest, leaf: str) -> Content | Irrecoverable:
@@ -171,7 +193,7 @@ class Reconstructor:
             lineage, links = equal
             segment, _ = lineage.links[links - 1]
             source = f"{_describe(lineage.path)} after segment {segment.id}, which is equal"
-            return Content(_load(lineage, links), self._digests[id(lineage)][links - 1], source)
+            return Content(_load(lineage, links), self._digests[id(lineage)][links], source)
         missing: list[int] = []
         version = self._find_lineage(manifest, leaf)
         if version is not None:
@@ -202,7 +224,7 @@ class Reconstructor:
         for lineage in self._chains.lineages:
             if lineage.path == leaf:
                 for use in lineage.uses:
-                    if use.seq == manifest.seq and use.links <= len(self._digests[id(lineage)]):
+                    if use.seq == manifest.seq and use.links in self._digests[id(lineage)]:
                         return lineage, use.links
         return None
 
@@ -212,7 +234,7 @@ class Reconstructor:
         Returns:
             The content, or ``None`` and the numbers of the chunks that no other data has.
         """
-        spec, digests = lineage.record.spec(lineage.path), self._digests[id(lineage)][links - 1]
+        spec, digests = lineage.record.spec(lineage.path), self._digests[id(lineage)][links]
         data = np.empty(spec.raw_bytes, np.uint8)
         missing, sources = [], set()
         for chunk, (begin, end) in enumerate(byte_extents(spec, range(spec.chunk_count))):
@@ -240,7 +262,7 @@ class Reconstructor:
     def _apply_last_link(self, lineage: Lineage, links: int) -> Content | None:
         """Apply a delta that is whole to the reconstructed leaf before it."""
         # If the link before restores, the delta itself is what is damaged.
-        if links < 2 or self.damage.sound_links[id(lineage)] >= links - 1:
+        if self.damage.restores(lineage, links - 1) or links - 1 not in self._digests[id(lineage)]:
             return None
         before, _ = self._assemble(lineage, links - 1)
         if before is None:
@@ -253,11 +275,11 @@ class Reconstructor:
         if digest_of(spec, data) != entry.digest:
             return None
         source = f"{before.source}, and the deltas after it"
-        return Content(data, self._digests[id(lineage)][links - 1], source)
+        return Content(data, self._digests[id(lineage)][links], source)
 
     def _read_chunk(self, version: _ChunkVersion, expected_digest: U64) -> U8 | None:
         """Read one chunk, ``None`` if that fails or if it has another digest."""
-        digests = self._digests[id(version.lineage)][version.links - 1]
+        digests = self._digests[id(version.lineage)][version.links]
         chain = version.lineage.chain(version.links)
         # The chain gets the digests of this link, with which ``read_chunks`` compares the chunk.
         chain = Chain(chain.spec, chain.key, chain.deltas, digests)
@@ -307,7 +329,7 @@ class Reconstructor:
                 tile = _load(*self._leaves[part.digest]).view(values.dtype).reshape(part.shape)
                 values[overlap.in_box] = tile[overlap.in_tile]
             data = values.reshape(-1).view(np.uint8)
-            chunks = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            chunks = all_chunk_digests(spec, data)
             if leaf_digest(chunks) == record.digest:
                 source = f"leaf {path!r} of step {other_step.step}, which has it in other tiles"
                 return Content(data, chunks, source)
@@ -330,7 +352,7 @@ class Reconstructor:
                 continue
             values = _load(*self._leaves[master.digest]).view(master.spec(path).element.numpy)
             data = derive.cast(values, spec.element.numpy).view(np.uint8)
-            digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            digests = all_chunk_digests(spec, data)
             # Many leaves have the same shape. The digest alone decides whether this one is the
             # master.
             if leaf_digest(digests) == record.digest:
@@ -361,7 +383,13 @@ def _describe(stored_path: str) -> str:
 
 
 def _load(lineage: Lineage, links: int) -> U8:
-    data: U8 = np.empty(0, np.uint8)
-    for _, _, content in read.follow_links({lineage.path: lineage.chain(links)}):
-        data = content[lineage.path]
+    """Return the bytes after some links, which restore. The files may have changed since."""
+    chain, (segment, entry) = lineage.chain(links), lineage.links[links - 1]
+    data = read.read_unverified(chain)
+    if digest_of(chain.spec, data) != entry.digest:
+        raise Damaged(
+            f"leaf {lineage.path!r} has changed in {segment.path} while it was repaired",
+            file=segment.path,
+            leaf=lineage.path,
+        )
     return data

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
+from deltacheck.codec.base import U64
+from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
-from deltacheck.maintain.survey import Survey, survey
+from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
+from deltacheck.restore import read
+from deltacheck.restore.resolve import proven_chains
 from deltacheck.save.chains.whole_leaves import WholeLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -25,7 +28,8 @@ from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest, SegmentRef
-from deltacheck.store.root import MANAGER_STORE, Root, Store, open_root
+from deltacheck.store.root import MANAGER_STORE, Root, Store, open_root, open_segments
+from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Repaired:
     """The result of a repair, or of a dry run.
 
     Attributes:
-        documents: ``zarr.json`` files that were written again.
+        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again.
         healed: The leaves that were repaired.
         lost: The leaves and steps that cannot be repaired.
         steps: Training steps that were repaired.
@@ -162,12 +166,15 @@ def repair(
         result.lost.append(Lost(None, None, (), problem))
         # A manifest that cannot be read does not say its step. If the requested step is readable,
         # this one is another.
-        if lossy and (step is None or step not in root.steps()):
+        if lossy and _is_spoilt(error) and (step is None or step not in root.steps()):
             result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))
     chains = survey(root, manifests.values(), without_lost=True)
-    # Metadata is repaired first, because it needs no data of other steps.
+    # What follows from whole content is repaired first, because it needs no data of other steps.
+    if _repair_digests(root, chains, backup, result, dry_run):
+        root = root.afresh()
+        chains = survey(root, manifests.values(), without_lost=True)
     _repair_documents(root, chains, backup, result, dry_run)
     damage = Damage.find(manifests.values(), chains)
     reconstructor = Reconstructor(chains, damage, list(manifests.values()))
@@ -185,7 +192,8 @@ def repair(
             result.steps.append(manifest.step)
             continue
         result.lost += lost
-        if lossy:
+        # A step that restores is never taken away, whatever the survey says of its files.
+        if lossy and not _restores(root, manifest):
             result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))
@@ -210,6 +218,23 @@ def repair(
     elif repairable and not dry_run:
         _write(root, manifests, repairable, reconstructor, backup, result, io_timeout_seconds)
     return result
+
+
+def _is_spoilt(error: Damaged | UnsupportedFormat) -> bool:
+    """Return whether no other user and no other version could read a document either."""
+    return isinstance(error, Damaged) and not isinstance(error.__cause__, PermissionError)
+
+
+def _restores(root: Root, manifest: Manifest) -> bool:
+    """Return whether every stored leaf of a step gives the saved bytes, one leaf at a time."""
+    try:
+        open_segments(root, manifest)
+        for path in manifest.stored:
+            chains = proven_chains(root, manifest, [path])
+            read.read_chunks(chains, {path: list(range(chains[path].spec.chunk_count))})
+    except Damaged:
+        return False
+    return True
 
 
 def _step_folder(root: Root, manifest_path: Place) -> Place:
@@ -277,6 +302,41 @@ class _Backup:
             number += 1
             free = target.with_name(f"{target.name}.{number}")
         return free
+
+
+def _repair_digests(
+    root: Root, chains: Survey, backup: _Backup, result: Repaired, dry_run: bool
+) -> bool:
+    """Write arrays of chunk digests again, from content that the leaf digests prove.
+
+    Rows of leaves whose content is damaged, too, stay as they are, or are zeros if they cannot be
+    read. Returns true if an array was written.
+    """
+    # Segment -> first row of an entry -> its rows.
+    proven_rows: dict[str, tuple[Segment, dict[int, U64]]] = {}
+    for lineage in chains.lineages:
+        if tables(lineage).error is None:
+            continue
+        for links, digests in proven_digests(lineage).items():
+            segment, entry = lineage.links[links - 1]
+            stored = digests[stored_chunks(segment, entry, lineage.spec_chunks)]
+            proven_rows.setdefault(segment.id, (segment, {}))[1][entry.digests] = stored
+    is_written = False
+    for segment, rows in proven_rows.values():
+        before = segment.readable_digests()
+        after = before.copy()
+        for first, stored in rows.items():
+            after[first : first + stored.shape[0]] = stored
+        if segment.has_digests() and (after == before).all():
+            continue
+        folder = segment.path / layout.DIGESTS
+        result.documents.append(str(folder))
+        if not dry_run:
+            if storage.storage_of(folder).name_exists():
+                backup.set_aside(folder)
+            root.store.write_digests(segment, after)
+            is_written = True
+    return is_written
 
 
 def _repair_documents(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,16 @@ from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain.scrub import ScrubProgress, lineage_key, sample
-from deltacheck.maintain.survey import Lineage, Survey, batches, cost_bytes, survey, tables
+from deltacheck.maintain.survey import (
+    Lineage,
+    Survey,
+    Use,
+    batches,
+    cost_bytes,
+    proven_digests,
+    survey,
+    tables,
+)
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -51,11 +60,14 @@ class Finding:
         step: The training step that has the problem, ``None`` if its manifest cannot be read.
         leaf: Path of the leaf, ``None`` if the problem is not one of a single leaf.
         problem: Description, with the file.
+        redundant: If true, a restore of the step gives the saved state all the same.
+            ``deltacheck repair`` writes such files again.
     """
 
     step: int | None
     leaf: str | None
     problem: str
+    redundant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +75,13 @@ class Verified:
     """The result of a check.
 
     Attributes:
-        findings: The problems.
+        findings: The damage: a restore of the step, or of the leaf, is refused.
         manifests: Manifests of the checked steps, in ascending order of their sequence numbers.
         checked_bytes: Decoded bytes that were read and compared.
         all_bytes: Decoded bytes of all chains.
         remaining_bytes: Decoded bytes that later runs with the same progress file will read.
         seed: Seed of the sample, ``None`` without one.
+        redundant: Damage to files that no restore needs.
     """
 
     findings: tuple[Finding, ...]
@@ -77,6 +90,17 @@ class Verified:
     all_bytes: int = 0
     remaining_bytes: int = 0
     seed: int | None = None
+    redundant: tuple[Finding, ...] = ()
+
+    @classmethod
+    def of(cls, findings: Iterable[Finding], manifests: Iterable[Manifest], **read: Any) -> Self:
+        """Return the result of a check, with each finding once and in its place."""
+        unique = list(dict.fromkeys(findings))
+        damage, redundant = (
+            tuple(finding for finding in unique if finding.redundant is kind)
+            for kind in (False, True)
+        )
+        return cls(damage, tuple(manifests), redundant=redundant, **read)
 
 
 def verify(root: Root, step: int | str | None = None, *, deep: bool = False) -> list[Finding]:
@@ -128,7 +152,7 @@ def check(
     chains = survey(root, manifests)
     findings += _check_tables(root, manifests, chains)
     if not deep and subset is None and resume is None:
-        return Verified(tuple(findings), tuple(manifests))
+        return Verified.of(findings, manifests)
     if seed is None and subset is not None:
         # The operating system's numbers: a training may have seeded Python's generator, and every
         # run would draw the same chains.
@@ -155,10 +179,7 @@ def check(
                     progress.record(lineage_key(lineage), error is None)
                     if error is not None:
                         segment = _segment_of(error.file, lineage)
-                        findings += [
-                            _finding(use.step, lineage.path, error)
-                            for use in lineage.harmed(segment)
-                        ]
+                        findings += _judged(lineage, lineage.harmed(segment), error)
                     advance(cost_bytes(lineage))
     finally:
         # This also happens after an interrupt, so that the next run continues from here.
@@ -169,8 +190,14 @@ def check(
         findings += _check_indirect(root, manifests)
         progress.restart()
     # The walk reports errors of the tables that the shallow check has already found.
-    findings = list(dict.fromkeys(findings))
-    return Verified(tuple(findings), tuple(manifests), size, total, remaining_bytes, seed)
+    return Verified.of(
+        findings,
+        manifests,
+        checked_bytes=size,
+        all_bytes=total,
+        remaining_bytes=remaining_bytes,
+        seed=seed,
+    )
 
 
 def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
@@ -210,7 +237,10 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
             *group_problems,
             *(problem for ref in manifest.segments for problem in metadata[ref]),
         ]
-        findings += [Finding(manifest.step, None, problem) for problem in problems]
+        # deltacheck reads no array by its own metadata, so only a lost table costs the step.
+        findings += [
+            Finding(manifest.step, None, problem, redundant=not lost) for problem in problems
+        ]
         for path, contract in manifest.contracts.items():
             # ``not <=`` also catches NaN.
             if not contract.used(manifest.step) <= 1:
@@ -225,14 +255,23 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
     for lineage in chains.lineages:
         digests, error = tables(lineage)
         if error is not None:
-            harmed = [use for use in lineage.uses if use.links > len(digests)]
-            findings += [_finding(use.step, lineage.path, error) for use in harmed]
+            harmed = (use for use in lineage.uses if use.links > len(digests))
+            findings += _judged(lineage, harmed, error)
     return findings
 
 
-def _finding(step: int, stored_path: str, error: Damaged) -> Finding:
+def _judged(lineage: Lineage, uses: Iterable[Use], error: Damaged) -> list[Finding]:
+    """Return the findings of the steps that need a damaged link.
+
+    The content decides if the steps have lost the leaf. It is read only now that there is damage.
+    """
+    proven = proven_digests(lineage)
+    return [_finding(use.step, lineage.path, error, redundant=use.links in proven) for use in uses]
+
+
+def _finding(step: int, stored_path: str, error: Damaged, *, redundant: bool = False) -> Finding:
     """Return a finding of a leaf. If the leaf is in tiles, the text names the tile."""
-    return Finding(step, tiles.leaf_of(stored_path), str(error))
+    return Finding(step, tiles.leaf_of(stored_path), str(error), redundant)
 
 
 def _metadata_problems(segment: Segment) -> list[str]:

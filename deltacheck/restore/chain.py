@@ -128,6 +128,7 @@ def resolve_chains(
     paths: Iterable[str],
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
+    unproven: dict[str, Damaged] | None = None,
 ) -> dict[str, Chain]:
     """Find the chains of stored leaves and check each link by the digests of the tables.
 
@@ -139,6 +140,9 @@ def resolve_chains(
             they are read; ``None``: the memory of the machine.
         held: Content that the caller already has, by stored path. If a link of a chain has this
             content, only later links are read.
+        unproven: Receives the error of each leaf whose chunk digests cannot be read while all else
+            of its chain can. Its chain then has zeros in their place, and the caller must prove
+            the content by the digest of the whole leaf. ``None``: raise that error.
 
     Returns:
         The chains by stored path.
@@ -159,17 +163,14 @@ def resolve_chains(
         for path in paths
     ]
     chains: dict[str, Chain] = {}
-    for (spec, record, entries), digests in zip(
-        links, _expected_digests(links, segments), strict=True
-    ):
-        # This ties the chunk digests to the manifest: from here on they prove the bytes of each
-        # chunk.
-        if leaf_digest(digests) != record.digest:
-            raise Damaged(
-                f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give"
-                f" {leaf_digest(digests)}, the manifest promises {record.digest}",
-                leaf=spec.path,
-            )
+    for link, digests in zip(links, _checked_digests(links, segments, manifest.step), strict=True):
+        spec, _, entries = link
+        if isinstance(digests, Damaged):
+            if unproven is None:
+                raise digests
+            # The rows must fit the leaf even if their digests are unknown.
+            unproven[spec.path] = digests
+            (digests,) = _expected_digests([link], segments, with_digests=False)
         key, *deltas = [(segments[number], entry) for number, entry in entries]
         held_leaf = (held or {}).get(spec.path)
         covered_links = 0 if held_leaf is None else _covered_links(entries, held_leaf.digest)
@@ -252,11 +253,39 @@ def _links(
     return _Links(record.spec(path), record, entries)
 
 
-def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
+def _checked_digests(
+    links: Sequence[_Links], segments: Sequence[Segment], step: int
+) -> list[U64 | Damaged]:
+    """Return the expected chunk digests of each leaf, or the error if they are not to be had."""
+    try:
+        tables = _expected_digests(links, segments)
+    except Damaged as error:
+        if len(links) == 1:
+            return [error]
+        # One damaged table fails the call for all leaves, so each leaf is looked at alone.
+        return [_checked_digests([link], segments, step)[0] for link in links]
+    return [
+        # This ties the chunk digests to the manifest: from here on they prove the bytes of each
+        # chunk.
+        digests
+        if leaf_digest(digests) == record.digest
+        else Damaged(
+            f"step {step}, leaf {spec.path!r}: the chunk digests of its segments give"
+            f" {leaf_digest(digests)}, the manifest promises {record.digest}",
+            leaf=spec.path,
+        )
+        for (spec, record, _), digests in zip(links, tables, strict=True)
+    ]
+
+
+def _expected_digests(
+    links: Sequence[_Links], segments: Sequence[Segment], *, with_digests: bool = True
+) -> list[U64]:
     """Return the digests that the chunks of each leaf must have after all of its links.
 
     All leaves share one array, so that each part of a segment is indexed once, whatever number of
-    leaves it serves.
+    leaves it serves. ``with_digests``: if false, only the rows are checked, and the result is
+    zeros.
     """
     counts = np.array([link.spec.chunk_count for link in links], np.int64)
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -279,9 +308,10 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
                 row += count
     # All reads begin before the first result is awaited, so that they overlap.
     for number, segment in enumerate(segments):
-        segment.start_tables(rows[number], digests=bool(keys[number] or rows[number]))
+        has_digests = with_digests and bool(keys[number] or rows[number])
+        segment.start_tables(rows[number], digests=has_digests)
     for number, segment in enumerate(segments):
-        for leaf, row, count in keys[number]:
+        for leaf, row, count in keys[number] if with_digests else ():
             digests[bases[leaf] : bases[leaf + 1]] = segment.digests[row : row + count]
         # A delta may leave out chunks, but an encoded keyframe must have a row for each of them.
         # Nothing else gives a chunk without a row its content.
@@ -306,7 +336,8 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
                     leaf=spec.path,
                 )
             # Segments ascend, so the digest of a later delta replaces that of an earlier one.
-            digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
+            if with_digests:
+                digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
             if covered.size:
                 covered[bases[owners] + chunks] = True
         for leaf in encoded_keys[number]:

@@ -20,8 +20,8 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import Held, resolve_chains
-from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.chain import Held
+from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.files.storage import Place
@@ -331,7 +331,7 @@ class Follower:
         ]
         # Taken before `self._stored` refers to the new content.
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
-        chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
+        chains = proven_chains(self._root, manifest, fresh, held=self._stored)
         loaded = read.read_chunks(
             chains, {name: list(range(chain.spec.chunk_count)) for name, chain in chains.items()}
         )

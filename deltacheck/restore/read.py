@@ -62,14 +62,33 @@ def read_chunks(
     return {path: items[path].data for path in chains}
 
 
+def read_unverified(chain: Chain, codec: Codec[Any] | None = None) -> U8:
+    """Read and decode a whole leaf without a comparison. The caller must compare the leaf's digest.
+
+    Raises:
+        Damaged: A file cannot be read or decoded; names the file.
+    """
+    ((item,),) = allocate_blocks(
+        {chain.spec.path: chain}, {chain.spec.path: list(range(chain.spec.chunk_count))}
+    )
+    _read_keyframes({chain.spec.path: item})
+    apply_deltas({chain.spec.path: item}, codec or default_codec())
+    return item.data
+
+
 def follow_links(
-    chains: Mapping[str, Chain], codec: Codec[Any] | None = None
+    chains: Mapping[str, Chain], codec: Codec[Any] | None = None, *, verified: bool = True
 ) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
     """Walk through chains and yield the content of the leaves after each segment, oldest first.
 
     Each chunk of a segment is compared with the digest that this segment has for it. So damage is
     found in the segment where it is, and one walk verifies a leaf in all steps of its chain. All
     leaves are in memory at once.
+
+    Args:
+        chains: The chains by path.
+        codec: Decodes the deltas; ``None``: the default codec.
+        verified: If false, nothing is compared and no digests are read; the caller must compare.
 
     Yields:
         The segment, its entries, and the bytes of its leaves by path. The bytes change when the
@@ -89,7 +108,7 @@ def follow_links(
     # Names of segments ascend with the saves, so the walk goes from the oldest link to the newest.
     for _, (segment, entries) in sorted(links.items()):
         segment.start_tables(
-            {run[0] for entry in entries.values() for run in entry.delta}, digests=True
+            {run[0] for entry in entries.values() for run in entry.delta}, digests=verified
         )
         # Each link is read as a chain of its own, whose rows are applied to the current memory.
         link = {
@@ -102,7 +121,7 @@ def follow_links(
         }
         _read_keyframes(link)
         apply_deltas(link, codec or default_codec())
-        for item in link.values():
+        for item in link.values() if verified else ():
             _check_link(item)
         yield segment, entries, {path: items[path].data for path in entries}
 

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import tensorstore as ts
 
+from deltacheck.codec.base import U64
 from deltacheck.errors import (
     ChainBroken,
     Damaged,
@@ -38,7 +39,7 @@ from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef
 from deltacheck.store.manifest_cache import ManifestCache
-from deltacheck.store.segment import Segment, SegmentWriter
+from deltacheck.store.segment import Segment, SegmentWriter, digests_spec
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root
 # Of decoded zarr chunks while reading: packed leaves share chunks.
@@ -166,6 +167,15 @@ class Store:
         return SegmentWriter(
             self.path, layout.segment_id(seq), self._writing, self._streams, effort, self.durability
         )
+
+    def write_digests(self, segment: Segment, digests: U64) -> None:
+        """Write the array of chunk digests of a segment, which must not exist, and sync it.
+
+        For repair only: nothing else writes to a committed segment.
+        """
+        folder = segment.path / layout.DIGESTS
+        arrays.write(folder, digests_spec(digests.shape[0]), digests, self._writing).result()
+        self.durability.sync_tree(folder)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment, or return the one that is still open.

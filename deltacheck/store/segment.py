@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
@@ -342,6 +343,28 @@ class Segment:
     def digests(self) -> U64:
         """Chunk digests, uint64 ``(rows, 2)``."""
         return np.asarray(self._digests.result(), np.uint64)
+
+    def has_digests(self) -> bool:
+        """Return whether the array of chunk digests can be read."""
+        try:
+            _ = self.digests
+        except Damaged:
+            return False
+        return True
+
+    def readable_digests(self) -> U64:
+        """Return the chunk digests as far as they can be read, zeros in place of the others."""
+        if self.has_digests():
+            return self.digests
+        spec = digests_spec(self.table.digests)
+        digests = np.zeros(spec.shape, np.uint64)
+        rows = spec.chunk[0]
+        for first in range(0, spec.shape[0], rows):
+            stop = min(first + rows, spec.shape[0])
+            with contextlib.suppress(Damaged):
+                array = ReadableArray(self._folder(layout.DIGESTS), spec, self._where)
+                digests[first:stop] = array.read([slice(first, stop), slice(0, 2)])
+        return digests
 
     def start_natural(
         self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()

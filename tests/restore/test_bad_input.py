@@ -143,7 +143,12 @@ def test_nothing_but_files_and_directories_of_the_root_is_opened(
 ) -> None:
     """TensorStore would follow the link, block on the pipe and read the device without end."""
     path = PLACES[place](copied)
+    wanted = deltacheck.open(copied).restore()
     make(path)
+    if place == "digests":  # the content proves itself without them
+        np.testing.assert_equal(deltacheck.open(copied).restore(), wanted)
+        assert deltacheck.open(copied).verify(deep=True, redundant=True)
+        return
     assert_refused(copied)
     with pytest.raises(errors.DeltacheckError):
         deltacheck.open(copied).restore()  # nor is an older step given without a word
@@ -422,7 +427,7 @@ def test_a_group_that_plain_zarr_reads_may_hold_anything_and_verify_says_so(
     path = copied / "segments" / "zarr.json"
     for content in (b"[" * 100_000, b'{"zarr_format": NaN}', b""):
         path.write_bytes(content)
-        assert deltacheck.open(copied).verify()
+        assert deltacheck.open(copied).verify(redundant=True)
         deltacheck.open(copied).restore(1)
 
 
@@ -536,7 +541,10 @@ def test_a_file_that_is_larger_than_its_chunks_can_be_is_refused(
 ) -> None:
     """TensorStore would read the whole file, and end the process."""
     os.truncate(PLACES[place](copied), 1 << 36)
-    assert "that its chunks can take" in limited(copied, reader)
+    # Chunk digests are not needed: the content proves itself by the digest of the leaf.
+    wanted = "" if place == "digests" else "that its chunks can take"
+    assert wanted in limited(copied, reader)
+    assert (limited(copied, reader) == "") == (place == "digests")
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -764,7 +772,8 @@ def test_what_an_arrays_own_document_says_neither_misleads_nor_goes_unnoticed(
         about = json.loads(path.read_bytes())
         change(about)
         path.write_text(json.dumps(about))
-        assert any(str(path) in finding.problem for finding in deltacheck.open(copied).verify())
+        found = deltacheck.open(copied).verify(redundant=True)
+        assert any(str(path) in finding.problem for finding in found)
     np.testing.assert_equal(deltacheck.open(copied).restore(1), wanted)
 
 
