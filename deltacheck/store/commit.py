@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltacheck.errors import RootBusy
-from deltacheck.store import layout
+from deltacheck.store import layout, tags
 from deltacheck.store.documents import Written, encode_manifest, read_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
@@ -71,10 +71,26 @@ def commit(
         durability.sync_directory(folder.parent)
     except BaseException:
         # The save fails, so the step must not be listed.
-        with contextlib.suppress(OSError):
-            (folder / "zarr.json").unlink(missing_ok=True)
+        _withdraw(root, manifest)
         raise
     return Written.of(content)
+
+
+def _withdraw(root: Place, manifest: Manifest) -> None:
+    """Delete the manifest of a commit that has failed, unless a tag names the step by now.
+
+    A tag may have been added since the manifest was created. What is tagged is never deleted, so
+    the step then stays, although its save has failed.
+    """
+    with contextlib.ExitStack() as resources:
+        # Where the lock cannot be had, the step is deleted all the same: the disk may be failing,
+        # or the writer that has taken over may be deleting steps for seconds.
+        with contextlib.suppress(Exception):
+            resources.enter_context(tags.lock(root))
+        with contextlib.suppress(OSError):
+            if not tags.names_of(tags.read_all(root)[0], manifest):
+                folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
+                (folder / "zarr.json").unlink(missing_ok=True)
 
 
 def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:

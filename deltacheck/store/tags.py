@@ -104,6 +104,13 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
     with lock(store):
         # Read again under the lock: a step that is cached may have been deleted since.
         manifest = root.afresh().manifest(step)
+        # The step may be of a commit that is not synced yet. A tag that outlives its step would
+        # promise a step that a power cut has taken.
+        checkpoint = root.path / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
+        # Compaction may have deleted it meanwhile: the new form of the step is durable.
+        with contextlib.suppress(FileNotFoundError):
+            sync_directory(checkpoint)
+        sync_directory(checkpoint.parent)
         tag = Tag(layout.FORMAT, layout.VERSION, name, manifest.step, manifest.seq, manifest.nonce)
         folder = store / layout.CONTROL / layout.TAGS / name
         folder.mkdir(exist_ok=True)
@@ -116,16 +123,20 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
                 raise RootBusy(
                     f"there is a tag {name!r} already, which cannot be read; untag it first"
                 )
-            # The same tag again is no error, so a caller may repeat the call.
-            if existing.nonce == tag.nonce:
-                return existing
-            raise RootBusy(
-                f"tag {name!r} is step {existing.step} (seq {existing.seq}) already; to give it to"
-                f" step {tag.step}, say so: move=True, --move"
-            )
+            # The same tag again is no error, so a caller may repeat the call. It is synced again,
+            # because a killed process may have left it.
+            if existing.nonce != tag.nonce:
+                raise RootBusy(
+                    f"tag {name!r} is step {existing.step} (seq {existing.seq}) already; to give it"
+                    f" to step {tag.step}, say so: move=True, --move"
+                )
+            tag = existing
         # Synced even if saves are not: from here on, the tag protects a step.
         sync_directory(folder)
         sync_directory(folder.parent)
+        # The process that made the directory of the tags may be about to sync its name, or may have
+        # been killed before.
+        sync_directory(folder.parent.parent)
     return tag
 
 
