@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -145,12 +145,17 @@ store-test: $(VENV)/.stamp-install  ## save and restore on a local S3 server tha
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu-check: $(VENV)/.stamp-install  ## on a machine with a GPU: its tests, the sanitizers, and the figures, all that CI cannot run
-	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch sees no CUDA device")'
-	JAX_PLATFORMS=cuda,cpu $(BIN)/pytest -n 0 -m gpu $(ARGS)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -n 0 -m gpu -k "bytes_of_the_host" tests
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -n 0 -m gpu -k "bytes_of_the_host" tests
-	$(BIN)/python -m benchmarks device --check --json build/device.json
+gpu-kit: $(VENV)/.stamp-install  ## make build/gpu-kit: all that needs a GPU, for a machine without network (needs nvcc and Python 3.12)
+	$(BIN)/python -m tests.gpu_kit.build build/gpu-kit $(KIT)
+
+# The Python that has PyTorch or JAX for the GPU; not that of .venv.
+GPU_PYTHON ?= python3
+
+gpu-check: gpu-kit  ## on a machine with a GPU: make the kit and run it (GPU_PYTHON=python3, ARGS="--part 1")
+	$(GPU_PYTHON) build/gpu-kit/run.py $(ARGS)
+
+gpu-rehearsal: $(VENV)/.stamp-install  ## run every part of the GPU kit without a GPU (minutes)
+	$(BIN)/python -m tests.gpu_kit.rehearse $(ARGS)
 
 clean:  ## remove .venv, the build folder and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -39,11 +39,25 @@ def run(settings: Settings) -> Result:
         return Result(
             "device", "not measured: the CUDA encoder cannot be used here, see the log", []
         )
+    return measure(settings, device, "cuda")
+
+
+def measure(settings: Settings, device: Any, place: str) -> Result:
+    """Measure encoding and saves.
+
+    Args:
+        settings: With ``quick``, tiny states.
+        device: The accelerator that the engine uses, with a device encoder.
+        place: Its device in torch. In a rehearsal this is ``"cpu"``, with the emulator.
+    """
     size = 8 << 20 if settings.quick else 1 << 30
-    rows, figures = _encoding(device, size)
-    blocking_rows, blocking = _blocking(settings, 16 << 20 if settings.quick else 4 << 30)
+    if place == "cpu":  # an emulated thread is a thousand times slower than a real one
+        size = 256 << 10
+    rows, figures = _encoding(device, size, place)
+    blocking_rows, blocking = _blocking(settings, 16 << 20 if settings.quick else 4 << 30, place)
+    name = torch.cuda.get_device_name() if place == "cuda" else "emulator"
     about = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda};"
+        f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda};"
         f" medians of {REPETITIONS}, by CUDA events. Bytes moved: both arrays once, the streams"
         " once, under diff and planes the base once more; a copy moves two for each of its bytes."
         " With the choice of methods and the placement of streams, without digests"
@@ -71,14 +85,14 @@ def run(settings: Settings) -> Result:
     )
 
 
-def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    copy_bandwidth = 2 * size / _seconds(lambda: target.copy_(source))
+def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], list[Figure]]:
+    source, target = (torch.empty(size, dtype=torch.uint8, device=place) for _ in range(2))
+    copy_bandwidth = 2 * size / _seconds(place, lambda: target.copy_(source))
     rows: list[list[Cell]] = []
     figures = []
     for name, dtype in (("bfloat16", torch.int16), ("float32", torch.int32)):
         for density in DENSITIES:
-            current, base = _state(dtype, density, size)
+            current, base = _state(dtype, density, size, place)
             width = dtype.itemsize
             job = GroupJob(
                 current,
@@ -87,17 +101,17 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
                 width,
             )
             original = base.clone()
-            [result] = windows.encode(device, [job], size, lambda used: None, lambda: None)
-            streams = sum(stream.size for stream in result.encoded.streams.values())
-            methods = (
-                "+".join(sorted({METHOD_NAMES[m] for m in result.encoded.rows[:, METHOD]}))
-                or "unchanged"
-            )
+            # No group if nothing changed.
+            groups = list(windows.encode(device, [job], size, lambda used: None, lambda: None))
+            encoded = [group.encoded for group in groups]
+            streams = sum(stream.size for part in encoded for stream in part.streams.values())
+            names = {METHOD_NAMES[m] for part in encoded for m in part.rows[:, METHOD]}
+            methods = "+".join(sorted(names)) or "unchanged"
             plain = _kernels(
-                device, job, digests=False, before=lambda b=base, o=original: b.copy_(o)
+                device, place, job, digests=False, before=lambda b=base, o=original: b.copy_(o)
             )
             digested = _kernels(
-                device, job, digests=True, before=lambda b=base, o=original: b.copy_(o)
+                device, place, job, digests=True, before=lambda b=base, o=original: b.copy_(o)
             )
             dense = methods in ("diff", "planes", "raw")
             share = ((3 if dense else 2) * size + streams) / plain / copy_bandwidth
@@ -129,22 +143,26 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
     return rows, figures
 
 
-def _state(dtype: torch.dtype, density: float, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _state(
+    dtype: torch.dtype, density: float, size: int, place: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return current and base values as bytes on the device."""
-    random = torch.Generator("cuda").manual_seed(7)
+    random = torch.Generator(place).manual_seed(7)
     count = size // dtype.itemsize
-    values = torch.randn(count, generator=random, device="cuda") * 0.02
+    values = torch.randn(count, generator=random, device=place) * 0.02
     if dtype == torch.int16:
         base = values.to(torch.bfloat16).view(dtype)
-        moved = base + torch.randint(1, 4, (count,), generator=random, device="cuda").to(dtype)
+        moved = base + torch.randint(1, 4, (count,), generator=random, device=place).to(dtype)
     else:
         base = values.view(dtype)
-        moved = (values + torch.randn(count, generator=random, device="cuda") * 2e-7).view(dtype)
-    changed = torch.rand(count, generator=random, device="cuda") < density
+        moved = (values + torch.randn(count, generator=random, device=place) * 2e-7).view(dtype)
+    changed = torch.rand(count, generator=random, device=place) < density
     return torch.where(changed, moved, base).view(torch.uint8), base.clone().view(torch.uint8)
 
 
-def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], object]) -> float:
+def _kernels(
+    device: Any, place: str, job: GroupJob, digests: bool, before: Callable[[], object]
+) -> float:
     """Return the seconds of the encoder's kernels alone."""
     table = np.zeros(job.bounds.size - 1, windows.CHUNK)
     offsets = job.bounds[:-1] * np.uint64(job.word_bytes)
@@ -157,10 +175,10 @@ def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], obj
     host_table = device.pinned(table.nbytes)
     host_table.numpy()[:] = table.view(np.uint8)
     workspace = torch.empty(
-        device.native.workspace_bytes(chunks, total), dtype=torch.uint8, device="cuda"
+        device.native.workspace_bytes(chunks, total), dtype=torch.uint8, device=place
     )
-    payload = torch.empty(total, dtype=torch.uint8, device="cuda")
-    small = torch.empty(3, chunks * 32 + len(STREAMS) * 8 + 1024, dtype=torch.uint8, device="cuda")
+    payload = torch.empty(total, dtype=torch.uint8, device=place)
+    small = torch.empty(3, chunks * 32 + len(STREAMS) * 8 + 1024, dtype=torch.uint8, device=place)
 
     def call() -> None:
         device.native.encode(
@@ -173,17 +191,24 @@ def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], obj
             payload=payload.data_ptr(),
             payload_bytes=total,
             digests=small[2].data_ptr() if digests else 0,
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=torch.cuda.current_stream().cuda_stream if place == "cuda" else 0,
         )
 
-    return _seconds(call, before)
+    return _seconds(place, call, before)
 
 
-def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+def _seconds(
+    place: str, work: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> float:
     """Return the median device time of ``work``; ``before`` runs each time and is not counted."""
     times = []
     for _ in range(REPETITIONS + 2):
         before()
+        if place == "cpu":
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+            continue
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()  # type: ignore[no-untyped-call]
@@ -194,14 +219,14 @@ def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: 
     return median(times[2:])
 
 
-def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Figure]]:
+def _blocking(settings: Settings, size: int, place: str) -> tuple[list[list[Cell]], list[Figure]]:
     """Measure ``save`` and the wait before the next optimizer step.
 
     The state is a bfloat16 model with master weights and AdamW moments.
     """
     # 16 bytes per parameter, with both moments.
     parameters = [
-        torch.nn.Parameter(torch.randn(size // 16 // 10, device="cuda")) for _ in range(10)
+        torch.nn.Parameter(torch.randn(size // 16 // 10, device=place)) for _ in range(10)
     ]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     weights = {str(i): p.detach().to(torch.bfloat16).repeat(2) for i, p in enumerate(parameters)}
@@ -218,10 +243,14 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
             "optimizer": optimizer.state_dict()["state"],
         }
 
+    def wait() -> None:
+        if place == "cuda":
+            torch.cuda.synchronize()
+
     step()
     saved, blocked = [], []
     for _ in range(3):
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         with Path(settings.folder / "state.pt").open(
             "wb", buffering=io.DEFAULT_BUFFER_SIZE
@@ -231,7 +260,7 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
     with Engine(settings.folder / "engine", shadow="device") as engine:
         engine.guard(optimizer)
         for number in range(REPETITIONS):
-            torch.cuda.synchronize()
+            wait()
             handle = engine.save(number, state())
             step()
             engine.wait()

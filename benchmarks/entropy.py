@@ -32,12 +32,12 @@ def leaf_bytes(before: Words, now: Words) -> float:
 
 
 def words_of(array: Any) -> Words:
-    """Copy the bits of a NumPy, JAX or host torch array as unsigned words of its element size."""
+    """Copy the bits of a NumPy, JAX or torch array as unsigned words of its element size."""
     if hasattr(array, "detach"):
         import torch
 
         tensor: torch.Tensor = array.detach().contiguous().reshape(-1)
-        return tensor.view(torch.uint8).numpy().view(f"u{tensor.element_size()}").copy()
+        return tensor.view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}").copy()
     flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
     return flat.view(np.uint8).view(f"u{flat.itemsize}").copy()  # type: ignore[no-any-return]
 

@@ -68,11 +68,11 @@ def size_of(name: str) -> Size:
     return replace(single_layer, layers=max(1, parameters // single_layer.parameters))
 
 
-def recipe_of(state: str, size: Size) -> Recipe:
+def recipe_of(state: str, size: Size, device: str = "cpu") -> Recipe:
     """Return the recipe of a state at a size: the rate of its task, and little text per step."""
     task = STATES[state]
     if size == SIZES["tiny"]:
-        return tiny(task)
+        return tiny(task, device=device)
     small_batch: dict[str, Any] = (
         {"batch": 2, "group": 4, "pretrain_batch": 16}
         if task == "rl"
@@ -87,15 +87,25 @@ def recipe_of(state: str, size: Size) -> Recipe:
         pretrain_rate=size.pretrain_rate,
         dropout=0.0,
         sources=60,
+        device=device,
         **small_batch,
     )
 
 
 def prepare(framework: str, state: str, size: Size, folder: Path) -> None:
     """Train a run until it is steady, and leave it in ``folder`` with its profile."""
+    run = Run(framework, recipe_of(state, size))
+    profile, loss = settle(run, size)
+    profile.write(folder / "profile.json")
+    chain = Chain(framework, folder / "run", Policy.exact())
+    chain.save(run.workload.step, run.workload.state(), run.metrics(loss))
+    chain.close()
+
+
+def settle(run: Run, size: Size) -> tuple[Profile, float]:
+    """Train a run until it is steady, and return its profile and the last loss."""
     from deltacheck import Profiler
 
-    run = Run(framework, recipe_of(state, size))
     run.train(size.settle_steps)
     _mature(run)
     profiler = Profiler(interval_steps=_LOOK_EVERY, optimizer=run.rule)
@@ -105,10 +115,7 @@ def prepare(framework: str, state: str, size: Size, folder: Path) -> None:
         profiler.observe(
             run.workload.step, run.workload.state, loss=loss, learning_rate=run.recipe.rate
         )
-    profiler.profile().write(folder / "profile.json")
-    chain = Chain(framework, folder / "run", Policy.exact())
-    chain.save(run.workload.step, run.workload.state(), run.metrics(loss))
-    chain.close()
+    return profiler.profile(), loss
 
 
 def load(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, Profile]:

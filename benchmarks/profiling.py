@@ -7,14 +7,21 @@ from statistics import median
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import Profiler
+from deltacheck.evaluate.workloads.recipe import Recipe
 
 PROFILER_AT_MOST = 0.02  # of the step
 
 
 def run(settings: Settings) -> Result:
     """Measure training steps and calls of the profiler."""
-    looks = 2 if settings.quick else 6
-    training = states.untrained(states.QUICK if settings.quick else states.REAL)
+    if settings.quick:
+        return measure(states.QUICK, looks=2)
+    return measure(states.REAL, looks=6)
+
+
+def measure(recipe: Recipe, looks: int) -> Result:
+    """Measure the training that a recipe describes, with some looks of the profiler."""
+    training = states.untrained(recipe)
     profiler = Profiler()
     interval = profiler.interval_steps
     steps: list[float] = []
@@ -48,9 +55,13 @@ def run(settings: Settings) -> Result:
     row: list[Cell] = [states.raw_bytes(training.state()), step, look, first, note, interval, share]
     return Result(
         "profiling",
-        "deltacheck.Profiler beside training of the demo's model on one thread, looking at every"
+        f"deltacheck.Profiler beside training on {_place(recipe)}, looking at every"
         f" {interval}th step; wall time, medians of {looks * interval} steps and {looks} looks,"
         " gathering the state included; the first look, which also plans the sample, is separate",
         [Table("profiler", columns, [row])],
         [Figure("profiler, share of the step time", share, PROFILER_AT_MOST)],
     )
+
+
+def _place(recipe: Recipe) -> str:
+    return f"{recipe.threads} threads" if recipe.device == "cpu" else recipe.device

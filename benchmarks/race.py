@@ -24,6 +24,7 @@ from benchmarks.prepared import Size, load, prepare
 from benchmarks.process import Peak, cpu_seconds, trim
 from benchmarks.rivals import RIVALS, Rival, sync_tree
 from benchmarks.ways import Run
+from deltacheck.profile import Profile
 
 MAX_WARMUP_SAVES = 10  # until a rival is in its steady state
 
@@ -76,6 +77,11 @@ class Update:
         if self._register is not None:
             self._hooks.append(self._register(self._end))
 
+    def remove(self) -> None:
+        """Remove the hooks, after the last save."""
+        for hook in self._hooks:
+            hook.remove()
+
     def _begin(self, *_: object) -> None:
         self._before = time.perf_counter()
 
@@ -118,29 +124,56 @@ class Watch:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Measure a rival.
+    """Measure the rival of a job, on the run that ``prepare`` has left."""
+    rival_type = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
+    run, profile = load(job.framework, job.state, job.size, Path(job.prepared))
+    return measure_run(run, profile, rival_type, Path(job.root), job.size.every, job.repeats)
+
+
+def measure_run(
+    run: Run,
+    profile: Profile,
+    rival_type: type[Rival],
+    root: Path,
+    every: int,
+    repeats: int,
+    max_warmup_saves: int = MAX_WARMUP_SAVES,
+) -> dict[str, Any]:
+    """Measure a rival on a run, whose state is lost.
+
+    Args:
+        run: A run in its steady state.
+        profile: Its profile.
+        rival_type: The way of saving.
+        root: A new folder for the saves, on the disk to measure.
+        every: Training steps between two saves.
+        repeats: Measured saves and restores.
+        max_warmup_saves: Saves before them, until the rival is in its steady state. Fewer: less
+            space on the disk; the result then says that the state is not steady.
 
     Returns:
         Seconds and bytes: lists with a value for each repeat, and single values of the run.
     """
-    rival_type = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
-    run, profile = load(job.framework, job.state, job.size, Path(job.prepared))
     run.train(2)  # compiles, and fills the caches of allocators
     gc.collect()
     trim()
     training_peaks = []
     for _ in range(2):
         with Peak() as peak:
-            run.train(job.size.every)
+            run.train(every)
         training_peaks.append(peak.bytes)
-    update = Update(job.framework)
-    rival = rival_type(Path(job.root).absolute(), run, profile)
+    # Before the saves, so that the disk need not hold both.
+    raw_bytes, baseline = _raw_bytes(run), root.parent / "baseline.pt"
+    torch_save_bytes = run.torch_save(baseline)
+    baseline.unlink()
+    update = Update(run.framework)
+    rival = rival_type(root.absolute(), run, profile)
     update.enclose(rival)
     peaks: list[int] = []
     first_bytes: int | None = None
     steady = False
     warmup_saves = 0
-    while not steady and warmup_saves < MAX_WARMUP_SAVES:
+    while not steady and warmup_saves < max_warmup_saves:
         *_, peak_bytes = _save(rival, run, update, 1)
         peaks.append(peak_bytes)
         stored_bytes = rival.stored(run.workload.step - 1)
@@ -151,13 +184,13 @@ def measure(job: Job) -> dict[str, Any]:
         name: [] for name in ("blocking", "loop loses", "durable", "cpu", "bytes")
     }
     reported_blocking: list[float] = []
-    for _ in range(job.repeats):
+    for _ in range(repeats):
         start, cpu = time.perf_counter(), cpu_seconds()
-        run.train(job.size.every)
+        run.train(every)
         bare, bare_cpu = time.perf_counter() - start, cpu_seconds() - cpu
         step = run.workload.step
         cpu = cpu_seconds()
-        watch, blocking, seconds, peak_bytes = _save(rival, run, update, job.size.every)
+        watch, blocking, seconds, peak_bytes = _save(rival, run, update, every)
         samples["cpu"].append(cpu_seconds() - cpu - bare_cpu)
         samples["blocking"].append(blocking)
         samples["loop loses"].append(seconds - bare)
@@ -169,10 +202,8 @@ def measure(job: Job) -> dict[str, Any]:
         peaks.append(peak_bytes)
     _save(rival, run, update, 0)
     rival.close()
-    raw_bytes, baseline = _raw_bytes(run), Path(job.root).parent / "baseline.pt"
-    torch_save_bytes = run.torch_save(baseline)
-    baseline.unlink()
-    samples["restore"] = _time_restores(rival, run, job.repeats)
+    update.remove()
+    samples["restore"] = _time_restores(rival, run, repeats)
     return {
         "samples": samples,
         "told_blocking": reported_blocking,
@@ -180,7 +211,7 @@ def measure(job: Job) -> dict[str, Any]:
         "first_bytes": first_bytes,
         "saves_before": warmup_saves,
         "steady": steady,
-        "step_seconds": bare / job.size.every,
+        "step_seconds": bare / every,
         "raw_bytes": raw_bytes,
         "torch_save_bytes": torch_save_bytes,
     }
@@ -272,7 +303,7 @@ def _touch(arrays: Mapping[str, Any]) -> None:
     """Read a byte of every page, because a file that is only mapped is not restored."""
     for array in arrays.values():
         if hasattr(array, "detach"):
-            array.detach().reshape(-1).view(_bytes()).numpy()[::4096].sum()
+            array.detach().reshape(-1).view(_bytes())[::4096].sum().item()
         else:
             np.asarray(array).reshape(-1).view(np.uint8)[::4096].sum()
 

@@ -106,8 +106,8 @@ class Run:
     def train(self, steps: int) -> float:
         """Train some steps, wait for them, and return the last loss.
 
-        JAX returns before an update is finished. Without the wait, a save would seem to wait for
-        it.
+        JAX and CUDA return before an update is finished. Without the wait, a save would seem to
+        wait for it.
         """
         loss = 0.0
         for _ in range(steps):
@@ -116,6 +116,10 @@ class Run:
             import jax
 
             jax.block_until_ready(self.workload.state())
+        elif self.recipe.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
         return loss
 
     def flat(self, state: State | None = None) -> tree.Flat:

@@ -44,32 +44,32 @@ class ProtocolWorkload:
 
 def sft(seed: int) -> ProtocolWorkload:
     """Create a supervised fine-tuning at 1e-5, with dropout. 0.4 M parameters."""
-    return _create(_small("sft"), seed)
+    return create(_small("sft"), seed)
 
 
 def rl_like(seed: int) -> ProtocolWorkload:
     """Create a reinforcement learning with checked answers at 1e-6. 0.4 M parameters."""
-    return _create(_small("rl"), seed)
+    return create(_small("rl"), seed)
 
 
 def lora(seed: int) -> ProtocolWorkload:
     """Create a fine-tuning of low-rank adapters at 1e-4, the base frozen. 0.4 M parameters."""
-    return _create(_small("lora"), seed)
+    return create(_small("lora"), seed)
 
 
 def tiny_sft(seed: int) -> ProtocolWorkload:
     """Create ``sft`` in its tiny size."""
-    return _create(tiny("sft"), seed)
+    return create(tiny("sft"), seed)
 
 
 def tiny_rl_like(seed: int) -> ProtocolWorkload:
     """Create ``rl_like`` in its tiny size."""
-    return _create(tiny("rl"), seed)
+    return create(tiny("rl"), seed)
 
 
 def tiny_lora(seed: int) -> ProtocolWorkload:
     """Create ``lora`` in its tiny size."""
-    return _create(tiny("lora"), seed)
+    return create(tiny("lora"), seed)
 
 
 def demo_pretraining(seed: int) -> ProtocolWorkload:
@@ -91,7 +91,7 @@ def _small(task: str) -> Recipe:
     return small(task, pretrain_steps=100, sources=200)
 
 
-def _create(recipe: Recipe, seed: int) -> ProtocolWorkload:
+def create(recipe: Recipe, seed: int) -> ProtocolWorkload:
     """Create a run from pre-trained weights that are the same for every seed.
 
     This is how people fine-tune. The noise between seeds is that of data order, dropout and

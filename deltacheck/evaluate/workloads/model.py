@@ -125,7 +125,8 @@ def scale_by_inputs(model: LanguageModel) -> None:
     """
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and name != "embed.weight":
-            weight.copy_(torch.randn(weight.shape) * weight.shape[1] ** -0.5)
+            drawn = torch.randn(weight.shape, device=weight.device)
+            weight.copy_(drawn * weight.shape[1] ** -0.5)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

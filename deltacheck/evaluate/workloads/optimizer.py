@@ -84,5 +84,6 @@ class MixedPrecisionAdamW(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for parameter, number in zip(parameters, numbers, strict=True):
             self.state[parameter] = {
-                name: value.detach().clone() for name, value in state_dict["state"][number].items()
+                name: value.detach().to(parameter.device, copy=True)
+                for name, value in state_dict["state"][number].items()
             }

@@ -24,6 +24,7 @@ class Recipe:
     batch: int  # rows per step; under "rl", prompts per step
     seed: int = 1  # of weights, data order, dropout and sampling
     threads: int = 1  # fixed, because the order of floating-point sums depends on it
+    device: str = "cpu"  # of PyTorch; JAX trains on its default device
 
     width: int = 256
     layers: int = 4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -25,6 +27,9 @@ State = dict[str, Any]
 
 def be_deterministic(threads: int) -> None:
     """Set up the whole process so that training repeats bit for bit."""
+    # Read by cuBLAS when it is first used: with its default workspace it may choose an algorithm
+    # whose sums have another order, which torch refuses below.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)  # the order of floating-point sums depends on it
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory only slows training: the runs read no memory that they have not written.
@@ -50,11 +55,12 @@ class Workload:
         # Before the model is created, because its initial weights are drawn from this generator.
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
-        self.model = LanguageModel(recipe)
+        self.model = _new_model(recipe)
         if weights is not None:
             self.model.load_state_dict(weights)
         if recipe.task == "lora":
-            add_adapters(self.model, recipe.rank)
+            with torch.device(recipe.device):
+                add_adapters(self.model, recipe.rank)
         self.optimizer = MixedPrecisionAdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=recipe.rate,
@@ -81,7 +87,7 @@ class Workload:
         if self.recipe.task == "rl":
             loss, value = self._policy_gradient(rows)
         else:
-            loss = _loss(self.model, rows)
+            loss = self._loss(rows)
             value = loss.item()
         loss.backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(list(_parameters(self.optimizer)), 1.0)
@@ -95,7 +101,7 @@ class Workload:
     def evaluate(self) -> float:
         """Return the loss of the right answers on fixed, held-out rows."""
         self.model.eval()
-        return _loss(self.model, self.held_out).item()
+        return self._loss(self.held_out).item()
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -104,7 +110,7 @@ class Workload:
         Equal bits mean equal weights.
         """
         self.model.eval()
-        logits: Tensor = self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))
+        logits: Tensor = self.model(self._on_device(self.held_out.tokens[:, :-1]))
         return logits
 
     def reorder(self, seed: int) -> None:
@@ -114,7 +120,7 @@ class Workload:
 
     def state(self) -> State:
         """Return everything that decides how the run continues."""
-        return {
+        state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -122,6 +128,9 @@ class Workload:
             "rng": torch.get_rng_state(),
             "step": self.step,
         }
+        if self.recipe.device == "cuda":  # dropout and sampling draw there
+            state["device_rng"] = torch.cuda.get_rng_state()
+        return state
 
     def load(self, state: State) -> None:
         """Continue from a state that ``state`` has returned."""
@@ -130,6 +139,8 @@ class Workload:
         self.scheduler.load_state_dict(state["scheduler"])
         self.batches.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
+        if self.recipe.device == "cuda":
+            torch.cuda.set_rng_state(state["device_rng"])
         self.step = state["step"]
 
     def _policy_gradient(self, rows: Rows) -> tuple[Tensor, float]:
@@ -141,10 +152,10 @@ class Workload:
         questions, answers = (
             np.repeat(part, self.recipe.group, axis=0) for part in tasks.prompts_of(rows)
         )
-        prompts = torch.from_numpy(questions)
+        prompts = self._on_device(questions)
         completions = self._sample(prompts)
-        rewards = tasks.reward(completions.numpy(), answers)
-        advantages = torch.from_numpy(tasks.advantages(rewards, self.recipe.group))
+        rewards = tasks.reward(completions.cpu().numpy(), answers)
+        advantages = self._on_device(tasks.advantages(rewards, self.recipe.group))
         # The logits at a position predict the next token, so the last token is not an input.
         tokens = torch.cat([prompts, completions[:, :-1]], dim=1)
         logits = self.model(tokens)[:, prompts.shape[1] - 1 :]
@@ -159,6 +170,12 @@ class Workload:
             chances = self.model(tokens)[:, -1].softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1)], dim=1)
         return tokens[:, prompts.shape[1] :]
+
+    def _loss(self, rows: Rows) -> Tensor:
+        return self.model.loss(self._on_device(rows.tokens), self._on_device(rows.graded))
+
+    def _on_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.recipe.device)
 
 
 def pretraining(recipe: Recipe, rows: Rows, weights: State | None = None) -> Workload:
@@ -181,7 +198,7 @@ def pretraining(recipe: Recipe, rows: Rows, weights: State | None = None) -> Wor
 def pretrained_model(recipe: Recipe, rows: Rows) -> LanguageModel:
     """Train a new model whose matrices are as large as in models that people fine-tune."""
     torch.manual_seed(recipe.seed)
-    fresh = LanguageModel(recipe)
+    fresh = _new_model(recipe)
     scale_by_inputs(fresh)
     run = pretraining(recipe, rows, fresh.state_dict())
     while run.step < recipe.pretrain_steps:
@@ -217,8 +234,9 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
         block.attn.qkv = Adapted(block.attn.qkv, rank)  # type: ignore[union-attr, arg-type]
 
 
-def _loss(model: LanguageModel, rows: Rows) -> Tensor:
-    return model.loss(torch.from_numpy(rows.tokens), torch.from_numpy(rows.graded))
+def _new_model(recipe: Recipe) -> LanguageModel:
+    with torch.device(recipe.device):
+        return LanguageModel(recipe)
 
 
 def _parameters(optimizer: MixedPrecisionAdamW) -> Iterator[Tensor]:

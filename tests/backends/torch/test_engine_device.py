@@ -4,12 +4,10 @@ CUDA encoder.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,88 +20,17 @@ import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
-from deltacheck.backends.torch.capture.device import Cuda
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import GroupJob, default_codec
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.testing.codec import CASES, Case, moved, same, words
+from tests.support.accelerators import Emulated, Real
 from tests.support.states import assert_same, kinds
 
 emulated = pytest.importorskip(
     "deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)"
 )
-
-
-class Emulated:
-    """An accelerator whose memory is the host's, and which has done everything at once."""
-
-    name = "emulated"
-
-    def __init__(self, native: Any = emulated) -> None:
-        self.native = native
-        self.free = 1 << 40
-        self.begun = self.held = 0
-        self.copied = 0  # bytes given out as pinned memory: what may have crossed
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def hold(self) -> None:
-        self.held += 1
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[int]:
-        yield 0
-
-    def mark(self) -> Any:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def free_bytes(self) -> int:
-        return self.free
-
-    def empty(self, size: int) -> torch.Tensor:
-        return torch.full((size,), 0xA5, dtype=torch.uint8)
-
-    def pinned(self, size: int) -> torch.Tensor:
-        self.copied += size
-        return torch.full((size,), 0x5A, dtype=torch.uint8)
-
-
-class Real(Cuda):
-    """The first CUDA device, with the counters of the emulated one."""
-
-    def __init__(self) -> None:
-        from deltacheck import _native_cuda
-
-        super().__init__(torch.device("cuda", 0), _native_cuda)
-        self.free = 1 << 40
-        self.begun = self.held = 0
-        self.copied = 0
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cuda()
-
-    def begin(self) -> None:
-        self.begun += 1
-        super().begin()
-
-    def hold(self) -> None:
-        self.held += 1
-        super().hold()
-
-    def free_bytes(self) -> int:
-        return min(self.free, super().free_bytes())
-
-    def pinned(self, size: int) -> torch.Tensor:
-        self.copied += size
-        return super().pinned(size)
 
 
 Device: TypeAlias = Emulated | Real

@@ -1,0 +1,27 @@
+"""The run of part 5, as ``deltacheck.evaluate.Workload`` describes it."""
+
+from __future__ import annotations
+
+from deltacheck.evaluate.workloads.builtin import ProtocolWorkload, create, tiny_sft
+from deltacheck.evaluate.workloads.recipe import recipe
+
+# 202 M parameters in the layers
+SIZES = {"width": 1024, "layers": 16, "heads": 16, "context": 512, "batch": 8, "dropout": 0.1}
+
+
+def on_device(seed: int) -> ProtocolWorkload:
+    """Create a supervised fine-tuning at 1e-5 on the CUDA device."""
+    run = recipe(
+        "sft",
+        device="cuda",
+        threads=4,
+        pretrain_steps=150,
+        pretrain_rate=1e-3,
+        pretrain_batch=16,
+        sources=400,
+        **SIZES,
+    )
+    return create(run, seed)
+
+
+on_processor = tiny_sft  # of a rehearsal

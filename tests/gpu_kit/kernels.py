@@ -1,0 +1,244 @@
+"""Part 1: the device's own test, the kernels against the host, and the engine's three shadows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import Cell, Result, Table
+from deltacheck.codec import GroupJob, default_codec
+from deltacheck.leaf.digest import chunk_digests
+from deltacheck.testing.codec import moved, same, words
+from tests.gpu_kit.stand_in import accelerator
+from tests.gpu_kit.steps import Context, Skipped, Step
+
+DENSITIES = (0.0, 0.001, 0.02, 0.3, 1.0)
+CHUNK_BYTES = 1 << 20
+SHADOWS = ("device", "host", "none")
+_TESTS = Path(__file__).parents[1]
+
+
+def import_module(context: Context) -> Result:
+    """Import the CUDA module, and report if it can use a device."""
+    try:
+        from deltacheck import _native_cuda
+    except ImportError as error:
+        if context.rehearse:
+            raise Skipped(f"this build has no CUDA encoder ({error})") from error
+        raise
+    problem = _native_cuda.problem()
+    if problem and not context.rehearse:
+        raise RuntimeError(problem)
+    handlers = ", ".join(name for name, *_ in _native_cuda.registrations()) or "none"
+    about = f"interface {_native_cuda.INTERFACE}, XLA handlers: {handlers}; {problem or 'usable'}"
+    return Result("the CUDA module", about, [])
+
+
+def check_device(context: Context) -> Result:
+    """Run the test that the engine makes before it first uses a device."""
+    import torch
+
+    from deltacheck.backends.torch.capture import windows
+
+    with accelerator(context) as device:
+        if device.native is None:  # what the engine's own test leaves of a device that fails it
+            from deltacheck import _native_cuda
+            from deltacheck.backends.torch.capture.device import Cuda
+
+            problem = windows.defect(Cuda(torch.device("cuda", 0), _native_cuda))
+            raise RuntimeError(f"the device fails its test: {problem or 'not repeatable'}")
+        problem = windows.defect(device)
+        if problem:
+            raise RuntimeError(f"the device fails its test: {problem}")
+        name = device.name if context.rehearse else torch.cuda.get_device_name()
+    return Result("the device's own test", f"{name}: rows, streams, digests and shadow agree", [])
+
+
+def compare_kernels(context: Context) -> Result:
+    """Encode random states on the device and on the host, and compare every bit."""
+    import torch
+
+    from deltacheck.backends.torch.capture import windows
+
+    size = 64 << 10 if context.rehearse else 256 << 20
+    chunk = size // 3 if context.rehearse else CHUNK_BYTES
+    rows: list[list[Cell]] = []
+    with accelerator(context) as device:
+        for word_bytes in (1, 2, 4, 8):
+            count = size // word_bytes
+            bounds = np.append(np.arange(0, count, chunk // word_bytes), count).astype(np.uint64)
+            before = words(count, word_bytes, seed=word_bytes)
+            for density in DENSITIES:
+                after = moved(before, density, most=3)
+                current, base = (
+                    torch.from_numpy(array.view(np.uint8).copy()).to(context.device)
+                    for array in (after, before)
+                )
+                job = GroupJob(current, base, bounds, word_bytes)
+                groups = list(windows.encode(device, [job], size, lambda _: None, lambda: None))
+                expected, updated = default_codec().encode(
+                    after.view(np.uint8), before.view(np.uint8).copy(), bounds, word_bytes
+                )
+                [group] = groups
+                changed = expected.rows[:, 0].tolist()
+                digests = chunk_digests(after.view(np.uint8), bounds, word_bytes, changed)
+                problems = [
+                    name
+                    for name, holds in (
+                        ("rows or streams", same(group.encoded, expected)),
+                        ("shadow", np.array_equal(base.cpu().numpy(), updated)),
+                        ("digests", np.array_equal(group.digests, digests)),
+                    )
+                    if not holds
+                ]
+                if problems:
+                    where = f"{word_bytes}-byte words, {density:.1%} changed"
+                    raise AssertionError(f"{where}: {', '.join(problems)} differ from the host's")
+                rows.append([word_bytes, density, len(changed), "equal"])
+    return Result(
+        "kernels against the host",
+        f"rows, streams, digests and shadow of {size >> 10} KiB, compared bit for bit",
+        [
+            Table(
+                "states",
+                {
+                    "word bytes": "count",
+                    "changed": "ratio",
+                    "chunks written": "count",
+                    "bits": "text",
+                },
+                rows,
+            )
+        ],
+    )
+
+
+def run_tests(context: Context, *files: str) -> Result:
+    """Run test files: those of a device, or in a rehearsal those of the emulator."""
+    report = context.folder / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(Path(__file__).with_name("pytest.ini")), f"--junitxml={report}"]
+    # The folder of the settings would otherwise hide tests/conftest.py.
+    command += [f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}"]
+    # The emulator repeats every case of the codec's contract; the rehearsal needs a few.
+    command += ["-k", "emulated and not case and not vector"] if context.rehearse else ["-m", "gpu"]
+    command += [str(_TESTS / file) for file in files]
+    platforms = "cpu" if context.rehearse else "cuda,cpu"
+    environment = os.environ | {"JAX_PLATFORMS": platforms}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=context.seconds_left()
+    )
+    print(done.stdout[-20_000:], done.stderr[-5000:], file=sys.stderr)
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with {done.returncode}; see the log of this part")
+    suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    if counts["failures"] or counts["errors"]:
+        failed = [
+            case.attrib["name"]
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+        raise AssertionError(f"{len(failed)} of {counts['tests']} tests failed: {failed[:5]}")
+    passed = counts["tests"] - counts["skipped"]
+    if not passed:
+        raise Skipped("no test could run here")
+    return Result("tests", f"{passed} tests of {', '.join(files)} passed", [])
+
+
+def test_torch(context: Context) -> Result:
+    """Run the engine's tests of devices."""
+    return run_tests(context, "backends/torch/test_engine_device.py")
+
+
+def save_under_each_shadow(context: Context) -> Result:
+    """Train, save every step under each shadow, and restore every step bit for bit."""
+    from benchmarks.states import leaves_of
+    from deltacheck.backends.torch import Engine
+    from deltacheck.evaluate.workloads.recipe import recipe, tiny
+    from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
+
+    sizes: dict[str, Any] = {"width": 512, "layers": 8, "heads": 8, "pretrain_steps": 20}
+    run = (
+        tiny("sft", device=context.device)
+        if context.rehearse
+        else recipe("sft", device=context.device, sources=200, **sizes)
+    )
+    weights = pretrained(run)
+    rows: list[list[Cell]] = []
+    with accelerator(context):
+        for shadow in SHADOWS:
+            training, expected = Workload(run, weights), {}
+            root = context.folder / f"shadow-{shadow}"
+            with Engine(root, shadow=shadow) as engine:
+                engine.guard(training.optimizer)
+                engine.guard(training.model)
+                stored = raw = 0
+                for step in range(1, 7):
+                    training.train_step()
+                    expected[step] = {
+                        path: leaf.detach().cpu().clone()
+                        for path, leaf in leaves_of(training.state()).items()
+                    }
+                    # Not waited for: the next training step must not reach what is being read.
+                    handle = engine.save(step, training.state())
+                    if step == 6:
+                        report = handle.result()
+                        assert report is not None  # one save at a time
+                        stored, raw = report.stored_bytes, report.raw_bytes
+            with Engine(root) as engine:
+                for step, leaves in expected.items():
+                    restored = leaves_of(engine.restore(step))
+                    wrong = [
+                        path
+                        for path, leaf in leaves.items()
+                        if not _same_bits(leaf, restored[path].cpu())
+                    ]
+                    if wrong:
+                        names = f"{wrong[0]} and {len(wrong) - 1} more leaves"
+                        raise AssertionError(f"shadow={shadow!r}, step {step}: {names} differ")
+            rows.append([shadow, len(expected), raw, stored / raw])
+    return Result(
+        "the engine's shadows",
+        "a save after each of 6 training steps; every step restored and compared bit for bit",
+        [
+            Table(
+                "shadows",
+                {
+                    "shadow": "text",
+                    "equal steps": "count",
+                    "state": "bytes",
+                    "last save stores": "ratio",
+                },
+                rows,
+            )
+        ],
+    )
+
+
+def _same_bits(expected: Any, restored: Any) -> bool:
+    import torch
+
+    return (
+        expected.dtype == restored.dtype
+        and expected.shape == restored.shape
+        and torch.equal(
+            expected.reshape(-1).view(torch.uint8), restored.reshape(-1).view(torch.uint8)
+        )
+    )
+
+
+STEPS = (
+    Step("the CUDA module loads", import_module, checks_device=True),
+    Step("the device's own test", check_device, needs=("torch",), checks_device=True),
+    Step("kernels against the host", compare_kernels, needs=("torch",), seconds=60),
+    Step("tests of the engine on a device", test_torch, needs=("torch", "pytest"), seconds=60),
+    Step("engine with each shadow", save_under_each_shadow, needs=("torch",), seconds=40),
+)

@@ -1,0 +1,86 @@
+"""Part 5: a post-training saved under each policy, killed, resumed, and judged by `eval`."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any
+
+from benchmarks.record import Cell, Result, Table
+from tests.gpu_kit.stand_in import require_device
+from tests.gpu_kit.steps import Context, Skipped, Step
+
+_FACTORY = "tests.gpu_kit.finetuning"
+# Under the other policies, leaves stay exact until the run is stable.
+_STEPS = {"exact": (40, 10), "model_exact": (100, 20), "post_training": (100, 20)}
+_QUICK = (12, 3)
+_NOISE_SEEDS = 5  # the fewest for a statement on quality
+
+
+def evaluate(context: Context, policy: str) -> Result:
+    """Evaluate one policy, and raise if a restore was wrong."""
+    from deltacheck.evaluate.judge import judge
+    from deltacheck.evaluate.records import Plan
+    from deltacheck.evaluate.run import evaluate as run
+
+    if context.rehearse and policy == "model_exact":
+        raise Skipped("the rehearsal evaluates one exact and one other policy")
+    if not context.rehearse:
+        require_device(context)
+    steps, every = _QUICK if context.rehearse else _STEPS[policy]
+    plan = Plan(
+        factory=f"{_FACTORY}:{'on_processor' if context.rehearse else 'on_device'}",
+        policy=policy,
+        steps=steps,
+        every=every,
+        kills=1,
+        seeds=1,
+        noise_seeds=2 if context.rehearse else _NOISE_SEEDS,
+    )
+    folder = context.folder / policy
+    folder.mkdir()
+    try:
+        judgement = judge(run(plan, folder))
+    finally:
+        shutil.rmtree(folder)
+    if not judgement.holds:
+        raise AssertionError(f"{policy}: {'; '.join(judgement.reasons)}")
+    size, latency, correctness = judgement.size, judgement.latency, judgement.correctness
+    row: list[Cell] = [
+        size.raw_bytes,
+        size.first,
+        size.later.median,
+        latency.blocking_seconds.median,
+        latency.blocking.median,
+        latency.durable_seconds.median,
+        f"{correctness.held} of {correctness.trials}",
+        correctness.equal_endings,
+        judgement.quality.final.verdict,
+    ]
+    units: Any = {
+        "state": "bytes",
+        "first save": "ratio",
+        "later saves": "ratio",
+        "blocking": "seconds",
+        "of torch.save": "ratio",
+        "until durable": "seconds",
+        "recovered": "text",
+        "equal endings": "count",
+        "quality": "text",
+    }
+    about = (
+        f"{steps} steps, a save every {every}, one SIGKILL; saves relative to torch.save with a"
+        f" sync; the run repeats bit for bit: {'yes' if correctness.deterministic else 'no'}"
+    )
+    return Result(f"policy {policy}", about, [Table("evaluation", units, [row])])
+
+
+STEPS = tuple(
+    Step(
+        f"killed and resumed under {policy}",
+        partial(evaluate, policy=policy),
+        needs=("torch",),
+        seconds=seconds,
+    )
+    for policy, seconds in (("exact", 100.0), ("post_training", 130.0), ("model_exact", 130.0))
+)

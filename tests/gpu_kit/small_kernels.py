@@ -1,0 +1,116 @@
+"""Launch every kernel on small inputs: `python -m tests.gpu_kit.small_kernels torch|jax|planted`.
+
+compute-sanitizer runs this program. Its last line counts the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltacheck.codec import GroupJob, default_codec
+from deltacheck.testing.codec import CASES, moved, same, words
+from tests.gpu_kit.stand_in import accelerator
+from tests.gpu_kit.steps import Context
+
+# Of the codec's cases; all of them take minutes under a sanitizer.
+EVERY = 6
+
+
+def inputs() -> Iterator[tuple[Any, Any, Any, int]]:
+    """Yield (bytes, bytes before, bounds, bytes of a word): all methods, and odd lengths."""
+    for word_bytes in (1, 2, 4, 8):
+        for count, density in ((3001, 0.02), (20_000, 0.3), (9_999, 1.0)):
+            before = words(count, word_bytes)
+            after = moved(before, density, most=3)
+            bounds = np.array([0, count // 3, count // 2, count], np.uint64)
+            yield after.view(np.uint8), before.view(np.uint8), bounds, word_bytes
+    cases = [case for case in CASES if case.base is not None and case.current.size]
+    for case in cases[::EVERY]:
+        yield case.current, case.base, case.bounds, case.word_bytes
+
+
+def through_torch(context: Context) -> int:
+    """Encode and digest through the engine's path, and return the number of calls."""
+    import torch
+
+    from deltacheck.backends.torch.capture import windows
+
+    calls = 0
+    with accelerator(context) as device:
+        for current, before, bounds, word_bytes in inputs():
+            tensor, base = (
+                torch.from_numpy(array.copy()).to(context.device) for array in (current, before)
+            )
+            job = GroupJob(tensor, base, bounds, word_bytes)
+            [group] = windows.encode(device, [job], current.size, lambda _: None, lambda: None)
+            expected, _ = default_codec().encode(current, before.copy(), bounds, word_bytes)
+            assert same(group.encoded, expected)
+            calls += 1
+    return calls
+
+
+def through_jax(context: Context) -> int:
+    """Encode, apply and measure through the XLA handlers, and return the number of calls."""
+    import jax
+
+    from deltacheck.backends.orbax.capture import ffi
+
+    device = jax.devices("cpu" if context.rehearse else "gpu")[0]
+    codec, calls = ffi.FfiCodec(), 0
+    for current, before, bounds, word_bytes in inputs():
+        if word_bytes == 8:  # JAX has no 8-byte words unless 64-bit types are enabled
+            continue
+        placed, base = (jax.device_put(array.copy(), device) for array in (current, before))
+        encoded, _ = codec.encode(placed, base, bounds, word_bytes)
+        expected, _ = default_codec().encode(current, before.copy(), bounds, word_bytes)
+        assert same(encoded, expected)
+        base = jax.device_put(before.copy(), device)
+        decoded = codec.decode(encoded, base, bounds, word_bytes)
+        assert np.array_equal(np.asarray(decoded), current)
+        calls += 2
+    for dtype in ("float32", "bfloat16"):
+        array = jax.device_put(jax.numpy.arange(5001, dtype=dtype), device)
+        ffi.statistics(array, array * 2, np.array([0, 100, 5001], np.uint64))
+        calls += 1
+    return calls
+
+
+def read_beyond(context: Context) -> int:
+    """Digest more bytes than were allocated, which memcheck must notice."""
+    import torch
+
+    from deltacheck.backends.torch.capture import windows
+
+    with accelerator(context) as device:
+        content = torch.zeros(4096, dtype=torch.uint8, device=context.device)
+        table = np.zeros(1, windows.CHUNK)
+        table["current"], table["words"], table["word_bytes"] = content.data_ptr(), 1 << 20, 4
+        placed = torch.from_numpy(table.view(np.uint8).copy()).to(context.device)
+        digests = torch.empty(16, dtype=torch.uint8, device=context.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        device.native.digest(placed.data_ptr(), 1, digests.data_ptr(), stream)
+        torch.cuda.synchronize()
+    return 1
+
+
+PROGRAMS = {"torch": through_torch, "jax": through_jax, "planted": read_beyond}
+
+
+def main() -> None:
+    """Run one program."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    context = Context(Path(), Path(), time.monotonic() + 480, options.rehearse)
+    print(f"launched: {PROGRAMS[options.program](context)} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The steps of a part: what one is, and what it may use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.record import Result
+
+
+class Skipped(Exception):
+    """A step cannot run here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a step may use.
+
+    ``folder``: an empty folder on the disk to measure. ``deadline``: of the whole part, by
+    ``time.monotonic``. ``rehearse``: the processor stands in for the device, and figures have no
+    meaning.
+    """
+
+    folder: Path
+    out: Path
+    deadline: float
+    rehearse: bool = False
+
+    @property
+    def device(self) -> str:
+        """Device of all tensors."""
+        return "cpu" if self.rehearse else "cuda"
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the part must end."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a part.
+
+    ``needs``: packages. ``seconds``: its usual time on a GPU; with less left, it is skipped.
+    ``checks_device``: without it, no later part is meaningful.
+    """
+
+    title: str
+    run: Callable[[Context], Result]
+    needs: Sequence[str] = ()
+    seconds: float = 10.0
+    checks_device: bool = False

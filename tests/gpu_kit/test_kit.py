@@ -1,0 +1,197 @@
+"""The GPU kit where there is no GPU: what it refuses, and what it reports of failed steps."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.record import Figure, Result
+from tests.gpu_kit import build, part, run
+from tests.gpu_kit.steps import Context, Skipped, Step
+
+GIGABYTE = 1 << 30
+FACTS = {"python": "3.11", "machine": platform.machine(), "cuda": "13.0"}
+
+
+class Driver:
+    """A CUDA driver with one device."""
+
+    def __init__(self, **values: int) -> None:
+        defaults = {"count": 1, "version": 13000, "major": 9, "memory": 80 * GIGABYTE}
+        self.values = defaults | values
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        return self._set(count, self.values["count"])
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        return self._set(version, self.values["version"])
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        return self._set(device, number)
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        return self._set(value, {75: self.values["major"], 76: 0}[attribute])
+
+    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> int:
+        return self._set(memory, self.values["memory"])
+
+    def _set(self, reference: Any, value: int) -> int:
+        reference._obj.value = value
+        return 0
+
+
+def context(folder: Path, seconds: float = 60.0, *, rehearse: bool = False) -> Context:
+    return Context(folder, folder, time.monotonic() + seconds, rehearse)
+
+
+def perform(folder: Path, *steps: Step, **options: Any) -> tuple[bool, list[Mapping[str, Any]]]:
+    passed = part.perform(1, steps, context(folder, **options))
+    return passed, json.loads((folder / "part-1.json").read_text())["steps"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "problem"),
+    [
+        (None, "no GPU: there is no CUDA driver"),
+        (Driver(count=0), "no GPU: the CUDA driver offers no device"),
+        (Driver(version=12080), "an old driver: it supports CUDA 12.8"),
+        (Driver(major=7), "compute capability 7.0"),
+        (Driver(memory=4 * GIGABYTE), "too little device memory: 4 GiB"),
+        (Driver(), ""),
+    ],
+)
+def test_a_machine_that_cannot_run_the_kit_is_told_in_one_line(
+    driver: Driver | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    reported = run._other_device(FACTS)
+    assert reported.startswith(problem) if problem.startswith(("no", "an")) else problem in reported
+    assert bool(reported) == bool(problem)
+    assert "\n" not in reported
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"python": "9.9"}, "needs Python 9.9 or newer"),
+        ({"machine": "other"}, "built for Linux on other"),
+        ({}, ""),
+    ],
+)
+def test_another_python_is_refused_with_status_3(
+    facts: dict[str, str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "kit.json").write_text(json.dumps(FACTS | facts))
+    monkeypatch.setattr(run, "KIT", tmp_path)
+    monkeypatch.setattr(run, "_other_device", lambda kit: "no GPU")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "out")])
+    assert run.main() == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert (problem or "no GPU") in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_step_leaves_a_line_and_the_failed_ones_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(context: Context) -> Result:
+        raise ValueError("wrong bits")
+
+    def skip(context: Context) -> Result:
+        raise Skipped("no such tool")
+
+    passed, records = perform(
+        tmp_path,
+        Step("fails", fail),
+        Step("skips", skip),
+        Step("lacks", fail, needs=("no_such_package",)),
+        Step("too long", fail, seconds=1e6),
+        Step("misses", lambda context: Result("r", "", [], [Figure("share", 0.5, 0.1)])),
+        Step("works", lambda context: Result("r", "about", [])),
+    )
+    assert not passed
+    assert [(record["title"], record["status"]) for record in records] == [
+        ("fails", "FAILED"),
+        ("skips", "skipped"),
+        ("lacks", "skipped"),
+        ("too long", "skipped"),
+        ("misses", "missed"),
+        ("works", "passed"),
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(records)
+    assert "ValueError: wrong bits" in lines[0]
+    assert "no_such_package is not installed" in lines[2]
+    text = (tmp_path / "results.md").read_text()
+    assert "wrong bits" in text
+    assert "share: 50.0% (at most 10.0%: **missed**)" in text
+
+
+def test_a_rehearsal_misses_no_figure(tmp_path: Path) -> None:
+    missing = Step("m", lambda context: Result("r", "", [], [Figure("share", 0.5, 0.1)]))
+    passed, [record] = perform(tmp_path, missing, rehearse=True)
+    assert passed
+    assert record["status"] == "passed"
+
+
+def test_a_failed_device_check_ends_the_later_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(context: Context) -> Result:
+        raise RuntimeError("other bytes than the host")
+
+    def start(command: list[str], *arguments: object) -> int:
+        assert command[3] == "1", "a part ran although the device check had failed"
+        return int(not perform(tmp_path, Step("check", fail, checks_device=True))[0])
+
+    monkeypatch.setattr(run, "_run", start)
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--installed", "--rehearse", "--out", str(tmp_path)]
+    )
+    assert run.main() == 1
+    output = capsys.readouterr().out
+    assert output.count("skipped: the device check of part 1 failed") == 4
+
+
+def test_a_part_that_hangs_is_ended_and_its_results_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_GRACE_SECONDS", 0.5)
+    perform(tmp_path, Step("works", lambda context: Result("r", "", [])))
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "1"]
+    assert run._run(command, {}, tmp_path / "part-1.log", 0.5) == 1
+    assert "STOPPED" in capsys.readouterr().out
+    assert "works" in (tmp_path / "results.md").read_text()
+
+
+def test_only_what_the_machine_lacks_is_installed() -> None:
+    assert run._is_installed(Path("numpy-2.4.6-cp312-cp312-linux_x86_64.whl"))
+    assert not run._is_installed(Path("no_such_package-1.0-py3-none-any.whl"))
+
+
+def test_the_kit_without_nvcc_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="--without-cuda"):
+        build.nvcc_release()

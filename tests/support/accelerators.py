@@ -1,0 +1,87 @@
+"""Accelerators for tests: the processor under the emulator of the CUDA encoder, and a real device.
+
+Both count what a capture asks of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deltacheck.backends.torch.capture.device import Cuda
+
+
+class Emulated:
+    """An accelerator whose memory is the host's, and which has done everything at once."""
+
+    name = "emulated"
+
+    def __init__(self, native: Any = None) -> None:
+        from deltacheck import _native_emulated
+
+        self.native = native or _native_emulated
+        self.free = 1 << 40
+        self.begun = self.held = 0
+        self.copied = 0  # bytes given out as pinned memory: what may have crossed
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def hold(self) -> None:
+        self.held += 1
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[int]:
+        yield 0
+
+    def mark(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def empty(self, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xA5, dtype=torch.uint8)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.copied += size
+        return torch.full((size,), 0x5A, dtype=torch.uint8)
+
+
+class Real(Cuda):
+    """The first CUDA device, with the counters of the emulated one."""
+
+    def __init__(self) -> None:
+        from deltacheck import _native_cuda
+
+        super().__init__(torch.device("cuda", 0), _native_cuda)
+        self.free = 1 << 40
+        self.begun = self.held = 0
+        self.copied = 0
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda()
+
+    def begin(self) -> None:
+        self.begun += 1
+        super().begin()
+
+    def hold(self) -> None:
+        self.held += 1
+        super().hold()
+
+    def free_bytes(self) -> int:
+        return min(self.free, super().free_bytes())
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.copied += size
+        return super().pinned(size)
