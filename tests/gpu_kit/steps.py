@@ -1,4 +1,4 @@
-"""The steps of a part: what one is, and what it may use."""
+"""The steps of a part, and their resources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a step may use.
+    """The resources of a step.
 
     ``folder``: an empty folder on the disk to measure. ``deadline``: of the whole part, by
     ``time.monotonic``. ``rehearse``: the processor stands in for the device, and figures have no
