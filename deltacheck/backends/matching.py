@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, Flat, array_paths
+from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, Flat, array_paths, dtype_tags
 from deltacheck.restore.follower import LeafChange, Update
 from deltacheck.store.manifest import Manifest
 
@@ -42,6 +42,14 @@ def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dic
         f"leaf {path!r} of step {manifest.step} is not in the target"
         for path in sorted(stored_owners.keys() - target_owners.keys())
         if not partly
+    ]
+    # By path and not by owner: tied leaves may be views of another element type.
+    stored_types, target_types = dtype_tags(manifest.tree), dtype_tags(target.skeleton)
+    problems += [
+        f"leaf {path!r} is {stored_types.get(path, 'another type')} in step {manifest.step},"
+        f" {target_types.get(path, 'another type')} in the target"
+        for path in sorted(target_owners.keys() & stored_owners.keys())
+        if stored_types.get(path) != target_types.get(path)
     ]
     sources: dict[str, str] = {}
     for path in sorted(target_owners.keys() & stored_owners.keys()):

@@ -496,10 +496,19 @@ def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | Non
 
 def flat_tags(skeleton: Node) -> dict[str, str]:
     """Return the tags of all leaves that are stored 1-D, by path."""
+    return _tags(skeleton, _FLAT)
+
+
+def dtype_tags(skeleton: Node) -> dict[str, str]:
+    """Return the tags of all leaves with an element type that only their framework has, by path."""
+    return _tags(skeleton, containers.DTYPE)
+
+
+def _tags(skeleton: Node, prefix: str) -> dict[str, str]:
     tags: dict[str, str] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
-        if tag is not None and tag.startswith(_FLAT):
+        if tag is not None and tag.startswith(prefix):
             tags[path] = tag
 
     unflatten(skeleton, place)

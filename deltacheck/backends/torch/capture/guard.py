@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from deltacheck.backends.torch.state.classes import dense_parts
 from deltacheck.backends.torch.state.leaves import is_plain, local_of
 from deltacheck.errors import SnapshotTorn
 
@@ -102,7 +103,8 @@ class Guard:
             local = [
                 part for tensor in tensors if isinstance(part := local_of(tensor), torch.Tensor)
             ]
-            addresses |= {part.untyped_storage().data_ptr() for part in local if is_plain(part)}
+            parts = [part for tensor in local for part in dense_parts(tensor)]
+            addresses |= {part.untyped_storage().data_ptr() for part in parts if is_plain(part)}
         return addresses
 
     def _frozen(self) -> dict[int, list[torch.Tensor]]:

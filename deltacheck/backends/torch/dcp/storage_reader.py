@@ -387,7 +387,7 @@ def _place(item: ReadItem, planner: LoadPlanner, leaf: Loaded, step: int) -> Non
             f" {target.dtype}{list(target.shape)} in the target. Load it into a tensor of the saved"
             " type, and convert that"
         )
-    target.copy_(tensor)
+    leaves.copyable(target).copy_(leaves.copyable(tensor))
     planner.commit_tensor(item, target)
 
 

@@ -362,7 +362,9 @@ def _content(item: WriteItem, planner_data: object) -> _Content:
     try:
         dtype = dtype_named(str(item.tensor_data.properties.dtype).removeprefix("torch.")).name
     except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"{item.index.fqn!r}: {error}") from None
+        raise UnsupportedLeaf(
+            f"{item.index.fqn!r}: {error}; save value.view(torch.uint8)"
+        ) from None
     return _Content(keys, dtype, tuple(item.tensor_data.size))
 
 
@@ -418,6 +420,11 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
 def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int]) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         leaf = leaves.describe(data)
+        if leaf is None:
+            raise SaveFailed(
+                f"{item.index.fqn!r} is a {type(data).__name__}, a tensor that wraps others, which"
+                " DCP does not know; save the tensors that it wraps, or with Engine"
+            )
         # A planner may convert data, which would not fit the tile that was planned.
         if leaf is not None and leaf.dtype == content.dtype and list(leaf.shape) == sizes:
             return data

@@ -101,6 +101,10 @@ def moved(tensor: torch.Tensor, map_location: MapLocation | None) -> torch.Tenso
     """Return a host tensor on the device where ``torch.load`` would put it."""
     if map_location is None:
         return tensor
+    return leaves.as_dtype(_moved(leaves.copyable(tensor), map_location), tensor.dtype)
+
+
+def _moved(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     if isinstance(map_location, Mapping):
         # Decoded tensors are on the host, so only that entry of a mapping applies.
         return tensor.to(map_location.get("cpu", "cpu"))

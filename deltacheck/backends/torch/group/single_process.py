@@ -276,10 +276,7 @@ def _fill(value: object, item: Loaded) -> object:
     Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
     """
     if isinstance(value, torch.Tensor):
-        restored = leaves.tensor_of(item)
-        if restored.data_ptr() != value.data_ptr():  # else it was decoded there
-            with torch.no_grad():
-                value.copy_(restored)
+        leaves.fill(value, item)
         return value
     if isinstance(value, np.ndarray):
         np.copyto(value, as_array(item))

@@ -46,7 +46,7 @@ def _put(value: object, change: LeafChange) -> None:
     plain = (
         value.detach()
         if leaves.is_plain(value)
-        else value.detach().resolve_conj().resolve_neg().contiguous().clone()
+        else leaves.copyable(value.detach()).resolve_conj().resolve_neg().contiguous().clone()
     )
     width = change.spec.element.item_bytes
     # As integers, so that NaNs and float8 keep their bits.
@@ -66,4 +66,4 @@ def _put(value: object, change: LeafChange) -> None:
         target[torch.from_numpy(change.positions).to(value.device)] = fresh
     if plain.data_ptr() != value.data_ptr():
         with torch.no_grad():
-            value.copy_(plain)
+            leaves.copyable(value).copy_(leaves.copyable(plain))

@@ -16,6 +16,7 @@ from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes, place_
 from deltacheck.backends.torch.state.classes import build, expand
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import tree
+from deltacheck.leaf.containers import DTYPE
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node, shape_in
@@ -23,7 +24,12 @@ from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
 
 # torch has these dtypes, but no operation on them, not even a copy.
-_NAMES_ONLY = ("int2", "int4", "uint2", "uint4")
+_NO_COPY = {
+    dtype
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -52,13 +58,13 @@ def describe(value: object) -> ArrayLeaf | None:
         if is_traceable_wrapper_subclass(value):
             return None
         _refuse(value)
-    name = _name_of(value.dtype)
+    name, tag = _form_of(value.dtype)
     identity = None
     # Leaves of equal identity are tied. Stride and lazy bits belong to it, because a transposed or
     # conjugated view of the same memory has other bytes.
     if value.numel():
         identity = (value.device, value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
-    return ArrayLeaf(tuple(value.shape), name, identity)
+    return ArrayLeaf(tuple(value.shape), name, identity, tag)
 
 
 def _refuse(value: torch.Tensor) -> NoReturn:
@@ -88,8 +94,41 @@ def flatten(state: object, described: Callable[[object], ArrayLeaf | None] = des
 
 
 @cache
-def _name_of(dtype: torch.dtype) -> str:
-    return dtype_named(str(dtype).removeprefix("torch.")).name
+def _form_of(dtype: torch.dtype) -> tuple[str, str | None]:
+    """Return the element type that a dtype is stored as, and the tag if that is another type."""
+    try:
+        return dtype_named(str(dtype).removeprefix("torch.")).name, None
+    except UnsupportedLeaf:
+        # The bits of a quantized dtype mean nothing without the scale of the tensor.
+        if str(dtype).startswith(("torch.q", "torch.uint", "torch.int")) and dtype not in _NO_COPY:
+            raise
+        return dtype_named(f"uint{8 * dtype.itemsize}").name, DTYPE + str(dtype)
+
+
+def _dtype_of(item: Loaded, tag: str | None) -> torch.dtype:
+    """Return the dtype in which a loaded leaf is restored."""
+    name = item.spec.dtype
+    if tag is not None and tag.startswith(DTYPE):
+        name = tag.removeprefix(DTYPE).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    # JAX has element types that torch lacks, and a tag may be one of a newer torch.
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item.spec.element.item_bytes:
+        raise UnsupportedLeaf(
+            f"leaf {item.spec.path!r} is of type {name}, which torch does not have; read it with"
+            " deltacheck.open(root).restore()"
+        )
+    return dtype
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch can copy it: itself, or its bytes if torch cannot copy its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NO_COPY else tensor
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of ``copyable(value)`` in the dtype of the value."""
+    # A view of the same dtype would only hide that the tensor owns its memory.
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
 def local_of(value: object) -> object:
@@ -115,7 +154,7 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
 
     The result is a view of plain tensors, and a copy of all others.
     """
-    plain = value.detach()
+    plain = copyable(value.detach())
     if not is_plain(value):
         with torch.no_grad():
             plain = plain.resolve_conj().resolve_neg().contiguous()
@@ -138,7 +177,7 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
         return numpy_bytes(value)
     # ``cpu`` returns the tensor itself if it is on the host.
-    flat: NDArray[np.uint8] = flat_bytes(value.cpu()).numpy()
+    flat: NDArray[np.uint8] = flat_bytes(copyable(value).cpu()).numpy()
     return flat
 
 
@@ -158,23 +197,28 @@ def memory_of(value: object) -> NDArray[np.uint8] | None:
     return memory
 
 
-def tensor_of(item: Loaded) -> torch.Tensor:
+def tensor_of(item: Loaded, tag: str | None = None) -> torch.Tensor:
     """Return a loaded leaf as a host tensor that shares its memory.
+
+    Args:
+        item: The leaf.
+        tag: The leaf's tag, which may have a dtype that only torch has.
 
     Raises:
         UnsupportedLeaf: torch does not have the element type.
     """
-    spec = item.spec
-    dtype = getattr(torch, spec.dtype, None)
-    # JAX has element types that torch lacks.
-    if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
-        raise UnsupportedLeaf(
-            f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with"
-            " deltacheck.open(root).restore()"
-        )
+    dtype = _dtype_of(item, tag)
     if item.data.size == 0:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.from_numpy(item.data).view(dtype).reshape(spec.shape)
+        return torch.empty(item.spec.shape, dtype=dtype)
+    return torch.from_numpy(item.data).view(dtype).reshape(item.spec.shape)
+
+
+def fill(value: torch.Tensor, item: Loaded) -> None:
+    """Fill a tensor in place with a loaded leaf, which has its shape and dtype."""
+    restored = tensor_of(item, _form_of(value.dtype)[1])
+    if restored.data_ptr() != value.data_ptr():  # else it was decoded there
+        with torch.no_grad():
+            copyable(value).copy_(copyable(restored))
 
 
 def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:
@@ -189,12 +233,12 @@ def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:
     if array is not None:
         return array
     tensor = shaped(item, tag)
-    return tensor.clone() if copy else tensor
+    return as_dtype(copyable(tensor).clone(), tensor.dtype) if copy else tensor
 
 
 def shaped(item: Loaded, tag: str | None) -> torch.Tensor:
     """Return ``tensor_of``; a leaf that is stored flat gets the shape of its tag."""
-    tensor = tensor_of(item)
+    tensor = tensor_of(item, tag)
     shape = shape_in(tag, tensor.numel(), item.spec.path)
     return tensor if shape is None else tensor.reshape(shape)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import sharding, tree
+from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
@@ -114,11 +115,17 @@ def describe(value: object) -> ArrayLeaf | None:
     if not isinstance(value, DTensor | Shard | Shards):
         return leaves.describe(value)
     description = leaves.describe(_dense(value))
-    assert description is not None
+    if description is None:
+        raise UnsupportedLeaf(
+            f"a part of it is a {name_of(type(_dense(value)))}, which wraps tensors, and its place"
+            " in the whole leaf is not known; save its parts under keys of this rank"
+        )
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     next(pieces(value), None)  # raises for placements that are not parts of the leaf
     # Ties may differ between ranks, so fragments are never tied.
     if isinstance(value, Fragment):
+        if description.tag is not None:
+            raise UnsupportedLeaf(f"a fragment of {value.data.dtype} cannot be kept exactly")
         return description._replace(shape=shape, identity=None, tag=tree.flat_tag(value.shape))
     return description._replace(shape=shape)
 
@@ -220,8 +227,7 @@ def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
         array: The content, of the piece's shape.
     """
     if isinstance(piece.values, torch.Tensor):
-        with torch.no_grad():
-            piece.values.copy_(leaves.tensor_of(leaf_of_box(spec, array)))
+        leaves.fill(piece.values, leaf_of_box(spec, array))
         return piece.values
     if isinstance(piece.values, np.ndarray):
         np.copyto(piece.values, array)
