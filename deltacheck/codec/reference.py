@@ -70,9 +70,10 @@ class ReferenceCodec:
             rows.append(row)
             for name, content in chunk_streams.items():
                 streams[name].append(content)
-            # A chunk without a row equals its base, so only these chunks have to be copied.
+            # A chunk without a row equals its base, so only these chunks have to be copied. The
+            # copy is of the words that were encoded: ``current`` may be written to meanwhile.
             if shadow is not None:
-                shadow[part] = now[part]
+                shadow[part] = words.view(np.uint8)
         joined = {
             name: np.concatenate(parts)
             for name, parts in streams.items()

@@ -183,7 +183,8 @@ class Encoder {
     row.method = method;
     Row* const stored = reserve(row, words, at);
     if (base_done) {
-      std::memcpy(at[kWords], current, words * run_.word_bytes);
+      // Not from `current`, to which another thread of the program may have written since.
+      std::memcpy(at[kWords], base, words * run_.word_bytes);
       return;
     }
     const int place = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;

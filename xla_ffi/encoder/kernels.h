@@ -24,6 +24,7 @@ struct Scratch {
   alignas(64) uint16_t positions[kTileBytes + 64];
   alignas(64) uint8_t z[kTileBytes + 64];       // differences of the changed words
   alignas(64) uint32_t pairs[kTileBytes + 16];  // position and difference in one
+  alignas(64) uint8_t own[kTileBytes];          // a copy of the current tile, see own_copy
   // Histograms of the sample. Each has several copies that are summed at the end: incrementing one
   // counter twice in a row has to wait for the store of the first increment.
   alignas(64) uint32_t counts[16][256];

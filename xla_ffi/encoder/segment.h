@@ -351,6 +351,14 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
 
 // --- encode --------------------------------------------------------------------------------------
 
+// Returns a copy of a tile. Several passes over a tile must see the same words, so that its streams
+// decode to its new base, but another thread of the program may write to the source meanwhile.
+template <int W>
+inline const uint8_t* own_copy(const uint8_t* current, uint32_t words, Scratch* scratch) {
+  std::memcpy(scratch->own, current, size_t{words} * W);
+  return scratch->own;
+}
+
 // Returns the number of words of a run that differ, and copies current to base.
 template <int W>
 inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t words,
@@ -386,7 +394,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
     // If the previous tile was equal, this one likely is, too. Testing that is cheaper than finding
     // the words that differ.
     quiet = tile < first || (quiet && equal_bytes(c, b, size * W));
-    const uint32_t count = quiet ? 0 : compact<W, true>(c, b, size, scratch);
+    const uint32_t count =
+        quiet ? 0 : compact<W, true>(own_copy<W>(c, size, scratch), b, size, scratch);
     if (count == 0) {
       quiet = true;
       write_entry(out.tiles, tile, 0, 0, 0);
@@ -477,14 +486,17 @@ inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* bas
     uint8_t* b = base != nullptr ? base + start * W : nullptr;
     uint8_t* planes[W];
     for (int k = 0; k < W && method != kRaw; ++k) planes[k] = out[k] + start;
+    if (method == kRaw) {
+      std::memcpy(out[0] + start * W, c, size_t{size} * W);
+      c = out[0] + start * W;
+    } else if (b != nullptr) {
+      c = own_copy<W>(c, size, scratch);
+    }
     if (method == kDiff) {
       changed += difference_planes<W>(c, b, size, planes);
       continue;
     }
-    if (method == kRaw)
-      std::memcpy(out[0] + start * W, c, size_t{size} * W);
-    else
-      value_planes<W>(c, size, planes);
+    if (method == kPlanes) value_planes<W>(c, size, planes);
     changed += b != nullptr ? update_base<W>(c, b, size, scratch) : size;
   }
   return static_cast<uint32_t>(changed);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
+from deltacheck.save.job.source import host_content_check
 from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
 from deltacheck.save.save_options import SaveOptions
@@ -397,17 +399,21 @@ def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
     """Return the sources of all leaves.
 
     With ``lazy``, arrays that are whole in host memory are read behind the training. JAX neither
-    changes nor frees an array while it is viewed.
+    changes nor frees an array while it is viewed. But the program may write to the memory of an
+    array that was made from a NumPy array without a copy, which a check of the content notices.
     """
-    views = {path: leaves.view_of(value) if lazy else None for path, value in flat.arrays.items()}
-    return {
-        path: LeafSource(
+    seed = random.getrandbits(62)
+    sources = {}
+    for path, spec in specs_of(flat).items():
+        value = flat.arrays[path]
+        view = leaves.view_of(value) if lazy else None
+        sources[path] = LeafSource(
             spec,
-            partial(_itself, flat.arrays[path] if views[path] is None else views[path]),
-            views[path] is not None,
+            partial(_itself, value if view is None else view),
+            lazy=view is not None,
+            check_content=None if view is None else host_content_check(path, view, seed),
         )
-        for path, spec in specs_of(flat).items()
-    }
+    return sources
 
 
 def _itself(value: object) -> object:

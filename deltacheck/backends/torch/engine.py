@@ -57,8 +57,10 @@ class Engine:
             behind the training loop, the rest is copied at once. ``"eager"``: all is copied at
             once. This is safe whatever the code does between saves, but blocks longer (host
             tensors) or takes device memory of the size of the state until the capture ends.
+            Under ``"auto"`` a write that comes too early waits or fails the save, except small
+            ones past torch (``docs/explanation/guarantees.md``).
         shadow: The place of the shadow. ``"device"``: beside the tensors. Only changes cross to the
-            host, but it takes device memory of the size of the state, and 1 GiB during a capture.
+            host, but it takes device memory of the size of the state, and 1.5 GiB in a capture.
             ``"host"``: no device memory, but the whole state crosses at each save, and the next
             optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``:
             no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
@@ -281,6 +283,7 @@ class Engine:
         # On a device the saver waits only until the reads are enqueued. The training's stream must
         # then wait for them, which does not block the host.
         self._capture.hold()
+        self._guard.announced()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     A checkpoint has model, optimizer, scheduler, gradient scaler, random states and trainer state.
     Of a PEFT model only the trained parameters are saved, as ``Trainer`` does. Frozen weights of
     any other model are read in the background, see ``Engine.guard``; pass ``capture="eager"`` if a
-    callback writes to them through ``.data``. The next save raises the error of a failed one.
+    callback writes to them past torch. The next save raises the error of a failed one.
     ``trainer.train`` returns after the last commit. ``push_to_hub`` does not upload checkpoints,
     because there are no ``checkpoint-N`` folders.
 

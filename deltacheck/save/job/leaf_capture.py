@@ -18,6 +18,7 @@ from deltacheck.codec import default_codec
 from deltacheck.codec.base import U64, Codec, GroupCodec, GroupJob
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import PartWriter, Piece, Span
 from deltacheck.save.job.setup import Setup
@@ -33,6 +34,7 @@ class _GroupMember:
     state: LeafState
     source: LeafSource
     current: Any
+    is_coded: bool
 
 
 class LeafCapture:
@@ -93,6 +95,7 @@ class LeafCapture:
             # The last keyframe may still be written from the memory that is updated now.
             state.free_base(setup.options.io_timeout_seconds)
         current, spec = source.current(), source.spec
+        is_coded = isinstance(current, Coded)
         if isinstance(current, Coded):
             if current.spec is None:
                 # A derived leaf has no chain: its next stored form must be a keyframe.
@@ -105,30 +108,50 @@ class LeafCapture:
             raise SaveFailed(
                 f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
             )
-        # Hashed here and not later: memory that is damaged on the way to the disk must not match.
-        if current is not None and setup.options.verify != "none":
-            leaf.live_digest = digest_of(spec, codec.host(current))
         is_whole = source.whole and spec.raw_bytes > 0
         if state is None or is_whole or not has_state:
             state = self._states[path] = LeafState(spec, spec.bounds())
         leaf.state = state
         if is_whole:
             state.digests = np.zeros((spec.chunk_count, 2), np.uint64)
-            self._encode(default_codec(), leaf, state, current)
+            self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current))
             return None
         if current is None:
             pass
         elif path in self._due or state.is_due(setup.options.policy):
             state.base = codec.copy(current, state.base)
+            self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
         elif isinstance(codec, GroupCodec) and codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
-            return _GroupMember(leaf, state, source, current)
+            self._prove(leaf, spec, current)
+            return _GroupMember(leaf, state, source, current, is_coded)
         else:
-            self._encode(codec, leaf, state, current)
+            self._encode(codec, leaf, state, self._proven(leaf, spec, current))
         if source.recheck is not None:
             source.recheck()
+        # Codes were made from a copy that was checked when it was made.
+        if source.check_content is not None and not is_coded:
+            source.check_content(state.base)
         return None
+
+    def _prove(self, leaf: LeafSave, spec: LeafSpec, content: Any) -> None:
+        """Record the digest of what is stored, if the save is read back.
+
+        It is computed here and not later: memory that is damaged on the way to the disk must not
+        match.
+        """
+        if self._setup.options.verify != "none":
+            leaf.live_digest = digest_of(spec, self._setup.codec.host(content))
+
+    def _proven(self, leaf: LeafSave, spec: LeafSpec, current: Any) -> Any:
+        """Return what to encode: a copy, if its digest is recorded, else ``current``."""
+        if self._setup.options.verify == "none":
+            return current
+        # Hashed and encoded are two reads, between which the source may be written to.
+        current = self._setup.codec.copy(current, None)
+        self._prove(leaf, spec, current)
+        return current
 
     def _encode(self, codec: Codec[Any], leaf: LeafSave, state: LeafState, current: Any) -> None:
         """Encode a leaf against its base, run by run; without a base, encode every chunk."""
@@ -139,10 +162,12 @@ class LeafCapture:
             self._parts.make_room(high - low)
             digests: U64 | None = None
             if is_whole:
+                # A copy, because the bytes that are encoded must be those that are hashed, and
+                # there is no base to hash later.
+                content = codec.copy(current[low:high], None)
                 window = bounds[first : stop + 1] - bounds[first]
-                encoded, _ = codec.encode(current[low:high], None, window, word_bytes)
-                # The chunks have no digests yet, and no base to compute them from later.
-                digests = chunk_digests(current[low:high], window, word_bytes, range(stop - first))
+                encoded, _ = codec.encode(content, None, window, word_bytes)
+                digests = chunk_digests(content, window, word_bytes, range(stop - first))
             elif high - low == state.spec.raw_bytes:
                 # A codec on a device may return another base, but only of a whole leaf.
                 encoded, state.base = codec.encode(current, state.base, bounds, word_bytes)
@@ -190,3 +215,7 @@ class LeafCapture:
                 for span, start in zip(batch.spans, starts, strict=False)
             ]
             self._parts.add(Piece(spans, batch.encoded, batch.digests))
+        # The bases are complete only now.
+        for member in group:
+            if member.source.check_content is not None and not member.is_coded:
+                member.source.check_content(member.state.base)

@@ -14,6 +14,7 @@ from deltacheck.leaf.contracts import RANK, Promise, name_of
 from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node
 from deltacheck.save.job.leaf_state import LeafSave
+from deltacheck.save.job.source import torn_between_reads
 from deltacheck.store import layout
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
@@ -38,11 +39,27 @@ class Terms:
         derived: Leaves that are not stored, or not as they are, and how a restore computes them.
         contracts: The promises for leaves that are not exact.
         stage: The stage of the policy.
+        digests: Digests of leaves as they were read to derive others from them, by path.
     """
 
     derived: Mapping[str, Derived] = field(default_factory=dict)
     contracts: Mapping[str, Promise] = field(default_factory=dict)
     stage: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, records: Mapping[str, LeafRecord]) -> None:
+        """Check that leaves were read as they are stored.
+
+        Args:
+            records: The stored leaves by path.
+
+        Raises:
+            SnapshotTorn: A leaf was written to between two reads.
+        """
+        for path, digest in self.digests.items():
+            # A leaf that is stored as codes has the digest of these.
+            if path in records and path not in self.derived and records[path].digest != digest:
+                raise torn_between_reads(path, digest, records[path].digest)
 
 
 @dataclass(frozen=True, slots=True)

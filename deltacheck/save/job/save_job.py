@@ -132,11 +132,13 @@ class SaveJob:
             refs: The segments by name.
             failed_saves: The saves that failed since the last commit.
         """
+        terms = self._terms()
+        terms.check(self._segment.records)
         # Segments of a manifest ascend by name (docs/reference/format.md, section 3).
         return build_manifest(
             self.request,
             self.seq,
-            self._terms(),
+            terms,
             tuple(refs[name] for name in sorted(self._segment.segments)),
             self._segment.records,
             self.setup.store.durability.value,

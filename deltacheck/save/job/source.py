@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.errors import SnapshotTorn
+from deltacheck.leaf import fingerprint
 from deltacheck.leaf.spec import LeafSpec
 
 
@@ -32,7 +37,9 @@ class LeafSource:
             ``Coded`` to store instead.
         lazy: The caller promises not to change the bytes until the handle is ``captured``. True:
             they are read behind the training loop; false: they are read before ``save`` returns.
-        recheck: Called after the capture. Raises ``SnapshotTorn`` if that promise was broken.
+        recheck: Called when the leaf was read. Raises ``SnapshotTorn`` if that promise was broken.
+        check_content: Called with what was read, in the form of ``current``, after it was copied.
+            Raises ``SnapshotTorn`` if that is not the content at ``save``.
         whole: The leaf has no relation to earlier saves. True: it is encoded without a base, no
             copy of it is kept, and ``current`` must return host memory; false: it becomes a delta
             if a base exists.
@@ -43,3 +50,65 @@ class LeafSource:
     lazy: bool = False
     recheck: Callable[[], None] | None = None
     whole: bool = False
+    check_content: Callable[[Any], None] | None = None
+
+    def check(self, content: Any) -> None:
+        """Raise ``SnapshotTorn`` if ``content``, a copy of what was read, is not that of the save.
+
+        Args:
+            content: The copy, in the form of ``current``.
+        """
+        if self.recheck is not None:
+            self.recheck()
+        if self.check_content is not None:
+            self.check_content(content)
+
+
+def torn_between_reads(path: str, before: str, after: str) -> SnapshotTorn:
+    """Return the error for a leaf whose content changed between two reads of one save.
+
+    Args:
+        path: The leaf.
+        before: Its digest at the first read.
+        after: Its digest at the second read.
+    """
+    return SnapshotTorn(
+        f"leaf {path!r} was written to after save() and before its capture had finished (digest"
+        f" {before}, now {after}). Call engine.before_update() before such a write, or use"
+        " capture='eager'"
+    )
+
+
+def content_check(
+    path: str, sample: Any, seed: int, to_host: Callable[[Any], NDArray[np.uint8]]
+) -> Callable[[Any], None]:
+    """Return a check of a leaf's content for ``LeafSource``.
+
+    Args:
+        path: The leaf.
+        sample: Its sampled bytes (``fingerprint.sampled``) as they are now: a view in host memory,
+            or a copy on a device.
+        seed: The seed of the sample.
+        to_host: Return sampled bytes in host memory.
+    """
+    # A sample on a device comes to the host with the check, so that ``save`` does not wait for it.
+    expected = fingerprint.digest(sample) if isinstance(sample, np.ndarray) else None
+
+    def check(content: Any) -> None:
+        before = expected or fingerprint.digest(to_host(sample))
+        after = fingerprint.digest(to_host(fingerprint.sampled(content, seed)))
+        if after != before:
+            raise torn_between_reads(path, before, after)
+
+    return check
+
+
+def host_content_check(path: str, data: NDArray[np.uint8], seed: int) -> Callable[[Any], None]:
+    """Return a check of a leaf's content, of memory of the host that is read later.
+
+    Args:
+        path: The leaf.
+        data: Its bytes as they are now, uint8, 1-D.
+        seed: The seed of the sample.
+    """
+    return content_check(path, fingerprint.sampled(data, seed), seed, lambda sample: sample)

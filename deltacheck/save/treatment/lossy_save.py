@@ -16,7 +16,7 @@ from deltacheck.policy import Policy
 from deltacheck.policy.decide import Decision, Situation
 from deltacheck.policy.parameters import Parameter
 from deltacheck.save.job.manifest_builder import Terms
-from deltacheck.save.job.source import Coded, LeafSource
+from deltacheck.save.job.source import Coded, LeafSource, torn_between_reads
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.run_state import LeafReader, RunState
 from deltacheck.store.manifest import Derived
@@ -42,13 +42,30 @@ class LossySave:
     stage: str
     run: RunState
     reader: LeafReader
+    _digests: dict[str, str] = field(default_factory=dict)
     _derived: dict[str, Derived] = field(default_factory=dict)
     _contracts: dict[str, Promise] = field(default_factory=dict)
 
     def terms(self) -> Terms:
         """Return the terms for the manifest. The caller must have captured every source."""
         stage = self.stage if self.policy.hidden is not None else ""
-        return Terms(self._derived, self._contracts, stage)
+        return Terms(self._derived, self._contracts, stage, self._digests)
+
+    def read(self, source: LeafSource) -> Array:
+        """Return a copy of a leaf's values, 1-D, equal at every call of this save.
+
+        The terms compare its digest with the stored leaf too: what is derived from one content must
+        not be stored beside another.
+
+        Raises:
+            SnapshotTorn: The leaf has changed since the save, or since the last call.
+        """
+        values, path = self.reader.captured(source), source.spec.path
+        digest = value_digest(source.spec, values)
+        known = self._digests.setdefault(path, digest)
+        if digest != known:
+            raise torn_between_reads(path, known, digest)
+        return values
 
     def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
         """Record how a restore computes a leaf, and the contract of a leaf that is not exact."""
@@ -73,11 +90,11 @@ class LossySave:
         return shared
 
     def _capture_same(self, source: LeafSource, owner: LeafSource) -> Any:
-        live, spec = self.reader.live(source), source.spec
+        live, spec = self.read(source), source.spec
         # They were equal when the save was planned; lazy leaves may have changed since.
-        if live.tobytes() != self.reader.live(owner).tobytes():
+        if live.tobytes() != self.read(owner).tobytes():
             return source.current()
-        digest = value_digest(spec, live)
+        digest = self._digests[spec.path]
         derived = Derived("same", spec.dtype, spec.shape, digest, of=owner.spec.path)
         self.promise(spec.path, derived, None)
         return Coded(None, None)
@@ -127,8 +144,8 @@ class ParameterSave:
         return self.sources[path].spec
 
     def live(self, path: str) -> Array:
-        """Return the present values of a leaf, 1-D."""
-        return self.save.reader.live(self.sources[path])
+        """Return a copy of the values of a leaf, 1-D (``LossySave.read``)."""
+        return self.save.read(self.sources[path])
 
     def exactly(self, path: str) -> Any:
         """Return the content that stores a leaf as it is."""

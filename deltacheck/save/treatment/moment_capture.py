@@ -28,6 +28,7 @@ class MomentCapture:
     def __init__(self, group: ParameterSave) -> None:
         self._group = group
         self._captured: dict[str, Any] | None = None
+        self._live: dict[str, Array] = {}  # copies during a capture, which reads a moment often
 
     def capture_zeros(self, path: str, decision: Decision) -> Any:
         """Store nothing of a moment that a restore gives as zeros."""
@@ -39,9 +40,17 @@ class MomentCapture:
     def capture(self, path: str) -> Any:
         """Capture one moment, and the other one with it."""
         if self._captured is None:
-            self._captured = self._capture_both()
+            try:
+                self._captured = self._capture_both()
+            finally:
+                self._live.clear()
         # Handed out once, so that the codes of this moment are freed when they are stored.
         return self._captured.pop(path)
+
+    def _values(self, path: str) -> Array:
+        if path not in self._live:
+            self._live[path] = self._group.live(path)
+        return self._live[path]
 
     def _capture_both(self) -> dict[str, Any]:
         group = self._group
@@ -110,12 +119,12 @@ class MomentCapture:
                 return None
             codes[path] = stored_codes
         # Law 8: rows that are touched for the first time have no stored moment.
-        if np.any((codes[second] == 0) & (group.live(second) > 0)):
+        if np.any((codes[second] == 0) & (self._values(second) > 0)):
             return None
         restored = self._restored(
             decisions, {path: sample(values) for path, values in codes.items()}
         )
-        live = {path: sample(group.live(path)) for path in (first, second)}
+        live = {path: sample(self._values(path)) for path in (first, second)}
         drift = octaves_apart(live[second], restored[second])
         # 1e-8 is the default of Adam in PyTorch and in Optax.
         epsilon = group.situation.hyperparameters.eps or 1e-8
@@ -149,7 +158,7 @@ class MomentCapture:
 
     def _sampled_error(self, path: str, decision: Decision, codes: Array) -> float:
         """Return the median error in octaves of the decoded codes, on a sample."""
-        live = sample(self._group.live(path))
+        live = sample(self._values(path))
         restored = octaves.values(
             sample(codes), fraction_bits=decision.fraction_bits, signed=decision.signed
         )
@@ -177,7 +186,7 @@ class MomentCapture:
 
     def _unbiased(self, path: str, decision: Decision) -> Array:
         scale = self._scale(decision)
-        live = self._group.live(path)
+        live = self._values(path)
         return live if scale == 1.0 else live * np.float32(1 / scale)
 
     def _betas(self) -> tuple[float, float] | None:
@@ -195,7 +204,7 @@ class MomentCapture:
         if limit is None or first is None or second is None:
             return False
         violations = adam.law_violations(
-            sample(group.live(first)), sample(group.live(second)), limit
+            sample(self._values(first)), sample(self._values(second)), limit
         )
         return violations > 0
 

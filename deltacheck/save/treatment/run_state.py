@@ -36,8 +36,18 @@ class LeafReader:
     shadow: Callable[[str], Shadow | None]
 
     def live(self, source: LeafSource) -> Array:
-        """Return the leaf's present values, 1-D."""
+        """Return the leaf's present values, 1-D: a view, to decide by."""
         return self.host(source.current()).view(source.spec.element.numpy)
+
+    def captured(self, source: LeafSource) -> Array:
+        """Return a copy of the leaf's values, 1-D, to store or to promise something of.
+
+        Raises:
+            SnapshotTorn: They are not those of the save.
+        """
+        content = self.host(source.current()).copy()
+        source.check(content)
+        return content.view(source.spec.element.numpy)
 
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """Return the stored values of a leaf, 1-D; ``None`` if there are none of this form."""

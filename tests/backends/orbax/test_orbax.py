@@ -54,6 +54,7 @@ from deltacheck.errors import (
     BudgetExceeded,
     NotACheckpointRoot,
     SaveFailed,
+    SnapshotTorn,
     StepNotFound,
     TreeMismatch,
     UnsupportedLeaf,
@@ -226,6 +227,32 @@ def test_arrays_may_be_donated_deleted_or_written_to_as_soon_as_save_returns(
         slow_disk.set()
         mngr.wait_until_finished()
         assert_same([np.asarray(x) for x in mngr.restore(0)], before)
+
+
+def test_a_host_array_that_a_jax_array_shares_and_that_is_overwritten_tears_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = threading.Event()
+    capture = SaveJob.capture
+
+    def late(self: SaveJob, sources: Any) -> None:
+        if threading.current_thread().name == "deltacheck-encoder":
+            assert may_read.wait(30)
+        capture(self, sources)
+
+    monkeypatch.setattr(SaveJob, "capture", late)
+    # JAX shares memory that is aligned to a cache line.
+    memory = np.zeros(4 * 70_000 + 64, np.uint8)
+    host = memory[-memory.ctypes.data % 64 :][: 4 * 70_000].view(np.float32)
+    array = jax.device_put(host, may_alias=True)
+    if array.unsafe_buffer_pointer() != host.ctypes.data:
+        pytest.skip("this JAX copies host arrays")
+    with manager(tmp_path, capture="lazy") as mngr:
+        mngr.save(0, args=DeltaSaveArgs({"w": array}))
+        host[:] = 1
+        may_read.set()
+        with pytest.raises(SnapshotTorn, match=r"leaf 'w'.*eager"):
+            mngr.wait_until_finished()
 
 
 def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_array(

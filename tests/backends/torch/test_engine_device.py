@@ -337,7 +337,8 @@ def test_frozen_weights_of_a_guarded_module_are_not_copied_on_the_device(
         engine.save(0, layer.state_dict()).result(60)
         assert clones == [300 * 300 * 4]
         engine.save(1, layer.state_dict()).result(60)
-        assert len(clones) == 1
+        # Only a sample of it.
+        assert sum(clones[1:]) < 300 * 300 * 4 // 10
         monkeypatch.undo()
         assert_same(host(layer.state_dict()), engine.restore(1))
 

@@ -137,21 +137,19 @@ def test_a_write_by_way_of_the_parameter_is_seen_where_the_state_has_an_alias_th
 def test_before_update_waits_until_frozen_weights_are_read(
     tmp_path: Path, slow_encoder: threading.Event, announce: bool
 ) -> None:
-    """A merge through ``.data`` right after the save; where it is not announced, nothing can
-    tell.
-    """
+    """A merge through ``.data`` right after the save, which waits even if it is not announced."""
     layer = frozen_layer()
     wanted = copy.deepcopy(layer.state_dict())
     with Engine(tmp_path) as engine:
         engine.guard(layer)
         engine.save(0, layer.state_dict()).wait(timeout=30)
         engine.save(1, layer.state_dict())
+        threading.Timer(0.2, slow_encoder.set).start()
         if announce:
-            threading.Timer(0.2, slow_encoder.set).start()
             engine.before_update()
+            assert slow_encoder.is_set()
         layer.weight.data.add_(1)
-        slow_encoder.set()
-        assert torch.equal(engine.restore(1)["weight"], wanted["weight"]) is announce
+        assert torch.equal(engine.restore(1)["weight"], wanted["weight"])
 
 
 def by_torch(weight: torch.nn.Parameter) -> None:

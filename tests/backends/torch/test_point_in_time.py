@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,28 @@ def grow(p: torch.nn.Parameter) -> None:
     p.data.resize_(2 * p.numel()).zero_()
 
 
+def write_data(p: torch.nn.Parameter) -> None:
+    p.data.zero_()  # as averages that are swapped in do
+
+
+def write_numpy(p: torch.nn.Parameter) -> None:
+    p.detach().numpy()[:] = 0
+
+
+def write_storage(p: torch.nn.Parameter) -> None:
+    p.untyped_storage().fill_(0)
+
+
+def write_dlpack(p: torch.nn.Parameter) -> None:
+    np.from_dlpack(p.detach())[:1000] = 0  # one twentieth of it
+
+
+def write_from_a_thread(p: torch.nn.Parameter) -> None:
+    thread = threading.Thread(target=write_numpy, args=(p,))
+    thread.start()
+    thread.join()
+
+
 def free(p: torch.nn.Parameter) -> None:
     p.untyped_storage().resize_(0)
 
@@ -72,6 +95,11 @@ def forget(p: torch.nn.Parameter) -> None:
         (swap, False),
         (shrink, False),
         (grow, False),
+        (write_data, False),
+        (write_numpy, True),
+        (write_storage, True),
+        (write_dlpack, True),
+        (write_from_a_thread, True),
         (free, False),
         (free_and_allocate, False),
         (forget, False),
@@ -95,6 +123,9 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
         engine.guard(optimizer)
         handle = engine.save(0, {"p": parameter})
         assert capture == "eager" or handle.state == "started"
+        if happens in (shrink, grow, write_data):
+            # These wait for the capture, which begins during the wait.
+            threading.Timer(0.05, slow_encoder.set).start()
         if happens in (free, free_and_allocate, grow):
             with pytest.raises(
                 RuntimeError, match="not resizable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.save.group import Piece, own_tiles, pieces_held
-from deltacheck.save.job.source import LeafSource
+from deltacheck.save.job.source import LeafSource, host_content_check
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -94,6 +95,7 @@ def sources(
         lazy: Read a tile in the background if it is a whole shard in host memory.
     """
     result: dict[str, LeafSource] = {}
+    seed = random.getrandbits(62)
     tiles = own_tiles(flat, own, lambda path: pieces(flat.arrays[path], flat.leaves[path].shape))
     for path, tile in tiles:
         spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)
@@ -105,6 +107,7 @@ def sources(
             spec,
             partial(_cut, piece if view is None else Piece(tile.box, view), tile.box),
             view is not None,
+            check_content=None if view is None else host_content_check(tile.name, view, seed),
         )
     return dict(sorted(result.items()))
 

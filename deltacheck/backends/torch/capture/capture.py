@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +19,9 @@ from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
+from deltacheck.leaf import fingerprint
 from deltacheck.leaf.tree import Flat
+from deltacheck.save.job.source import content_check
 from deltacheck.save.saver import LeafSource
 
 log = logging.getLogger("deltacheck")
@@ -82,10 +86,15 @@ class Capture:
         staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
         sources = {}
+        # Other places at every save, so that a write that one save misses is met by another.
+        seed = random.getrandbits(62)
         for path, spec in specs.items():
             value = flat.arrays[path]
             alias, *more_aliases = aliases[path] or (None,)
-            check = None if alias is None else unchanged_check(path, alias, more_aliases)
+            check = content = None
+            if alias is not None:
+                check = unchanged_check(path, alias, more_aliases)
+                content = _content_check(path, alias, seed, devices.get(path))
             if path not in devices:
                 # A leaf that is read later is viewed now, because torch does not free or move
                 # memory that NumPy views, whatever happens to the tensor.
@@ -94,18 +103,24 @@ class Capture:
                     if alias is None
                     else partial(_itself, leaves.viewed(alias).numpy())
                 )
-                sources[path] = LeafSource(spec, current, lazy=alias is not None, recheck=check)
+                sources[path] = LeafSource(
+                    spec, current, alias is not None, check, check_content=content
+                )
             elif self._on_device[devices[path]]:
                 sources[path] = LeafSource(
-                    spec, partial(_itself, tensors[path]), lazy=True, recheck=check
+                    spec, partial(_itself, tensors[path]), True, check, check_content=content
                 )
             elif self._in_order:
                 sources[path] = LeafSource(
-                    spec, partial(staging.take, path), lazy=True, recheck=check
+                    spec, partial(staging.take, path), True, check, check_content=content
                 )
             else:
                 sources[path] = LeafSource(
-                    spec, partial(_copied, devices[path], tensors[path]), lazy=True, recheck=check
+                    spec,
+                    partial(_copied, devices[path], tensors[path]),
+                    True,
+                    check,
+                    check_content=content,
                 )
         # After the copies of ``_held``: they run on the training's stream, which the side stream
         # follows.
@@ -145,6 +160,26 @@ def _held(value: object, guarded: bool) -> torch.Tensor:
         # ``flat_bytes`` has made a copy already if the tensor is not plain.
         return flat
     return flat.clone()
+
+
+def _content_check(
+    path: str, alias: torch.Tensor, seed: int, device: Accelerator | None
+) -> Callable[[Any], None]:
+    """Return a check that what was read of a leaf is its content of now."""
+    sample = fingerprint.sampled(leaves.viewed(alias), seed)
+    # On a device the sample is copied in the order of the training's stream, without a wait.
+    content = sample.numpy() if device is None else sample.clone()
+    return content_check(path, content, seed, partial(_on_host, device))
+
+
+def _on_host(device: Accelerator | None, sample: Any) -> NDArray[np.uint8]:
+    if isinstance(sample, np.ndarray):
+        return sample
+    assert device is not None
+    # On the side stream, which follows both the copy of the sample and the encoding.
+    with device.aside():
+        host: NDArray[np.uint8] = sample.cpu().numpy()
+    return host
 
 
 def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -6,17 +6,22 @@ step, before any weight changes (also under ``torch.compile`` and DeepSpeed). Ev
 optimizers seen so far own is *guarded*: the hook waits until the running captures have read it. A
 parameter of a known module that needs no gradient is guarded too, if it did not change from one
 save to the next. A tensor of unknown owner is copied eagerly.
+
+An access to ``.data`` of a guarded parameter waits too, because it is the usual way to write to
+weights outside an optimizer. Other writes are noticed after the capture: by the version counter, or
+by a fingerprint of the content.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from deltacheck.backends.torch.capture import data_property
 from deltacheck.backends.torch.state.classes import dense_parts
 from deltacheck.backends.torch.state.leaves import is_plain, local_of
 from deltacheck.errors import SnapshotTorn
@@ -70,11 +75,25 @@ class Guard:
         # anything refers to weakly.
         self._frozen_before: dict[int, tuple[int, ...]] = {}
         self._before_step = before_step
+        # The addresses of the storages that saves since the last ``announced`` may still read.
+        self._read_later: Set[int] = frozenset()
+        # A bound method is a new object at each access, and it is removed by identity.
+        self._watcher = self._on_data
+        data_property.add(self._watcher)
         self._hook = register_optimizer_step_pre_hook(self._on_step)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._optimizers.add(optimizer)
         self._before_step()
+
+    def _on_data(self, parameter: torch.nn.Parameter) -> None:
+        # The set is empty most of the time, and this runs at every access.
+        if self._read_later and _memory(parameter)[0] in self._read_later:
+            self._before_step()
+
+    def announced(self) -> None:
+        """Record that every save has read the state: writes need no announcement any more."""
+        self._read_later = frozenset()
 
     def add(self, owner: torch.optim.Optimizer | torch.nn.Module) -> None:
         """Register an optimizer before its first step, or a module."""
@@ -89,7 +108,9 @@ class Guard:
         Call it once for each save, because frozen parameters are found by comparison with the last
         call.
         """
-        return Guarded(self.owned(), self._frozen())
+        guarded = Guarded(self.owned(), self._frozen())
+        self._read_later = self._read_later | guarded.owned | guarded.frozen.keys()
+        return guarded
 
     def owned(self) -> set[int]:
         """Return the addresses of all storages of parameters and state of the known optimizers."""
@@ -144,6 +165,7 @@ class Guard:
 
     def close(self) -> None:
         self._hook.remove()
+        data_property.remove(self._watcher)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
@@ -173,9 +195,9 @@ def unchanged_check(
 
     The check raises ``SnapshotTorn`` if the tensor was written to since this call, or its memory
     was freed or moved. It sees every in-place operation of torch on the tensor and on ``others``,
-    which share its memory. It does not see writes through ``.data``, NumPy or DLPack. All tensors
-    must be aliases that only the caller holds: an assignment to ``p.data`` does not change the
-    memory of an alias.
+    which share its memory. It does not see writes through ``.data``, NumPy or DLPack, for which
+    ``content_check`` compares the content. All tensors must be aliases that only the caller holds:
+    an assignment to ``p.data`` does not change the memory of an alias.
     """
     versions = [(alias, alias._version) for alias in (tensor, *others)]
     # The reference keeps the storage object alive, so that its address is not used again.

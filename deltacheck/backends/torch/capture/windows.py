@@ -29,8 +29,11 @@ _ALIGNED = 256
 
 
 def device_bytes(window_bytes: int) -> int:
-    """Return the device memory that ``encode`` uses: payload and workspace for each window."""
-    return 2 * WINDOWS * window_bytes
+    """Return the device memory that ``encode`` uses.
+
+    Each window has a copy of what it reads, a payload and a workspace.
+    """
+    return 3 * WINDOWS * window_bytes
 
 
 class _Window(NamedTuple):
@@ -67,7 +70,7 @@ def encode(
     while windows or running:
         while windows and len(running) < WINDOWS:
             spans, table = windows.popleft()
-            running.append(_enqueue(device, spans, table))
+            running.append(_enqueue(device, jobs, spans, table))
             # The reads of the state are enqueued by now, and ``hold`` orders later writes of the
             # training behind them.
             if not windows:
@@ -111,13 +114,55 @@ def _cut(
         yield spans, np.concatenate(tables)
 
 
-def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void]) -> _Window:
+def _own_copies(
+    device: Accelerator,
+    jobs: Sequence[GroupJob],
+    spans: Sequence[GroupSpan],
+    table: NDArray[np.void],
+) -> torch.Tensor:
+    """Copy what a window reads, and let its table refer to the copies.
+
+    The encoder reads a chunk several times. Without a copy, a write from another stream between two
+    of these reads would make a chunk that does not decode to its digest.
+    """
+    sources, starts, end, row = [], [], 0, 0
+    for span in spans:
+        job = jobs[span.job]
+        low, high = (
+            int(job.bounds[chunk]) * job.word_bytes
+            for chunk in (span.first_chunk, span.first_chunk + span.chunks)
+        )
+        sources.append(job.current[low:high])
+        starts.append(end)
+        end += -(-(high - low) // _ALIGNED) * _ALIGNED
+    memory = device.empty(end)
+    copies = [
+        memory[start : start + source.numel()]
+        for start, source in zip(starts, sources, strict=True)
+    ]
+    # One call for all of them, because each launch costs more than a small leaf.
+    torch._foreach_copy_(copies, sources, non_blocking=True)
+    for span, source, copy in zip(spans, sources, copies, strict=True):
+        rows = slice(row, row + span.chunks)
+        offsets = table["current"][rows] - np.uint64(source.data_ptr())
+        table["current"][rows] = np.uint64(copy.data_ptr()) + offsets
+        row += span.chunks
+    return memory
+
+
+def _enqueue(
+    device: Accelerator,
+    jobs: Sequence[GroupJob],
+    spans: list[GroupSpan],
+    table: NDArray[np.void],
+) -> _Window:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())
     rows_at, digests_at, end = _places(chunks)
     host_table = device.pinned(table.nbytes)
-    host_table.numpy()[:] = table.view(np.uint8)
     with device.aside() as stream:
+        copies = _own_copies(device, jobs, spans, table)
+        host_table.numpy()[:] = table.view(np.uint8)
         workspace = device.empty(device.native.workspace_bytes(chunks, total))
         # Always large enough, because no chunk is stored in more than its own bytes.
         payload = device.empty(max(1, total))
@@ -138,7 +183,7 @@ def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void
         host = device.pinned(end)
         host.copy_(results, non_blocking=True)
         computed = device.mark()
-    return _Window(spans, chunks, host, payload, computed, (host_table, workspace, results))
+    return _Window(spans, chunks, host, payload, computed, (host_table, copies, workspace, results))
 
 
 def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None]) -> EncodedGroup:
