@@ -522,7 +522,9 @@ def scalars(skeleton: Node) -> dict[str, object]:
     def visit(node: Json, keys: tuple[str, ...]) -> None:
         fields = cast("Node", node)
         if fields["t"] in _SCALARS:
-            values["/".join(keys)] = _SCALARS[cast("str", fields["t"])](fields.get("v"))
+            path = "/".join(keys)
+            plain = _SCALARS[cast("str", fields["t"])](fields.get("v"))
+            values[path] = containers.of_scalar(fields, plain, as_plain, path)
         elif fields["t"] != "array":
             for key, item in _children(fields):
                 visit(item, (*keys, escape_key(key)))

@@ -274,12 +274,25 @@ def test_every_dtype_that_both_have_makes_the_round_trip(tmp_path: Path) -> None
 
 def test_a_dtype_that_torch_lacks_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
-        mngr.save(0, args=DeltaSaveArgs({"w": jnp.zeros(3, jnp.int4).at[0].set(-3)}))
+        mngr.save(0, args=DeltaSaveArgs({"w": jnp.full(3, -2, jnp.float8_e3m4)}))
     with pytest.raises(
-        UnsupportedLeaf, match=r"leaf 'w' is of type int4.*deltacheck\.open\(root\)\.restore\(\)"
+        UnsupportedLeaf, match=r"leaf 'w' is of type float8_e3m4.*deltacheck\.open\(root\)\.restore"
     ):
         torch_backend.load(tmp_path)
-    assert deltacheck.open(tmp_path).restore()["w"].tolist() == [-3, 0, 0]
+    assert deltacheck.open(tmp_path).restore()["w"].tolist() == [-2, -2, -2]
+
+
+@pytest.mark.parametrize("name", ["int2", "int4", "uint2", "uint4"])
+def test_small_integers_have_the_same_bytes_in_both_frameworks(name: str, tmp_path: Path) -> None:
+    values = jnp.arange(-2 if name[0] == "i" else 0, 2).astype(name)
+    with manager(tmp_path) as mngr:
+        mngr.save(0, args=DeltaSaveArgs({"w": values}))
+    tensor = torch_backend.load(tmp_path)["w"]
+    assert tensor.dtype is getattr(torch, name)
+    assert tensor.view(torch.uint8).tolist() == np.asarray(values).view(np.uint8).tolist()
+    with torch_backend.Engine(tmp_path / "torch") as engine:
+        engine.save(0, {"w": tensor})
+    assert_same_bits(orbax.load(tmp_path / "torch"), {"w": values})
 
 
 def test_sixty_four_bit_tensors_come_to_jax_as_numpy_unless_it_has_them(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from deltacheck.backends.orbax.manager import manager
 from deltacheck.backends.orbax.state.sampling import item_of, steps
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import tree
+from deltacheck.leaf.tree import Json, Node
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.export import Progress, resolve
 from deltacheck.restore.values import load_leaves
@@ -132,17 +133,38 @@ def write_orbax(
     if keys is None:
         for name, value in tree.scalars(manifest.tree).items():
             # Refused before anything is written.
-            if isinstance(value, bytes | complex) or (
+            if isinstance(value, bytes | bytearray | complex) or (
                 isinstance(value, int) and value not in _EXACT_INTEGERS
             ):
                 raise UnsupportedLeaf(
                     f"leaf {name!r} is {value!r}, which Orbax does not keep; leave it out with"
                     " --leaves"
                 )
-        state = tree.unflatten(manifest.tree, lambda place, owner, tag: arrays[owner])
+        state = tree.unflatten(
+            _with_plain_containers(manifest.tree), lambda place, owner, tag: arrays[owner]
+        )
     else:
         state = {key: arrays[owner] for key, owner in keys.items()}
     if path.exists():
         raise FileExistsError(f"{path} is there and was left as it is")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(state))
+
+
+def _with_plain_containers(node: Node) -> Node:
+    """Return a skeleton without types of containers that JAX would take for leaves."""
+    plain = {name: value for name, value in node.items() if name not in ("c", "a", "maxlen")}
+    if plain["t"] == "deque":
+        plain["t"] = "list"
+    for name in ("k", "n"):
+        if name in plain:
+            plain[name] = cast(
+                "Json",
+                [
+                    _with_plain_containers(item)
+                    if name == "n"
+                    else [item[0], _with_plain_containers(item[1])]
+                    for item in cast("list[Any]", plain[name])
+                ],
+            )
+    return plain

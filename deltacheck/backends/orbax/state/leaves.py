@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf import containers
 from deltacheck.leaf.containers import Level, Node
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
@@ -275,16 +276,29 @@ def expand(value: object) -> Level | None:
     return Level(node, [(_key(path[0]), child) for path, child in pairs])
 
 
-def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
+def map_leaves(change: Callable[[str, Any], Any], tree: Any, keys: tuple[str, ...] = ()) -> Any:
     """Return the same containers with each leaf replaced by ``change(leaf path, leaf)``.
 
-    ``None`` is a leaf too. Paths are those of ``tree.flatten``.
+    ``None`` is a leaf too. Paths are those of ``tree.flatten``, and below ``keys``.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: change("/".join(escape_key(_key(key)) for key in keys), leaf),
-        tree,
-        is_leaf=lambda node: node is None,
+    # JAX takes some of these containers, such as a deque, for leaves.
+    level = containers.level_of(tree)
+    if level is not None:
+        values = [
+            (key, map_leaves(change, item, (*keys, escape_key(key)))) for key, item in level.pairs
+        ]
+        return containers.of_children(
+            level.node, values, level.attributes, containers.as_plain, "/".join(keys)
+        )
+    pairs, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
     )
+    if tree is None or (len(pairs) == 1 and not pairs[0][0]):
+        return change("/".join(keys), tree)
+    children = [
+        map_leaves(change, item, (*keys, escape_key(_key(path[0])))) for path, item in pairs
+    ]
+    return jax.tree_util.tree_unflatten(structure, children)
 
 
 def _key(entry: Any) -> object:

@@ -363,7 +363,10 @@ def _as_targeted(
                 f"leaf {path!r} is a {saved} in step {manifest.step}, a {target_leaf.tag} in the"
                 " target"
             )
-        tag = target_leaf.tag if leaves.jax_has(target_leaf.dtype) else NUMPY_ARRAY
+        tag = target_leaf.tag
+        # A scalar of NumPy stays one. JAX would round other 64-bit arrays.
+        if tag != NUMPY_SCALAR and not leaves.jax_has(target_leaf.dtype):
+            tag = NUMPY_ARRAY
         requests[path] = ArrayRequest(
             stored_path[path],
             tag,

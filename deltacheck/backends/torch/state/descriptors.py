@@ -153,7 +153,14 @@ def _without(value: object, take: Callable[[object], None]) -> object:
         rest = {key: item for key, item in items.items() if item is not _NOTHING}
         if all(items[key] is item for key, item in value.items()):
             return value
-        return (OrderedDict(rest) if isinstance(value, OrderedDict) else rest) if rest else _NOTHING
+        if not rest:
+            return _NOTHING
+        if not isinstance(value, OrderedDict):
+            return rest
+        ordered = OrderedDict(rest)
+        # Attributes, such as the ``_metadata`` of a module's state dict.
+        vars(ordered).update(vars(value))
+        return ordered
     if isinstance(value, list):
         elements = [_without(item, take) for item in value]
         if all(new is old for new, old in zip(elements, value, strict=True)):
@@ -171,7 +178,12 @@ def _merged(state: Any, common: Any, put: _Put) -> object:
         return put(state)
     if isinstance(state, dict):
         rest = common if isinstance(common, dict) else {}
-        return {key: _merged(item, rest.get(key), put) for key, item in state.items()}
+        merged = {key: _merged(item, rest.get(key), put) for key, item in state.items()}
+        # Without descriptors in it, it is restored as it was saved, with its type.
+        is_common = merged.keys() == rest.keys() and all(
+            item is rest[key] for key, item in merged.items()
+        )
+        return common if is_common and isinstance(common, dict) else merged
     if isinstance(state, list):
         # The list is missing in ``common`` if all of its elements were descriptors.
         common_items = (
