@@ -249,6 +249,7 @@ def repair(
 
     from deltacheck.maintain import repair as repairing
     from deltacheck.store.files import storage
+    from deltacheck.store.files.containment import inside
     from deltacheck.store.files.storage import take_lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
@@ -260,6 +261,7 @@ def repair(
         if not dry_run:
             # The root may not open before it is repaired, so its store is found by its segments.
             store = path / MANAGER_STORE if (path / MANAGER_STORE / "segments").is_dir() else path
+            inside(path, store / "segments")
             if (store / "segments").is_dir():
                 # The stack is unwound in reverse order, so the store is closed before its lease is
                 # released.

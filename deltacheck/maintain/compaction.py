@@ -20,6 +20,7 @@ from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.root import Root
@@ -193,7 +194,8 @@ def reclaim(
         if manifest != manifests[path]:
             # A rename either leaves the old manifest or puts the new one in its place. Both of them
             # restore, because the old segment is removed by a later collection only.
-            arrays.replace_file(path.parent, path.name, encode_manifest(manifest))
+            folder = inside(root.path, path.parent)
+            arrays.replace_file(folder, path.name, encode_manifest(manifest))
             sync_directory(path.parent)
     return tuple(
         Rewritten(

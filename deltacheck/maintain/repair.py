@@ -25,6 +25,7 @@ from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays, storage
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest, SegmentRef
@@ -100,7 +101,7 @@ def repair_root_document(path: Path, result: Repaired, *, dry_run: bool = False)
         NotACheckpointRoot: If there are no segments, which would show that it was a root.
     """
     for store in (path, path / MANAGER_STORE):
-        if Store(store).segment_ids():
+        if Store(inside(path, store)).segment_ids():
             try:
                 open_root(path)
             except Damaged:
@@ -281,6 +282,7 @@ class _Backup:
     def copy(self, document: Place) -> None:
         """Copy a file that will be replaced."""
         path = Path(str(document))
+        inside(self._root, path.parent)
         # A link is not followed and not copied: it could lead out of the root.
         if path.is_file() and not path.is_symlink():
             shutil.copy2(path, self._free_path(path))
@@ -288,6 +290,7 @@ class _Backup:
     def set_aside(self, entry: Place) -> None:
         """Move a file or directory away."""
         path = Path(str(entry))
+        inside(self._root, path.parent)
         shutil.move(path, self._free_path(path))
         sync_directory(path.parent)
 
@@ -296,6 +299,7 @@ class _Backup:
         folder = self._root.with_name(f"{self._root.name}.damaged")
         self._result.backup = str(folder)
         target = folder / path.relative_to(self._root)
+        inside(folder.parent, target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         free, number = target, 0
         while free.exists():
@@ -353,7 +357,7 @@ def _repair_documents(
         result.documents.append(str(folder / "zarr.json"))
         if not dry_run:
             backup.copy(folder / "zarr.json")
-            folder.mkdir(parents=True, exist_ok=True)
+            inside(root.path, folder).mkdir(parents=True, exist_ok=True)
             arrays.replace_file(folder, "zarr.json", content)
             sync_directory(folder)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from deltacheck.errors import Damaged, ForeignMemory
 from deltacheck.store import collect, layout
 from deltacheck.store.files import arrays, storage
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.root import Root
@@ -198,7 +199,7 @@ def read_bond(root: Place) -> Bond | None:
 def write_bond(root: Place, bond: Bond) -> None:
     """Write the bond of a memory root, as of this start of the machine."""
     bond = bond._replace(boot=collect.boot())
-    folder = root / layout.CONTROL / BOND
+    folder = inside(root, root / layout.CONTROL / BOND)
     folder.mkdir(exist_ok=True)
     content = layout.group_json({layout.ATTRIBUTE: bond._asdict()})
     # The bond is not synced, because memory does not survive a power cut either.
@@ -220,7 +221,8 @@ def newest_checkpoint(root: Root) -> tuple[int, str] | None:
 
 def _identity(durable: Root) -> str:
     """Return the random name of a durable root, and give it one if it has none."""
-    folder, store = durable.store.path / layout.CONTROL / BOND, durable.store
+    store = durable.store
+    folder = inside(store.path, store.path / layout.CONTROL / BOND)
     folder.mkdir(exist_ok=True)
     content = layout.group_json({layout.ATTRIBUTE: {"root": secrets.token_hex(16)}})
     # Created if absent: two processes that open the root at once agree on the name of the first

@@ -18,6 +18,7 @@ from deltacheck.errors import Damaged
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays, storage
+from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest, SegmentRef
@@ -63,7 +64,7 @@ def transfer(
     written_bytes, new_segments = 0, list[Place]()
     try:
         for ref in manifest.segments:
-            target_path = target.store.path / layout.SEGMENTS / ref.id
+            target_path = inside(target.store.path, target.store.path / layout.SEGMENTS / ref.id)
             if not _is_whole(target_path, ref, target.store.durability):
                 # The path is noted before the copy begins, so that a copy that fails halfway is
                 # removed too.
@@ -78,7 +79,7 @@ def transfer(
     except BaseException:
         # A memory or a disk that is full must not stay full of segments that no manifest names.
         for path in new_segments:
-            storage.remove_tree(path, ignore_errors=True)
+            remove_tree(target.store.path, path, ignore_errors=True)
         raise
     # The pins are needed for copying only. The source may collect these segments during the commit.
     del pinned
@@ -120,7 +121,7 @@ def _copy_segment(
     """Copy a segment, its table last, and return the number of bytes."""
     if target.exists():
         # A killed transfer left it half copied.
-        storage.remove_tree(target)
+        storage_of(target).remove_tree(ignore_errors=False)
     copied_bytes = 0
     for folder, _, files in os.walk(source):
         target_folder = target

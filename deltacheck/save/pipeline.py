@@ -28,7 +28,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background
-from deltacheck.store.files.storage import remove_tree
+from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Store
 
@@ -290,7 +290,7 @@ class Pipeline:
                 Background(1, "deltacheck-abandon").start(partial(job.request.abandon, failure))
             if not job.may_be_committed:
                 removal = self._disk.start(
-                    partial(remove_tree, job.writer.path, ignore_errors=True)
+                    partial(remove_tree, job.setup.store.path, job.writer.path, ignore_errors=True)
                 )
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GaveUp):

@@ -20,8 +20,9 @@ from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFaile
 from deltacheck.store import documents, layout, tags
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import arrays
+from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place, remove_tree, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.root import Root, Store
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
@@ -58,14 +59,12 @@ class _Mark(NamedTuple):
 
 def delete_checkpoint(root: Root, seq: int) -> None:
     """Delete a checkpoint of an engine root; its segments stay until they are collected."""
-    folder, durability = (
-        root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq),
-        root.store.durability,
-    )
+    folder = inside(root.path, root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq))
+    durability = root.store.durability
     # From here on the step does not exist.
     (folder / "zarr.json").unlink(missing_ok=True)
     durability.sync_directory(folder)
-    remove_tree(folder)
+    remove_tree(root.path, folder)
     durability.sync_directory(folder.parent)
 
 
@@ -105,6 +104,9 @@ def collect(
     # commit what it wrote last.
     is_current = storage_of(root.store.path).listing_is_current
     writer_is_dead = writer_is_dead and is_current
+    store = root.store.path
+    for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
+        inside(root.path, store / name)
     candidates = set(root.store.segment_ids())
     last, needed_ids = _needed(root)
     if writer_is_dead and not dry_run and _remove_unfinished(root):
@@ -139,7 +141,8 @@ def collect(
     failed: list[OSError] = []
     for name in due:
         try:
-            is_removed = _remove(root.store.path / layout.SEGMENTS / name, root.store.durability)
+            segment = inside(store, store / layout.SEGMENTS / name)
+            is_removed = _remove(segment, root.store.durability)
             (removed if is_removed else in_use).append(name)
         except OSError as error:
             # The segment stays a candidate, and the others are removed.
@@ -188,8 +191,9 @@ def _remove_unfinished(root: Root) -> bool:
     and steps whose compacted form exists.
     """
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
-        if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
-            remove_tree(folder)
+        document = storage_of(folder / "zarr.json")
+        if layout.is_checkpoint_id(folder.name) and not document.name_exists():
+            remove_tree(root.store.path, folder)
     for folder in _document_folders(root.store.path):
         storage_of(folder).remove_unfinished()
     if root.is_manager_root:
@@ -227,7 +231,7 @@ def _sync_deletions(root: Root) -> None:
         [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
     )
     for directory in (*inner, *steps):
-        if not (directory / "zarr.json").exists():
+        if not storage_of(directory / "zarr.json").name_exists():
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 root.store.durability.sync_directory(directory)
     root.store.durability.sync_directory(folder)
@@ -279,8 +283,7 @@ def _read_marks(store: Place) -> dict[str, _Mark]:
 def _write_marks(store: Store, marks: dict[str, _Mark], before: dict[str, _Mark]) -> None:
     if marks == before:
         return
-    folder = store.path / layout.CONTROL / _MARKS
-    storage_of(folder).check_directory()
+    folder = inside(store.path, store.path / layout.CONTROL / _MARKS)
     folder.mkdir(parents=True, exist_ok=True)
     arrays.replace_file(
         folder, "zarr.json", layout.group_json({layout.ATTRIBUTE: marks}), store.durability

@@ -11,6 +11,7 @@ from deltacheck.errors import RootBusy
 from deltacheck.store import layout, tags
 from deltacheck.store.documents import Written, encode_manifest, read_manifest
 from deltacheck.store.files import arrays
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.local_storage import list_directory
 from deltacheck.store.files.storage import Place, storage_of
@@ -45,7 +46,7 @@ def commit(
     Raises:
         RootBusy: Another writer has committed since.
     """
-    folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
+    folder = inside(root, root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq))
     storage = storage_of(root)
     content = encode_manifest(manifest)
     # A listing that lags cannot serve as a fence. There the time left of the lease bounds the wait

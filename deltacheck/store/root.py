@@ -32,9 +32,10 @@ from deltacheck.store import documents, layout, tags
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
 from deltacheck.store.files.arrays import Spent, StreamWriter
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
-from deltacheck.store.files.local_storage import list_directory
+from deltacheck.store.files.local_storage import list_directory, may_exist
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef
@@ -129,11 +130,14 @@ class Store:
         if not storage_of(self.path).has_files:
             return []
         folder = self.path / layout.SEGMENTS
-        return [
-            name
-            for name in sorted(names)
-            if not storage_of(folder / name / "zarr.json").name_exists()
-        ]
+
+        def is_there(name: str) -> bool:
+            try:
+                return storage_of(folder / name / "zarr.json").name_exists()
+            except Damaged:  # no restore can read it
+                return False
+
+        return [name for name in sorted(names) if not is_there(name)]
 
     def renew_folders(self) -> None:
         """Make the directories of the root again that were deleted, and sync their names.
@@ -173,7 +177,7 @@ class Store:
 
         For repair only: nothing else writes to a committed segment.
         """
-        folder = segment.path / layout.DIGESTS
+        folder = inside(self.path, segment.path / layout.DIGESTS)
         arrays.write(folder, digests_spec(digests.shape[0]), digests, self._writing).result()
         self.durability.sync_tree(folder)
 
@@ -387,6 +391,7 @@ class Root:
 
     def brief(self, path: Place) -> Brief:
         """Return the part of a manifest that collection needs. Raises what ``read`` raises."""
+        storage_of(path.parent).check_directory()
         brief = self._cache.brief(path)
         if not storage_of(path).listing_is_current:
             # Sequence numbers are taken from names there, so the name must be right.
@@ -495,7 +500,7 @@ def open_root(
 
 def _make_folders(path: Place, durability: Durability) -> None:
     for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
-        (path / name).mkdir(parents=True, exist_ok=True)
+        inside(path, path / name).mkdir(parents=True, exist_ok=True)
         arrays.create_file(path / name, "zarr.json", layout.group_json({}), durability)
     # A power cut must not leave a root without the directories that its file stands for.
     durability.sync_directory(path)
@@ -647,7 +652,7 @@ def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
         for e in items
         if e.is_symlink() or e.is_dir(follow_symlinks=False)
     }
-    return [p for p, entry in candidates.items() if entry.is_symlink() or os.path.lexists(p)]
+    return [p for p, entry in candidates.items() if entry.is_symlink() or may_exist(p)]
 
 
 def _group_attributes(path: Place) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.scratch import Scratch
@@ -134,7 +135,7 @@ class SegmentWriter:
         self._effort = effort
         self._durability = durability
         self.id = segment_id
-        self.path = root / layout.SEGMENTS / segment_id
+        self._root, self.path = root, root / layout.SEGMENTS / segment_id
         self._where = where
         self.parts: list[Part] = []
         self._packed: dict[str, list[NDArray[Any]]] = {}
@@ -202,6 +203,9 @@ class SegmentWriter:
         return self._streams.held_bytes(size)
 
     def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+        if not self._pending:
+            # Before the first write of all, which makes the directories.
+            inside(self._root, self.path)
         pending = arrays.write(path, spec, values, self._where)
         self._pending.append(pending)
         return pending

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
 from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
+from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import Place, remove_tree, storage_of, subdirectories
+from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import Manifest, Tag
 
 if TYPE_CHECKING:
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
     """Return the tags by name, and the errors of those that cannot be read."""
-    folder = store / layout.CONTROL / layout.TAGS
+    folder = inside(store, store / layout.CONTROL / layout.TAGS)
     tags: dict[str, Tag] = {}
     damaged: dict[str, Damaged | UnsupportedFormat] = {}
-    for name in filter(layout.is_tag, [entry.name for entry in subdirectories(folder)]):
+    for name in filter(layout.is_tag, storage_of(folder).directory_names()):
         path = folder / name / "zarr.json"
         try:
+            inside(folder, path.parent)
             tag = documents.from_zarr_json(
                 arrays.read_file(path, documents.MAX_DOCUMENT_BYTES), Tag, str(path)
             )
@@ -112,7 +114,7 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
             sync_directory(checkpoint)
         sync_directory(checkpoint.parent)
         tag = Tag(layout.FORMAT, layout.VERSION, name, manifest.step, manifest.seq, manifest.nonce)
-        folder = store / layout.CONTROL / layout.TAGS / name
+        folder = inside(store, store / layout.CONTROL / layout.TAGS / name)
         folder.mkdir(exist_ok=True)
         content = layout.group_json(documents.to_attributes(tag))
         if move:
@@ -148,18 +150,19 @@ def remove(root: Root, name: str) -> None:
         RootBusy: Another process holds the lock of the tags.
     """
     store = root.store.path
+    inside(store, store / layout.CONTROL / layout.TAGS)
     if (
         not layout.is_tag(name)
         or not storage_of(store / layout.CONTROL / layout.TAGS / name / "zarr.json").name_exists()
     ):
         find(store, name)
     with lock(store):
-        folder = store / layout.CONTROL / layout.TAGS / name
+        folder = inside(store, store / layout.CONTROL / layout.TAGS / name)
         # A directory without a document is no tag (section 3.1 of the format), so this ends the
         # tag.
         (folder / "zarr.json").unlink(missing_ok=True)
         sync_directory(folder)
-        remove_tree(folder)
+        remove_tree(store, folder)
         sync_directory(folder.parent)
 
 
@@ -177,9 +180,9 @@ def lock(store: Place) -> Iterator[None]:
     Raises:
         RootBusy: Another process holds the lock for more than a few seconds.
     """
-    folder = store / layout.CONTROL / layout.TAGS
+    folder = inside(store, store / layout.CONTROL / layout.TAGS)
     # Made at the first use: a root without tags needs no such group.
-    if not (folder / "zarr.json").exists():
+    if not storage_of(folder / "zarr.json").name_exists():
         folder.mkdir(parents=True, exist_ok=True)
         arrays.create_file(folder, "zarr.json", layout.group_json({}))
         sync_directory(folder)
@@ -193,10 +196,10 @@ def sweep(store: Place) -> None:
 
     The caller must hold ``lock``.
     """
-    folder = store / layout.CONTROL / layout.TAGS
+    folder = inside(store, store / layout.CONTROL / layout.TAGS)
     for entry in subdirectories(folder):
         if layout.is_tag(entry.name) and not storage_of(entry / "zarr.json").name_exists():
-            remove_tree(entry)
+            remove_tree(store, entry)
 
 
 def _refuse_manager(root: Root) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
-from deltacheck.store.files import arrays, storage
+from deltacheck.store.files import arrays, containment, storage
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
@@ -151,13 +151,13 @@ class PlaceContract:
         # In an object store, all of these keys begin with "a". Only what is below "a/" may go.
         for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
             arrays.replace_file(made(folder, "under", *names), "x", b"1")
-        storage.remove_tree(folder / "under" / "a")
+        containment.remove_tree(folder, folder / "under" / "a")
         assert [directory.name for directory in storage.subdirectories(folder / "under")] == [
             "a.b",
             "ab",
         ]
         assert (folder / "under" / "ab" / "x").read_bytes() == b"1"
-        storage.remove_tree(folder / "under" / "a", ignore_errors=True)
+        containment.remove_tree(folder, folder / "under" / "a", ignore_errors=True)
 
     def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
         names = list(

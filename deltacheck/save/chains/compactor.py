@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
-from deltacheck.store.files.storage import remove_tree
+from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 
@@ -189,7 +189,7 @@ class Compactor:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
                 running.result = CompactedChains(ref, {path: plan.links[path] for path in chains})
         except BaseException as error:  # noqa: BLE001 - training goes on with the old chains
-            remove_tree(writer.path, ignore_errors=True)
+            remove_tree(self._store.path, writer.path, ignore_errors=True)
             if not self._stop.is_set():
                 log.warning(
                     "step %d was not compacted; its chains stay as they are: %s",

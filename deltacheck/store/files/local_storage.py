@@ -62,12 +62,20 @@ class LocalStorage(Storage[Path]):
     def create_file(
         self, name: str, content: bytes, durability: Durability, timeout: float | None
     ) -> bool:
+        self._check_unfinished(name)
         pending = self.start_write_new(name, content, _context(durability.syncs))
         return bool(wait_for(pending, self.path / name).generation)
 
     def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
+        self._check_unfinished(name)
         pending = self._open(_context(durability.syncs)).write(name, content)
         wait_for(pending, self.path / name)
+
+    def _check_unfinished(self, name: str) -> None:
+        """Raise ``Damaged`` if the file that TensorStore writes to first is a link: it follows."""
+        unfinished = self.path / f"{name}{UNFINISHED}"
+        if unfinished.is_symlink():
+            raise Damaged(f"{unfinished} is a link; remove it", file=unfinished)
 
     def _open(self, context: ts.Context) -> ts.KvStore:
         return ts.KvStore.open(self.kvstore(), context=context).result()
@@ -103,7 +111,10 @@ class LocalStorage(Storage[Path]):
     def _read_changed(self, most_bytes: int, version: object) -> tuple[bytes | None, object]:
         # The file itself: a link that leads nowhere is damage, and not a deleted step. The time
         # alone would not do: clocks are set back, and numbers of deleted steps come again.
-        status = os.lstat(self.path)
+        try:
+            status = os.lstat(self.path)
+        except PermissionError as error:
+            raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
         current = (status.st_mtime_ns, status.st_ino, status.st_size)
         if current == version:
             return None, current
@@ -124,19 +135,33 @@ class LocalStorage(Storage[Path]):
         return self.path.stat().st_size
 
     def name_exists(self) -> bool:
-        return os.path.lexists(self.path)
+        try:
+            os.lstat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
+        return True
 
     def full_name(self) -> str:
         return os.path.abspath(self.path)
 
     def missing_directory(self) -> str:
-        if self.path.is_dir():
+        try:
+            is_directory = self.path.is_dir()
+        except OSError as error:
+            return f"cannot be read: {error}"
+        if is_directory:
             return ""
         return "is not a directory" if self.path.exists() else "does not exist"
 
     def subdirectories(self) -> list[Path]:
         entries = list_directory(self.path)
         return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+
+    def directory_names(self) -> list[str]:
+        entries = list_directory(self.path)
+        return [e.name for e in entries if e.is_dir(follow_symlinks=False) or e.is_symlink()]
 
     def manifests(self, known: Iterable[Path]) -> list[Path]:
         manifests = []
@@ -146,7 +171,7 @@ class LocalStorage(Storage[Path]):
             path = self.path / entry.name / "zarr.json"
             # A link or a file in a checkpoint's place is damage: its step must be reported, and not
             # be missing silently.
-            if not entry.is_dir(follow_symlinks=False) or os.path.lexists(path):
+            if not entry.is_dir(follow_symlinks=False) or may_exist(path):
                 manifests.append(path)
         return manifests
 
@@ -220,8 +245,8 @@ class LocalStorage(Storage[Path]):
 
     def take_lease(self) -> Lease:
         folder = self.path / layout.CONTROL
-        folder.mkdir(exist_ok=True)
         chunk_files.check_directory(folder)
+        folder.mkdir(exist_ok=True)
         return LocalLease(self.path)
 
     def lease_seconds_left(self) -> float | None:
@@ -230,7 +255,14 @@ class LocalStorage(Storage[Path]):
 
     @contextlib.contextmanager
     def lock(self, conflict: str) -> Iterator[None]:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (PermissionError, IsADirectoryError) as error:
+            raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise Damaged(f"{self.path} is a link; remove it", file=self.path) from error
         try:
             _wait_for_lock(descriptor, conflict)
             yield
@@ -268,12 +300,29 @@ def _wait_for_lock(descriptor: int, conflict: str) -> None:
 
 
 def list_directory(path: Path) -> list[os.DirEntry[str]]:
-    """Return all entries of a directory, ascending by name; none if it does not exist."""
+    """Return all entries of a directory, ascending by name; none if it does not exist.
+
+    Raises:
+        Damaged: It may not be listed: what it holds is unknown, and must not count as absent.
+    """
     try:
         with os.scandir(str(path)) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
+    except PermissionError as error:
+        raise Damaged(f"{path} cannot be listed: {error}", file=path) from error
+
+
+def may_exist(path: Path) -> bool:
+    """Return whether a name exists, a dangling link included, or cannot be looked at.
+
+    A reader that is told to read it then reports why it cannot.
+    """
+    try:
+        return LocalStorage(path).name_exists()
+    except Damaged:
+        return True
 
 
 @cache

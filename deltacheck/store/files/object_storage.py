@@ -117,6 +117,9 @@ class ObjectStorage(Storage[ObjectPath]):
     def subdirectories(self) -> list[ObjectPath]:
         return list(self.path.iterdir())
 
+    def directory_names(self) -> list[str]:
+        return [path.name for path in self.subdirectories()]
+
     def manifests(self, known: Iterable[ObjectPath]) -> list[ObjectPath]:
         # A listing may lag behind what is stored. A manifest's name is its sequence number, so the
         # next numbers are asked for by name. A store whose listing is current has none of them.

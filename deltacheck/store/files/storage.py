@@ -101,11 +101,6 @@ def subdirectories(path: Place) -> list[Place]:
     return storage_of(path).subdirectories()
 
 
-def remove_tree(path: Place, *, ignore_errors: bool = False) -> None:
-    """Remove a directory and all below it."""
-    storage_of(path).remove_tree(ignore_errors)
-
-
 def size_of(path: Place) -> int:
     """Return the bytes of a file."""
     return storage_of(path).size()

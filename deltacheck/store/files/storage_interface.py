@@ -122,6 +122,10 @@ class Storage(ABC, Generic[PathT]):
         """Return the directories in the path (no links), ascending by name."""
 
     @abstractmethod
+    def directory_names(self) -> list[str]:
+        """Return the names of the directories in the path, and of links, ascending."""
+
+    @abstractmethod
     def manifests(self, known: Iterable[PathT]) -> list[PathT]:
         """Return the documents of the checkpoint directories below the path.
 

@@ -7,6 +7,7 @@ after a killed run. If locks do not work, the exclusive creation of the next man
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -49,12 +50,16 @@ class LocalLease:
         self._root, self._path = root, root / layout.CONTROL / "zarr.json"
         # The file is written to: never through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o666)
+        irregular = f"{self._path} is not a regular file; remove it, it only names the writer"
+        try:
+            self._descriptor = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            raise Damaged(irregular, file=self._path) from error
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self._close()
-            raise Damaged(
-                f"{self._path} is not a regular file; remove it, it only names the writer"
-            )
+            raise Damaged(irregular, file=self._path)
         try:
             self._take(root)
         except BaseException:
