@@ -18,8 +18,8 @@ from benchmarks.record import Figure, Result, Settings, Table, Unit
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
-from deltacheck.save import joint
-from deltacheck.save.joint import Agreement, Assignment, Contribution, Report, SaveProposal
+from deltacheck.save.ranks import joint
+from deltacheck.save.ranks.joint import Agreement, Assignment, Contribution, Report, SaveProposal
 from deltacheck.store import documents, layout
 from deltacheck.store.documents import manifest_content
 from deltacheck.store.manifest import Manifest, SegmentRef

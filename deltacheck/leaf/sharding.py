@@ -112,21 +112,30 @@ class Share(msgspec.Struct, frozen=True):
     Attributes:
         plan: For each leaf its path and the number of its cuts, then all different cuts, encoded.
         own: The tiles that the rank writes, counted through all leaves, int64.
+        copies: The tiles that it holds while another rank writes them, in the same form.
     """
 
     plan: bytes
     own: bytes
+    copies: bytes = b""
 
     def tiles(self) -> dict[str, tuple[Cuts | None, list[int]]]:
         """Return the cuts and the tile numbers of each leaf of which this rank writes tiles."""
+        return self._by_leaf(self.own)
+
+    def copied_tiles(self) -> dict[str, tuple[Cuts | None, list[int]]]:
+        """Return the tiles that this rank holds while another one writes them, as ``tiles``."""
+        return self._by_leaf(self.copies)
+
+    def _by_leaf(self, tile_numbers: bytes) -> dict[str, tuple[Cuts | None, list[int]]]:
         leaves, cuts = _decoded_plan(self.plan)
         counts = [_tile_count(cuts[number]) for _, number in leaves]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-        own_tiles = np.frombuffer(self.own, np.int64)
+        counted = np.frombuffer(tile_numbers, np.int64)
         numbers: dict[str, tuple[Cuts | None, list[int]]] = {}
-        leaf_of = np.searchsorted(starts, own_tiles, "right") - 1
+        leaf_of = np.searchsorted(starts, counted, "right") - 1
         for leaf, number in zip(
-            leaf_of.tolist(), (own_tiles - starts[leaf_of]).tolist(), strict=True
+            leaf_of.tolist(), (counted - starts[leaf_of]).tolist(), strict=True
         ):
             path, cuts_number = leaves[leaf]
             numbers.setdefault(path, (cuts[cuts_number], []))[1].append(number)
@@ -223,12 +232,56 @@ def plan(
     return decisions
 
 
-def shares(planned: Plan, size: int) -> list[Share]:
+class Copies(NamedTuple):
+    """The tiles that ranks hold while other ranks write them, by rank, then by tile.
+
+    Attributes:
+        ranks: The rank of each copy, int64 ``(copies,)``.
+        tiles: Its tile, counted through all leaves, int64 ``(copies,)``.
+    """
+
+    ranks: I64
+    tiles: I64
+
+    def of(self, rank: int) -> I64:
+        """Return the tiles of which a rank holds a copy."""
+        first, stop = np.searchsorted(self.ranks, [rank, rank + 1])
+        return self.tiles[first:stop]
+
+
+def copies(planned: Plan, holdings: Sequence[Holdings]) -> Copies:
+    """Return the tiles of a plan that ranks hold while other ranks write them.
+
+    Args:
+        planned: The plan that was made from ``holdings``.
+        holdings: The shards of each rank, by rank.
+    """
+    by_leaf, first = _by_leaf(holdings), 0
+    pairs: list[tuple[I64, I64]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for path, leaf in planned.items():
+        _, shape, ranks, boxes = by_leaf[path]
+        present = (boxes[:, :, 0] < boxes[:, :, 1]).all(axis=1) | (0 in shape)
+        if leaf.cuts is None:
+            holders = np.unique(ranks[present])
+            numbers = np.zeros(holders.size, np.int64)
+        else:
+            numbers, holders = _cells(leaf.cuts, ranks[present], boxes[present])
+        is_copy = holders != leaf.owners[numbers]
+        pairs.append((holders[is_copy], numbers[is_copy] + first))
+        first += leaf.owners.size
+    holders, numbers = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    # Stable: the tiles of a rank stay ascending.
+    order = np.argsort(holders, kind="stable")
+    return Copies(holders[order], numbers[order])
+
+
+def shares(planned: Plan, size: int, copied: Copies | None = None) -> list[Share]:
     """Return the part of a plan that each rank needs.
 
     Args:
         planned: The plan.
         size: The number of ranks.
+        copied: The tiles that ranks are to compare with those that other ranks write.
     """
     # Many leaves have the same cuts, which are therefore sent once.
     cuts: dict[Cuts | None, int] = {}
@@ -239,7 +292,11 @@ def shares(planned: Plan, size: int) -> list[Share]:
     order = np.argsort(owners, kind="stable")
     edges = np.searchsorted(owners[order], np.arange(size + 1))
     return [
-        Share(common, order[edges[rank] : edges[rank + 1]].astype(np.int64).tobytes())
+        Share(
+            common,
+            order[edges[rank] : edges[rank + 1]].astype(np.int64).tobytes(),
+            b"" if copied is None else copied.of(rank).tobytes(),
+        )
         for rank in range(size)
     ]
 

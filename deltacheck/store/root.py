@@ -93,13 +93,7 @@ class Store:
             Damaged: The path holds segments and has lost its own ``zarr.json``.
             StorageFailed: An object store does not answer or honours no conditional writes.
         """
-        attributes = _group_attributes(path)
-        if attributes is None or attributes.get("format") != layout.FORMAT:
-            _refuse_lost(path, cls(path))
-            if path.is_dir() and not storage_of(path).is_fresh_root():
-                raise NotACheckpointRoot(
-                    f"{path} is not empty and not a deltacheck root; give an empty or new directory"
-                )
+        if not is_root_or_fresh(path):
             _make_folders(path, durability)
             attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(
@@ -516,6 +510,24 @@ def _refuse_lost(root: Place, store: Store, item: str | None = None) -> None:
             f" {_listed(Root(root, store, item).steps()) or 'none'}",
             file=store.path / "zarr.json",
         )
+
+
+def is_root_or_fresh(path: Place) -> bool:
+    """Return True if a path is a root, and False if a root can be made there.
+
+    Raises:
+        NotACheckpointRoot: The path holds something else.
+        Damaged: The path holds segments and has lost its own ``zarr.json``.
+    """
+    attributes = _group_attributes(path)
+    if attributes is not None and attributes.get("format") == layout.FORMAT:
+        return True
+    _refuse_lost(path, Store(path))
+    if path.is_dir() and not storage_of(path).is_fresh_root():
+        raise NotACheckpointRoot(
+            f"{path} is not empty and not a deltacheck root; give an empty or new directory"
+        )
+    return False
 
 
 def check_root(path: Place) -> None:

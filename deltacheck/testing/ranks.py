@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from deltacheck.errors import RankFailed
-from deltacheck.save.channel import Channel, Ranks
+from deltacheck.save.ranks.channel import Channel, Ranks
 
 
 class Threads:
@@ -56,7 +56,7 @@ class _Shared:
 
 
 class _ThreadChannel:
-    """A ``deltacheck.save.channel.Channel`` of one rank."""
+    """A ``deltacheck.save.ranks.channel.Channel`` of one rank."""
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank

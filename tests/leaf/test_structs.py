@@ -68,7 +68,7 @@ def test_what_threads_decode_is_known() -> None:
     from deltacheck.leaf import structs
     seen = set()
     structs.inspect_types = lambda *kinds: seen.update(kind.__name__ for kind in kinds)
-    import deltacheck.save.joint, deltacheck.profile.record, deltacheck.store.manifest
+    import deltacheck.save.ranks.joint, deltacheck.profile.record, deltacheck.store.manifest
     import deltacheck.backends.orbax.group.collective, deltacheck.backends.torch.dcp.stream
     print(*sorted(seen))
     """
@@ -80,8 +80,8 @@ def test_what_threads_decode_is_known() -> None:
         check=True,
     )
     wanted = (
-        "Agreement Assignment Contribution Manifest Opened Opening Part Profile Report"
-        " SaveProposal SegmentTable Tag Task _Header"
+        "Agreement Assignment Contribution Manifest Opened Opening Part Profile RankSetup"
+        " Report SaveProposal SegmentTable Tag Task _Header"
     )
     assert done.stdout.split() == wanted.split()
 

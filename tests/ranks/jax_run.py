@@ -37,8 +37,8 @@ from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
 from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
-from deltacheck.save.channel import consult
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.ranks.channel import consult
 
 load_module = importlib.import_module(
     "deltacheck.backends.orbax.state.load"

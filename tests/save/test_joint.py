@@ -27,7 +27,7 @@ from deltacheck.restore.content import box_bytes, chunk_bytes
 from deltacheck.restore.leaf_kinds import Tiled
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_boxes
-from deltacheck.save import joint
+from deltacheck.save.ranks import joint
 from deltacheck.store.manifest import Tiles
 from deltacheck.store.root import open_root
 from tests.support.forge import forge_manifest

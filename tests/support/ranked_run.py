@@ -20,7 +20,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_leaves
-from deltacheck.save.joint import Attempt, Joint
+from deltacheck.save.ranks.joint import Attempt, Joint
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.commit import commit

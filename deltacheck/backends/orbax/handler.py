@@ -25,7 +25,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, aw
 from deltacheck.backends.orbax.state.load import abstract_tree, restore_tree
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
-from deltacheck.save.joint import Joint
+from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files.durability import Durability

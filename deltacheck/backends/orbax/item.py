@@ -27,8 +27,9 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.source import host_content_check
-from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
+from deltacheck.save.ranks.joint import Attempt
+from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.deadline import Deadline
@@ -37,6 +38,7 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import MANAGER_STORE
 
 if TYPE_CHECKING:
     from deltacheck.backends.orbax.group.collective import RankGroup
@@ -112,7 +114,7 @@ class Item:
 
             # Every process constructs this in its first save of the item, so their keys in the
             # service match.
-            self._group = RankGroup(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
+            self._group = RankGroup(self._name, self._options.io_timeout_seconds)
         with self._group.sharing_failure():
             yield
 
@@ -211,8 +213,12 @@ class Item:
             # Used up even if another process has restored something else: after this save, the
             # restored step is behind the newest one.
             base, self._base = self._base, None
+            store = self.root / MANAGER_STORE
             opened = group.open(
-                flat, "" if base is None else base[1].nonce, partial(self._take, is_committed)
+                flat,
+                "" if base is None else base[1].nonce,
+                partial(self._take, is_committed),
+                (store, RankSetup.of(store, self._options)) if self._saver is None else None,
             )
             with group.sharing_failure():
                 # Creating the store can fail, too, and the others wait for the next exchange.
@@ -235,7 +241,7 @@ class Item:
                 if group.joint.is_first
                 else None
             )
-            make = _nothing_to_make if gate is None else group.maker(gate.commit)
+            make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
             attempt = Attempt(group.joint)
             try:
                 handle = saver.save(

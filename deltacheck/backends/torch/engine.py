@@ -117,6 +117,8 @@ class Engine:
     Raises:
         RootBusy: Another process, which the message names, writes to ``root``.
         ForeignMemory: ``memory`` holds steps that are not the newest of this run.
+        RankFailed: The ranks of ``process_group`` differ in an option, do not see the same folder,
+            or one of them failed or did not come in time.
         NotACheckpointRoot: ``root`` holds something else.
         UnsupportedFormat: A newer version wrote ``root``.
         OSError: ``root`` cannot be written.
@@ -179,7 +181,7 @@ class Engine:
         self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
         # ``before_update`` needs the saver, which does not exist yet. The session calls it only in
         # a restore.
-        self._session = _session(path, options, self.before_update, memory, process_group)
+        self._session = _session(path, options, self.before_update, memory, capture, process_group)
         self._saver = self._session.saver
         self._root, self._writer = self._session.root, self._session.writer
         self.restored_step: int | None = None
@@ -510,6 +512,7 @@ def _session(
     options: SaveOptions,
     settle_reads: Callable[[], None],
     memory: MemoryTier | str | os.PathLike[str] | None,
+    capture: str,
     process_group: torch.distributed.ProcessGroup | None,
 ) -> SingleProcessSession:
     """Open the session of an engine: with other ranks, with a memory tier, or alone."""
@@ -529,4 +532,4 @@ def _session(
     # torch.distributed.tensor takes long to import, and most processes save alone.
     from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 
-    return ProcessGroupSession(path, options, settle_reads, process_group)
+    return ProcessGroupSession(path, options, settle_reads, capture, process_group)

@@ -20,7 +20,7 @@ from deltacheck.backends.orbax.group.coordination import StoreChannel
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import tree
-from deltacheck.save.channel import consult
+from deltacheck.save.ranks.channel import consult
 
 
 class Store:

@@ -8,6 +8,7 @@ the devices, because that would interleave with the collectives of the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +18,9 @@ from deltacheck.backends.orbax.state import pieces
 from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.group import Group
-from deltacheck.save.joint import AgreedSave, Joint, stored_names
+from deltacheck.save.ranks.group import Group
+from deltacheck.save.ranks.joint import AgreedSave, Joint, stored_names
+from deltacheck.save.ranks.rank_setup import RankSetup
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -60,7 +62,13 @@ class RankGroup(Group):
     def __init__(self, name: str, timeout_seconds: float) -> None:
         super().__init__(coordination.join(name, timeout_seconds))
 
-    def open(self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]) -> Opened:
+    def open(
+        self,
+        flat: Flat,
+        restored: str,
+        take: Callable[[], tuple[int, bool]],
+        first: tuple[Path, RankSetup] | None = None,
+    ) -> Opened:
         """Agree that a save begins.
 
         Args:
@@ -68,11 +76,26 @@ class RankGroup(Group):
             restored: The nonce of the step that this process has restored, or an empty string.
             take: Called on process 0: takes the lease of the root, and returns a sequence number
                 and if Orbax has committed the step before.
+            first: The store, which need not exist, and the setup of this process; ``None`` after
+                the first save.
 
         Raises:
-            RankFailed: A leaf that must be equal on every process is not. The message names the
-                leaf and the process.
+            RankFailed: An option, the folder, or a leaf that must be equal on every process is not.
+                The message names it and the process.
         """
+        if first is None:
+            return self._agreed(flat, restored, take)
+        with self.same_setup(*first) as remove_probe:
+
+            def take_root() -> tuple[int, bool]:
+                # Before the store is made, which must be empty.
+                remove_probe()
+                return take()
+
+            return self._agreed(flat, restored, take_root)
+
+    def _agreed(self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]) -> Opened:
+        """Agree that a save begins, as ``open``, after the setups were compared."""
 
         def decide(messages: list[Any]) -> Any:
             # This runs on process 0 only. An error that it raises reaches all processes.
@@ -86,7 +109,7 @@ class RankGroup(Group):
             return msgspec.to_builtins(Opened(*take(), resumes))
 
         message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
-        opened: Opened = msgspec.convert(self.joint.agree(message, decide), Opened)
+        opened: Opened = msgspec.convert(self.joint.agree(message, decide, "saves"), Opened)
         return opened
 
     def begin(self, step: int, seq: int, flat: Flat) -> AgreedSave:
@@ -137,6 +160,7 @@ def restored_by_all(joint: Joint, restore: Callable[[], tuple[str, Any]]) -> Any
             "error": "" if failure is None else f"{type(failure).__name__}: {failure}",
         },
         _verdict,
+        "restores",
     )
     # A process that has failed raises its own error, which has the traceback and the class.
     if failure is not None:

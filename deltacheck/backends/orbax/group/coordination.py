@@ -17,7 +17,7 @@ import jax
 
 from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
 from deltacheck.errors import RankFailed
-from deltacheck.save.channel import Ranks
+from deltacheck.save.ranks.channel import Ranks
 from deltacheck.store.deadline import Deadline
 
 # Size of the parts of a message. The service holds them in memory, and limits its own messages.
@@ -52,7 +52,7 @@ def join(name: str, timeout_seconds: float) -> Ranks:
 
 
 class StoreChannel:
-    """A ``deltacheck.save.channel.Channel`` over the key-value store.
+    """A ``deltacheck.save.ranks.channel.Channel`` over the key-value store.
 
     Every exchange has its own keys, which are deleted after it. A process that comes late still
     finds the answer of the exchange that it missed, so that the next one includes all processes.

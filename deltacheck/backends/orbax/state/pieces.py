@@ -20,8 +20,8 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
-from deltacheck.save.group import Piece, own_tiles, pieces_held
 from deltacheck.save.job.source import LeafSource, host_content_check
+from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
 
 
 def describe(value: object) -> ArrayLeaf | None:

@@ -26,7 +26,7 @@ from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
-from deltacheck.save.joint import Report
+from deltacheck.save.ranks.joint import Report
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability

@@ -29,7 +29,7 @@ from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
-from deltacheck.save.joint import Report, merged
+from deltacheck.save.ranks.joint import Report, merged
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver

@@ -300,7 +300,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
         # All ranks or none: ``resume`` plans the tiles of all of them from one step.
         if ranks.joint.agree(
-            digest, lambda digests: digests[0] is not None and all(d == digests[0] for d in digests)
+            digest,
+            lambda digests: digests[0] is not None and all(d == digests[0] for d in digests),
+            "saves",
         ):
             assert read is not None
             ranks.resume(engine._saver, read, ranks.flatten(state))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo
@@ -16,25 +13,21 @@ from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.leaf import tree
-from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract
-from deltacheck.save.group import Group
-from deltacheck.save.joint import Attempt
+from deltacheck.save.ranks.group import Group
+from deltacheck.save.ranks.joint import Attempt
+from deltacheck.save.ranks.rank_setup import RankSetup
+from deltacheck.save.ranks.replicas import digests_of
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
-from deltacheck.store.documents import Written
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
-
-# Leaves up to this size are compared between the ranks that hold copies of them, at the first save.
-# Larger: more copies that differ are found; smaller: a shorter first save.
-_COMPARED_BYTES = 1 << 20
 
 
 class RankGroup(Group):
@@ -51,35 +44,44 @@ class RankGroup(Group):
         ranks, self._groups = gloo.join(process_group, timeout_seconds)
         super().__init__(ranks)
 
-    def open(self, path: Place, durability: Durability) -> Opened:
+    def open(self, path: Place, options: SaveOptions, capture: str) -> Opened:
         """Open the root: rank 0 takes the lease, and every rank may then write its segments.
 
+        Nothing is left behind if a rank has other options or does not see the folder of rank 0.
+
+        Args:
+            path: The root of this rank.
+            options: The options of its saves.
+            capture: The option ``capture`` of its engine.
+
         Raises:
-            RankFailed: Opening failed on a rank. Rank 0 raises the error itself.
+            RankFailed: The ranks differ in an option or in the folder, or opening failed on a rank.
+                Rank 0 raises its own error itself.
         """
         opened: list[Opened] = []
+        setup = RankSetup.of(path, options, capture=capture)
+        with self.same_setup(path, setup) as remove_probe:
 
-        def take(_: list[Any]) -> int:
-            opened.append(open_alone(path, durability))
-            return opened[0].next_seq
+            def take(_: list[Any]) -> int:
+                # Before the root is made, which must be empty.
+                remove_probe()
+                opened.append(open_alone(path, options.durability))
+                return opened[0].next_seq
 
-        # Rank 0 alone at first: the others must not touch a root that it cannot open.
-        next_seq = self.joint.agree(None, take)
+            # Rank 0 alone at first: the others must not touch a root that it cannot open.
+            next_seq = self.joint.agree(None, take, "opens a root")
         try:
-            rank_root = (
-                opened[0]
-                if opened
-                else Opened(Store.create(path, durability=durability), None, next_seq)
-            )
+            with self.sharing_failure():
+                rank_root = (
+                    opened[0]
+                    if opened
+                    else Opened(Store.create(path, durability=options.durability), None, next_seq)
+                )
             # Every rank waits here, so that none saves to a root that another one could not open.
-            self.joint.agree(None, lambda _: None)
-        except BaseException as error:
+            self.joint.agree(None, lambda _: None, "opens a root")
+        except BaseException:
             if opened and opened[0].lease is not None:
                 opened[0].lease.release()
-            # The other ranks wait in the agreement above. A ``RankFailed`` comes from it, so they
-            # know.
-            if not isinstance(error, RankFailed):
-                self.fail(error)
             raise
         return rank_root
 
@@ -93,12 +95,12 @@ class RankGroup(Group):
         with self.sharing_failure():
             return leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
-    def begin(self, saver: Saver, step: int, flat: Flat) -> Flat | None:
+    def begin(self, saver: Saver, step: int, flat: Flat) -> tuple[Flat, Attempt] | None:
         """Agree on a save with the other ranks.
 
         Returns:
-            The tiles that this rank writes, as leaves; ``None`` if a rank is busy and all skip the
-            save.
+            The tiles that this rank writes, as leaves, and the save that has begun; ``None`` if a
+            rank is busy and all skip the save.
 
         Raises:
             RankFailed: A rank failed, or the ranks disagree.
@@ -113,25 +115,20 @@ class RankGroup(Group):
             busy = bool(saver.pending())
             saver.raise_unseen()
             holdings = shards.held(flat)
-        agreed_save = self.joint.begin(
-            step, saver.standing()[1], holdings, flat.skeleton, busy, lambda: _copies(flat)
-        )
+        agreed_save = self.joint.begin(step, saver.standing()[1], holdings, flat.skeleton, busy)
         if agreed_save is None:
             return None
-        # The ranks share one store, so none may use a lower number again.
-        saver.number_from(agreed_save.seq)
-        return shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
-
-    def attempt(
-        self, make: Callable[[Manifest], Written]
-    ) -> tuple[Callable[[Manifest], Written], Callable[[BaseException], None]]:
-        """Return the two ways to end a save that has begun: commit and abandon.
-
-        The first commits the step of all ranks, for which rank 0 calls ``make``. The second reports
-        a failure of this rank to the others.
-        """
-        attempt = Attempt(self.joint)
-        return partial(attempt.commit, self.maker(make)), attempt.abandon
+        try:
+            # The ranks share one store, so none may use a lower number again.
+            saver.number_from(agreed_save.seq)
+            local = shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
+            # Now, because the training may change the copies once the save has returned.
+            copies = digests_of(shards.copies(flat, agreed_save.copies), agreed_save.seq)
+        except BaseException as error:
+            # The other ranks wait for what this one reports.
+            Attempt(self.joint).abandon(error)
+            raise
+        return local, Attempt(self.joint, copies)
 
     def restore(
         self,
@@ -162,13 +159,13 @@ class RankGroup(Group):
 
         def choose(requests: list[Any]) -> str:
             if any(request != requests[0] for request in requests):
-                raise ValueError(f"the ranks ask for different steps: {requests}")
+                raise RankFailed(f"the ranks ask for different steps: {requests}")
             manifest = root.manifest(step)
             root.require_digest(manifest, expected_digest)
             return root.digest_of(manifest)
 
         # Rank 0 decides for all: another process may commit a step between the reads of two ranks.
-        digest = self.joint.agree(step, choose)
+        digest = self.joint.agree(step, choose, "restores")
         with self.sharing_failure():
             manifest = root.manifest(step)
             # Each rank reads the manifest itself. The digest proves that it is the one of rank 0.
@@ -181,7 +178,7 @@ class RankGroup(Group):
                 else:
                     state = _fill(reader, target)
         # No rank may continue from a step that another rank could not restore.
-        self.joint.agree(None, lambda _: None)
+        self.joint.agree(None, lambda _: None, "restores")
         self.resume(saver, reader, target)
         return manifest, state
 
@@ -214,21 +211,6 @@ class RankGroup(Group):
             if dist.is_initialized():  # else the job has destroyed them already
                 dist.destroy_process_group(group)
         self._groups = []
-
-
-def _copies(flat: Flat) -> dict[str, str]:
-    """Return the digests of small leaves that are whole on this rank."""
-    small = {
-        path: LeafSpec.of(path, leaf.shape, leaf.dtype)
-        for path, leaf in flat.leaves.items()
-        # Parts of a leaf may differ between ranks, copies of a whole leaf may not.
-        if not isinstance(flat.arrays[path], DTensor | shards.Shard | shards.Shards)
-    }
-    return {
-        path: digest_of(spec, leaves.bytes_of(flat.arrays[path]))
-        for path, spec in small.items()
-        if spec.raw_bytes <= _COMPARED_BYTES
-    }
 
 
 def _fill(reader: StepReader, target: Flat) -> Any:

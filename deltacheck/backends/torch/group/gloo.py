@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deltacheck.errors import RankFailed
-from deltacheck.save.channel import Ranks
+from deltacheck.save.ranks.channel import Ranks
 
 # Size of the first part of each message, which begins with the length. Most need no second part.
 _FIRST_BYTES = 4096
@@ -32,27 +32,41 @@ def join(
 
     Returns:
         The channels, and the groups, which the caller must destroy.
+
+    Raises:
+        RankFailed: A rank was lost or did not come in time.
     """
     members = dist.get_process_group_ranks(process_group)
-    groups = [
-        dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_seconds),
-            backend="gloo",
-            # Ranks outside of a subgroup do not call this, so its members must not wait for them.
-            use_local_synchronization=len(members) < dist.get_world_size(),
-            group_desc=f"deltacheck {name}",
-        )
-        # Two groups, because the beginning of a save on the training thread and the end of the one
-        # before, on the committer thread, may exchange messages at the same time.
-        for name in ("begin", "end")
-    ]
+    groups: list[dist.ProcessGroup] = []
+    # Two groups, because the beginning of a save on the training thread and the end of the one
+    # before, on the committer thread, may exchange messages at the same time.
+    for name in ("begin", "end"):
+        try:
+            group = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_seconds),
+                backend="gloo",
+                # Ranks outside of a subgroup do not call this, so its members must not wait for
+                # them.
+                use_local_synchronization=len(members) < dist.get_world_size(),
+                group_desc=f"deltacheck {name}",
+            )
+        # torch reports a lost rank, a broken connection and a timeout alike.
+        except RuntimeError as error:
+            for formed_group in groups:
+                dist.destroy_process_group(formed_group)
+            raise RankFailed(
+                f"the group of {len(members)} ranks did not form within {timeout_seconds:g} s: a"
+                " rank was lost or opens no Engine. Start all ranks again, or allow more time"
+                f" (io_timeout_seconds). {str(error).partition(chr(10))[0]}"
+            ) from error
+        groups.append(group)
     begin, end = (GlooChannel(group, members) for group in groups)
     return Ranks(begin, end), groups
 
 
 class GlooChannel:
-    """A ``deltacheck.save.channel.Channel`` over a gloo group.
+    """A ``deltacheck.save.ranks.channel.Channel`` over a gloo group.
 
     gloo cannot repair a connection, so a rank whose connection breaks stays lost.
     """

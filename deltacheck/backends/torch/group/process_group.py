@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from deltacheck.backends.torch.group.single_process import (
 )
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened
@@ -28,10 +28,12 @@ class ProcessGroupSession(SingleProcessSession):
         path: The root, which rank 0 opens for all.
         options: The options of all saves, the same on every rank.
         settle_reads: Waits until no save under way reads the state any more.
+        capture: The option ``capture`` of the engine.
         process_group: The ranks.
 
     Raises:
         ValueError: The options cannot be combined with a process group.
+        RankFailed: The ranks differ in an option or in the folder, or one of them failed.
     """
 
     def __init__(
@@ -39,27 +41,26 @@ class ProcessGroupSession(SingleProcessSession):
         path: Place,
         options: SaveOptions,
         settle_reads: Callable[[], None],
+        capture: str,
         process_group: dist.ProcessGroup,
     ) -> None:
-        # The ranks agree on one save at a time and on the tiles that it writes. A compaction would
-        # write leaves outside of this agreement.
-        if (
-            not options.policy.is_exact
-            or options.max_pending != 1
-            or options.compact_after is not None
-        ):
-            raise ValueError(
-                "ranks that save together need an exact policy, max_pending=1 and no compact_after"
-            )
         # Before the base class is initialised, which calls ``_open``.
+        self._capture = capture
         self.group = RankGroup(process_group, options.io_timeout_seconds)
-        super().__init__(path, options, settle_reads)
+        try:
+            # Shared, because the other ranks wait for this one already.
+            with self.group.sharing_failure():
+                _require_supported(options)
+            super().__init__(path, options, settle_reads)
+        except BaseException:
+            self.group.close()
+            raise
         # The saver of rank 0 does not know the segments of other ranks, which a collection must
         # spare.
         self.writer.protect(lambda: self.group.segments)
 
-    def _open(self, path: Place, durability: Durability) -> Opened:
-        return self.group.open(path, durability)
+    def _open(self, path: Place, options: SaveOptions) -> Opened:
+        return self.group.open(path, options, self._capture)
 
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state with sharded leaves."""
@@ -71,11 +72,12 @@ class ProcessGroupSession(SingleProcessSession):
             raise ValueError(
                 "a gradient log is of one process; it cannot be kept by a process group"
             )
-        tiles = self.group.begin(self.saver, step, flat)
-        if tiles is None:
+        begin_result = self.group.begin(self.saver, step, flat)
+        if begin_result is None:
             return None
-        commit, abandon = self.group.attempt(self.writer.commit)
-        return Attempt(tiles, commit, abandon)
+        tiles, attempt = begin_result
+        make = self.group.maker(self.writer.commit, self.root.store.path)
+        return Attempt(tiles, partial(attempt.commit, make), attempt.abandon)
 
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action on rank 0; every rank waits for it and raises its failure."""
@@ -87,8 +89,8 @@ class ProcessGroupSession(SingleProcessSession):
         with self.group.sharing_failure():
             self.saver.check_usable()
             self.saver.wait()
-        if request.fallback or request.optimizer is not None:
-            raise ValueError("a process group restores without fallback= and optimizer=")
+            if request.fallback or request.optimizer is not None:
+                raise ValueError("a process group restores without fallback= and optimizer=")
         target = None
         if request.target is not None:
             # Saves under way may still read the tensors that are about to be filled.
@@ -109,3 +111,12 @@ class ProcessGroupSession(SingleProcessSession):
         """Give the groups back, and on rank 0 the root."""
         self.group.close()
         super().release()
+
+
+def _require_supported(options: SaveOptions) -> None:
+    # The ranks agree on one save at a time and on the tiles that it writes. A compaction would
+    # write leaves outside of this agreement.
+    if not options.policy.is_exact or options.max_pending != 1 or options.compact_after is not None:
+        raise ValueError(
+            "ranks that save together need an exact policy, max_pending=1 and no compact_after"
+        )

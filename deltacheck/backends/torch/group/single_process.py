@@ -32,7 +32,6 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store import tags
 from deltacheck.store.documents import Written
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
@@ -79,7 +78,7 @@ class SingleProcessSession:
     """
 
     def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
-        opened = self._open(path, options.durability)
+        opened = self._open(path, options)
         self.root = Root(path, opened.store)
         self.writer = RootWriter(
             self.root,
@@ -101,8 +100,8 @@ class SingleProcessSession:
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
 
-    def _open(self, path: Place, durability: Durability) -> Opened:
-        return open_alone(path, durability)
+    def _open(self, path: Place, options: SaveOptions) -> Opened:
+        return open_alone(path, options.durability)
 
     def _live_root(self, options: SaveOptions) -> Root:
         return self.root

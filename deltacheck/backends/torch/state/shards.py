@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from deltacheck.backends.torch.state import leaves
+from deltacheck.codec.base import U8
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.instances import name_of
@@ -21,7 +22,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore.fill import leaf_of_box
-from deltacheck.save.group import Piece, own_tiles, pieces_held
+from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
 
 
 # Without equality: a comparison of tensors has no single truth value.
@@ -202,6 +203,31 @@ def local_flat(
         {name: arrays[name] for name in order},
         {name: tile_leaves[name] for name in order},
     )
+
+
+class Copy(NamedTuple):
+    """A tile of a leaf that this rank holds and another one writes."""
+
+    spec: LeafSpec
+    values: object
+
+    def content(self) -> U8:
+        """Return its bytes, 1-D in C order."""
+        return leaves.bytes_of(self.values)
+
+
+def copies(flat: Flat, tiles: Mapping[str, tuple[Cuts | None, list[int]]]) -> Iterator[Copy]:
+    """Yield the tiles that this rank holds and other ranks write.
+
+    Args:
+        flat: The state of this rank.
+        tiles: Leaf path -> cuts of the leaf and numbers of the tiles.
+    """
+    for path, tile in own_tiles(flat, tiles, lambda path: pieces(flat.arrays[path])):
+        spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)
+        # A leaf without elements has no piece.
+        value = _dense(flat.arrays[path]) if tile.piece is None else _cut(tile.piece, tile.box)
+        yield Copy(spec, value)
 
 
 def _dense(value: object) -> object:

@@ -11,27 +11,39 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.channel import Ranks
-from deltacheck.save.joint import Joint
+from deltacheck.save.ranks.channel import Ranks
+from deltacheck.save.ranks.joint import Joint
+from deltacheck.save.ranks.rank_setup import (
+    RankSetup,
+    require_probe,
+    require_same_options,
+    require_visible,
+)
 from deltacheck.store.documents import Written
+from deltacheck.store.files.storage import Place
+from deltacheck.store.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import is_root_or_fresh
 
 
 class Group:
     """One rank of the ranks that save to one root.
 
-    ``joint`` carries the agreements. ``segments`` are those of the newest step of all ranks; only
-    rank 0 has them, for the collection.
+    ``joint`` carries the agreements. ``segments`` are those of the newest step of all ranks, and
+    ``roots`` the address of the root on each rank; only rank 0 has them.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.joint = Joint(ranks)
         self.segments: frozenset[str] = frozenset()
+        self.roots: list[str] = []
 
     @contextlib.contextmanager
     def sharing_failure(self) -> Iterator[None]:
@@ -50,6 +62,46 @@ class Group:
         with contextlib.suppress(RankFailed):  # which the others raise
             self.joint.fail(error)
 
+    @contextlib.contextmanager
+    def same_setup(self, root: Place, setup: RankSetup) -> Iterator[Callable[[], None]]:
+        """Compare the options and the folders of all ranks, before anything is written.
+
+        Args:
+            root: The root of this rank, which need not exist.
+            setup: The setup of this rank.
+
+        Returns:
+            A context that gives a function. Rank 0 calls it in its next agreement, which shows that
+            every rank has seen the probe, to remove it. The context removes it in any case.
+
+        Raises:
+            RankFailed: The ranks differ in an option or in the folder.
+            NotACheckpointRoot: Rank 0 has found something else in the folder.
+        """
+        probes: list[Probe] = []
+
+        def compare(setups: list[Any]) -> tuple[str, str]:
+            ranks = [msgspec.convert(rank_setup, RankSetup) for rank_setup in setups]
+            require_same_options({rank: of_rank.options for rank, of_rank in enumerate(ranks)})
+            self.roots = [of_rank.root for of_rank in ranks]
+            # The path may hold something else, in which no file must be put.
+            is_root_or_fresh(root)
+            probes.append(Probe(root))
+            return probes[0].name, self.roots[0]
+
+        def remove() -> None:
+            for probe in probes:
+                probe.remove()
+
+        try:
+            message = msgspec.to_builtins(setup)
+            name, first_root = self.joint.agree(message, compare, "opens a root")
+            with self.sharing_failure():
+                require_probe(root, name, first_root)
+            yield remove
+        finally:
+            remove()
+
     def call_on_first(self, action: Callable[[], object]) -> None:
         """Call ``action`` on rank 0 while every rank waits.
 
@@ -60,12 +112,19 @@ class Group:
         def act(_: list[Any]) -> None:
             action()
 
-        self.joint.agree(None, act)
+        self.joint.agree(None, act, "tags or deletes")
 
-    def maker(self, make: Callable[[Manifest], Written]) -> Callable[[Manifest], Written]:
-        """Return ``make``, which commits a step, extended by a record of the step's segments."""
+    def maker(
+        self, make: Callable[[Manifest], Written], root: Place
+    ) -> Callable[[Manifest], Written]:
+        """Return ``make``, which commits a step, with what the step of several ranks needs beside.
+
+        Before the commit, the new segments of other ranks are looked for in ``root``, the store of
+        rank 0. After it, the segments of the step are recorded.
+        """
 
         def make_all(merged: Manifest) -> Written:
+            require_visible(root, merged, self.roots)
             document = make(merged)
             # Rank 0 collects, but has only its own chains. The next saves of the other ranks stand
             # on these segments.

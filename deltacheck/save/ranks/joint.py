@@ -21,12 +21,13 @@ import xxhash
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
-from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
+from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tiles import Cuts
 from deltacheck.leaf.tree import Node
-from deltacheck.save.channel import Ranks, consult
+from deltacheck.save.ranks.channel import Ranks, consult
+from deltacheck.save.ranks.replicas import require_equal_copies
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
     TILES,
@@ -85,12 +86,10 @@ class Contribution(msgspec.Struct, frozen=True):
     Args:
         holdings: What the rank holds of each leaf.
         tree: Its tree.
-        copies: Digests of leaves of which every rank that has them has all.
     """
 
     holdings: Holdings | None
     tree: dict[str, Any] | None
-    copies: dict[str, str] = {}
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -112,11 +111,13 @@ class Report(msgspec.Struct, frozen=True):
         step: The training step.
         segments: The segments that its tiles need.
         digests: Digests of its tiles in the order of the plan, 32 digits each.
+        copies: Digests of tiles that it holds and another rank writes (``copies.digests_of``).
     """
 
     step: int
     segments: tuple[SegmentRef, ...]
     digests: str
+    copies: bytes = b""
 
 
 inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
@@ -129,11 +130,13 @@ class AgreedSave(NamedTuple):
         seq: The number of the checkpoint.
         tiles: The tiles that this rank writes.
         tree: The tree of all ranks.
+        copies: The tiles that it holds and another rank writes.
     """
 
     seq: int
     tiles: RankTiles
     tree: Node
+    copies: RankTiles
 
 
 @dataclass(slots=True)
@@ -143,12 +146,16 @@ class _Exchange:
     Args:
         holdings: What this rank held then.
         tiles: The tiles that this rank writes.
+        copies: The tiles that it holds and another rank writes.
         plan: The tiles of all ranks, on rank 0 only.
+        copies_of_all: The copies of all ranks, on rank 0 only.
     """
 
     holdings: Holdings
     tiles: RankTiles
+    copies: RankTiles
     plan: Plan | None
+    copies_of_all: Copies | None
 
     def tile_names(self) -> list[str]:
         """Return the names of this rank's tiles, in the order of the plan."""
@@ -156,17 +163,21 @@ class _Exchange:
 
 
 class Attempt:
-    """A save that the ranks have begun. Exactly one of its methods reports its end on this rank."""
+    """A save that the ranks have begun. Exactly one of its methods reports its end on this rank.
 
-    def __init__(self, joint: Joint) -> None:
+    ``copies`` are the digests of the copies that this rank holds of what other ranks write.
+    """
+
+    def __init__(self, joint: Joint, copies: bytes = b"") -> None:
         self._joint = joint
+        self._copies = copies
         self._lock = threading.Lock()
         self._is_reported = False
 
     def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
         """Report this rank's part, and wait for the step of all, as ``Joint.commit``."""
         self._claim_report()
-        return self._joint.commit(manifest, make)
+        return self._joint.commit(manifest, make, self._copies)
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part has failed: no step will exist.
@@ -197,6 +208,7 @@ class Joint:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._plan: Plan | None = None
+        self._copies: Copies | None = None
         self._exchange: _Exchange | None = None
         # The cuts of the last restored step. A tile that keeps its cell keeps its chain.
         self._before: dict[str, Before] = {}
@@ -213,7 +225,6 @@ class Joint:
         held: Mapping[str, Held],
         skeleton: Node,
         busy: bool,
-        copies: Callable[[], dict[str, str]] = dict,
     ) -> AgreedSave | None:
         """Agree on a save.
 
@@ -223,8 +234,6 @@ class Joint:
             held: What this rank holds of each leaf.
             skeleton: The structure of its tree. Other ranks may have other leaves.
             busy: True: this rank would rather skip the save.
-            copies: Return digests of the leaves that must be equal on every rank that has them.
-                Called only if the ranks plan anew.
 
         Returns:
             The save; ``None`` if a rank is busy and all skip it.
@@ -238,7 +247,9 @@ class Joint:
         is_known = self._exchange is not None and self._exchange.holdings == holdings
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
         proposal = SaveProposal(step, seq, is_known, digest, busy)
-        agreement = decoded(consult(self.ranks.begin, encoded(proposal), _agree), Agreement)
+        agreement = decoded(
+            consult(self.ranks.begin, encoded(proposal), _agree, "saves"), Agreement
+        )
         # All skip or none, since a step needs the parts of every rank.
         if agreement.skip:
             return None
@@ -247,27 +258,27 @@ class Joint:
             contribution = Contribution(
                 holdings if agreement.holdings else None,
                 skeleton if agreement.trees else None,
-                copies() if agreement.holdings else {},
             )
             assignment = self._contribute(contribution)
             if assignment.share is not None:
-                self._exchange = _Exchange(holdings, assignment.share.tiles(), self._plan)
+                self._exchange = self._exchanged(holdings, assignment.share)
             # Only the manifest of rank 0 is written, so its tree alone must be that of all ranks.
             tree_of_all = assignment.tree or skeleton
         # If no holdings were asked for, every rank still has the exchange of an earlier save.
         assert self._exchange is not None
-        return AgreedSave(agreement.seq, self._exchange.tiles, tree_of_all)
+        return AgreedSave(agreement.seq, self._exchange.tiles, tree_of_all, self._exchange.copies)
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank cannot begin; raise ``RankFailed``, as the other ranks do."""
         consult(self.ranks.begin, error, _agree)
 
-    def agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, value: Any, decide: Callable[[list[Any]], Any], call: str) -> Any:
         """Let rank 0 decide on the values of all ranks, and return its decision on every rank.
 
         Args:
             value: This rank's plain value, or an exception if it has failed.
             decide: Return the decision, from the values in the order of ranks.
+            call: The action of this rank, such as "restores". All ranks must do the same.
 
         Raises:
             RankFailed: A rank has failed or is lost.
@@ -278,7 +289,7 @@ class Joint:
             return [encoded(decision)] * len(messages)
 
         payload = value if isinstance(value, BaseException) else encoded(value)
-        return decoded(consult(self.ranks.begin, payload, answer), Any)
+        return decoded(consult(self.ranks.begin, payload, answer, call), Any)
 
     def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
         """Go on from a step that all ranks have restored; later saves keep its cuts if they fit.
@@ -299,18 +310,24 @@ class Joint:
         holdings = Holdings.of(held)
         assignment = self._contribute(Contribution(holdings, None))
         assert assignment.share is not None
-        self._exchange = _Exchange(holdings, assignment.share.tiles(), self._plan)
+        self._exchange = self._exchanged(holdings, assignment.share)
         return [name for name in self._exchange.tile_names() if name in manifest.stored]
 
-    def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
+    def _exchanged(self, holdings: Holdings, share: Share) -> _Exchange:
+        return _Exchange(holdings, share.tiles(), share.copied_tiles(), self._plan, self._copies)
+
+    def commit(
+        self, manifest: Manifest, make: Callable[[Manifest], Written], copies: bytes = b""
+    ) -> Written:
         """Report this rank's part, and wait for the step of all ranks.
 
         Args:
             manifest: This rank's part, its tiles as leaves.
             make: Make the step exist, on rank 0, from the manifest of all ranks.
+            copies: The digests of tiles that this rank holds and another one writes.
 
         Raises:
-            RankFailed: The part of some rank is missing, and no step exists.
+            RankFailed: The part of some rank is missing, or copies differ, and no step exists.
         """
         exchange = self._exchange
         assert exchange is not None
@@ -318,6 +335,7 @@ class Joint:
             manifest.step,
             manifest.segments,
             "".join(manifest.leaves[name].digest for name in exchange.tile_names()),
+            copies,
         )
 
         def decide(messages: list[bytes]) -> Sequence[bytes]:
@@ -325,17 +343,21 @@ class Joint:
             # Rank 0 gets here once every rank has reported: no step may exist before all of its
             # parts are durable.
             reports = [decoded(message, Report) for message in messages]
-            result = make(merged(manifest, exchange.plan, reports))
+            result = make(merged(manifest, exchange.plan, reports, exchange.copies_of_all))
             # The bytes are counted once, in the report of rank 0.
             return [
                 encoded((result.stored_bytes if rank == 0 else 0, result.digest))
                 for rank in range(len(messages))
             ]
 
-        return Written(*decoded(consult(self.ranks.end, encoded(report), decide), tuple[int, str]))
+        return Written(
+            *decoded(
+                consult(self.ranks.end, encoded(report), decide, "ends a save"), tuple[int, str]
+            )
+        )
 
     def _contribute(self, contribution: Contribution) -> Assignment:
-        answer = consult(self.ranks.begin, encoded(contribution), self._assign)
+        answer = consult(self.ranks.begin, encoded(contribution), self._assign, "plans")
         assignment: Assignment = decoded(answer, Assignment)
         return assignment
 
@@ -353,8 +375,8 @@ class Joint:
                     for path, leaf_plan in self._exchange.plan.items()
                 }
             self._plan = sharding.plan(holdings, before)
-            _check_copies([c.copies for c in contributions])
-            shares = sharding.shares(self._plan, len(contributions))
+            self._copies = sharding.copies(self._plan, holdings)
+            shares = sharding.shares(self._plan, len(contributions), self._copies)
         tree_of_all = tree.merged(trees) if trees else None
         # Only rank 0 writes the tree, so the others need not receive it.
         return [
@@ -383,30 +405,20 @@ def _agree(messages: list[bytes]) -> Sequence[bytes]:
     return [encoded(agreement)] * len(proposals)
 
 
-def _check_copies(copies_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``RankFailed`` if two ranks have different content for the same leaf."""
-    first_copies: dict[str, tuple[int, str]] = {}
-    for rank, copies in enumerate(copies_by_rank):
-        for path, digest in copies.items():
-            first_rank, expected = first_copies.setdefault(path, (rank, digest))
-            if digest != expected:
-                raise RankFailed(
-                    f"the copies of leaf {path!r} on rank {first_rank} and on rank {rank} differ:"
-                    f" {expected} and {digest}. One of them would be lost; save what each rank has"
-                    " for itself under a key of its own, such as f'rank {rank}'"
-                )
-
-
-def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifest:
+def merged(
+    manifest: Manifest, plan: Plan, reports: Sequence[Report], copies: Copies | None = None
+) -> Manifest:
     """Return the manifest of all ranks.
 
     Args:
         manifest: The manifest of rank 0, with the tree of all ranks.
         plan: The tiles of all ranks.
         reports: The reports in the order of ranks.
+        copies: The tiles that ranks hold while others write them; ``None``: none are compared.
 
     Raises:
-        RankFailed: A report is of another step, or of other tiles than the plan.
+        RankFailed: A report is of another step, or of other tiles than the plan, or a copy differs
+            from what was written.
     """
     for rank, report in enumerate(reports):
         if report.step != manifest.step:
@@ -426,6 +438,9 @@ def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifes
                 f" {tile_numbers.size}"
             )
         digests[tile_numbers] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
+    if copies is not None:
+        by_rank = [report.copies for report in reports]
+        require_equal_copies(manifest.step, plan, copies, by_rank, digests)
     refs = {ref.id: ref for report in reports for ref in report.segments}
     # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
     # to their positions.

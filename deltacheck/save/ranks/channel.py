@@ -15,6 +15,8 @@ from deltacheck.errors import RankFailed
 
 # The first byte of every message.
 _DONE, _FAILED = b"+", b"-"
+# Ends the name of the call, which stands before the payload.
+_END_OF_CALL = b"\0"
 # The causes of many ranks are mostly the same, and an error that names them all would be hard to
 # read.
 _MOST_FAILURES_NAMED = 3
@@ -84,6 +86,7 @@ def consult(
     channel: Channel,
     payload: bytes | BaseException,
     decide: Callable[[list[bytes]], Sequence[bytes]],
+    call: str = "does another thing",
 ) -> bytes:
     """Send ``payload`` to rank 0, let it decide there, and return this rank's answer.
 
@@ -91,13 +94,18 @@ def consult(
         channel: The channel.
         payload: This rank's message; an exception if this rank has failed.
         decide: Return an answer for each rank, from the messages of all; called on rank 0.
+        call: The action of this rank, such as "saves". All ranks must do the same.
 
     Raises:
         RankFailed: A rank has failed or is lost, or ``decide`` has raised. It is raised on every
             rank that is still there, and names the rank and the cause.
     """
     # A rank that has failed takes part all the same, since the others wait for its message.
-    message = _DONE + payload if isinstance(payload, bytes) else _FAILED + _description(payload)
+    message = (
+        _DONE + call.encode() + _END_OF_CALL + payload
+        if isinstance(payload, bytes)
+        else _FAILED + _description(payload)
+    )
     messages = channel.gather(message)
     answers: Sequence[bytes] | None = None
     decision_error: Exception | None = None
@@ -111,8 +119,8 @@ def consult(
             text = "; ".join(failures[:_MOST_FAILURES_NAMED])
             answers = [_FAILED + text.encode()] * len(messages)
         else:
-            payloads = [content[1:] for content in messages if isinstance(content, bytes)]
             try:
+                payloads = _payloads_of([m for m in messages if isinstance(m, bytes)])
                 answers = [_DONE + answer for answer in decide(payloads)]
             except Exception as error:  # noqa: BLE001 - every rank waits for an answer
                 decision_error = error
@@ -125,6 +133,20 @@ def consult(
             raise decision_error
         raise RankFailed(answer[1:].decode(errors="replace"))
     return answer[1:]
+
+
+def _payloads_of(messages: Sequence[bytes]) -> list[bytes]:
+    """Return the payloads of messages; raise ``RankFailed`` if they are of different calls."""
+    parts = [message[1:].split(_END_OF_CALL, 1) for message in messages]
+    calls = [part[0].decode(errors="replace") for part in parts]
+    for rank, call in enumerate(calls):
+        # Decoded as the message of another call, it would be misread or fail in some other way.
+        if call != calls[0]:
+            raise RankFailed(
+                f"rank {rank} {call} while rank 0 {calls[0]}: every rank has to make the same calls"
+                " in the same order"
+            )
+    return [part[1] for part in parts]
 
 
 def _description(error: BaseException) -> bytes:

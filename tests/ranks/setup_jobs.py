@@ -1,0 +1,129 @@
+"""Define the jobs of ranks that differ in folder, options, calls or copies of leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deltacheck.backends.torch import Engine, Shard
+from deltacheck.policy import Policy
+from deltacheck.save.ranks.replicas import LARGE_EVERY
+from tests.ranks.jobs import world
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "durability": ("power", "process"),
+    "verify": ("none", "commit"),
+    "keep_last": (None, 3),
+    "on_busy": ("wait", "skip"),
+    "shadow": ("host", "none"),
+    "effort": ("normal", "low"),
+    "capture": ("auto", "eager"),
+    "policy": (Policy.exact(), Policy.exact(7)),
+    "io_timeout_seconds": (600.0, 500.0),
+}
+
+
+def message(action: Callable[[], object]) -> str:
+    """Return the class and the text of the error that an action raises."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differ(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Open engines that must be refused, then make calls that differ, then save and restore."""
+    with world(rank, size) as group:
+        groups_before = len(dist.distributed_c10d._world.pg_map)
+
+        def refused(root: Any, **options: Any) -> str:
+            return message(lambda: Engine(root, process_group=group, **options).close())
+
+        found = {"root": refused(folder / f"of rank {rank}" / "run")}
+        # One name that means another folder in each process, as a directory of one machine does.
+        own = folder / f"machine {rank}"
+        own.mkdir()
+        os.chdir(own)
+        found["machine"] = refused("/proc/self/cwd/run")
+        found["options"] = refused(
+            folder / "run", **{name: values[rank] for name, values in OPTIONS.items()}
+        )
+        found["unsupported"] = refused(
+            folder / "run", policy=Policy.model_exact() if rank else Policy.exact()
+        )
+        found["left"] = sorted(path.name for path in folder.iterdir()) + os.listdir(own)
+        found["groups"] = len(dist.distributed_c10d._world.pg_map) - groups_before
+        dist.barrier()
+        with Engine(folder / "run", process_group=group) as engine:
+            state = {"w": torch.arange(4.0)}
+            engine.save(0, state).wait("committed")
+            for name, restoring in (("first restores", 0), ("second restores", 1)):
+                found[name] = message(
+                    engine.restore if rank == restoring else lambda: engine.save(1, state)
+                )
+            found["steps asked for"] = message(lambda: engine.restore(rank))
+            # The root of rank 1 becomes another one while it is open.
+            store = engine._saver._setup.store
+            before = store.path
+            if rank == 1:
+                Engine(folder / "elsewhere").close()
+                store.path = folder / "elsewhere"
+            state["w"] += 1
+            engine.save(1, state | {f"of {rank}": torch.ones(3)})
+            found["moved"] = message(engine.wait)
+            store.path = before
+            engine.save(2, state).wait("committed")
+            found["restored"] = engine.restore()["w"].tolist()
+            found["steps"] = engine.steps()
+        return found
+
+
+def die_before_the_group(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Rank 1 ends before it opens its engine. Return the error of rank 0 and its seconds."""
+    with world(rank, size) as group:
+        dist.barrier()
+        if rank == 1:
+            os._exit(1)
+        begin = time.monotonic()
+        error = message(lambda: Engine(folder / "run", process_group=group, io_timeout_seconds=2))
+        return error, time.monotonic() - begin, (folder / "run").exists()
+
+
+def copies(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Save states of which the ranks hold copies that differ in turn."""
+    with world(rank, size) as group, Engine(folder / "run", process_group=group) as engine:
+        torch.manual_seed(1)
+        # 2 MB, whole on both ranks; rows 4 and 5 of 10 are on both.
+        state = {
+            "generator": torch.get_rng_state(),
+            "large": torch.zeros(500_000),
+            "rows": Shard(torch.zeros(6, 3), (10, 3), (4 * rank, 0)),
+            "step": 0,
+        }
+        found: dict[str, str] = {}
+
+        def error_of(step: int) -> str:
+            return message(lambda: engine.save(step, state).wait("committed"))
+
+        found["equal"] = error_of(0)
+        state["generator"][17] += rank
+        found["generator"] = error_of(1)
+        state["generator"][17] -= rank
+        found["equal again"] = error_of(2)
+        state["rows"].data[5 - 4 * rank, 1] = 1.0 + rank
+        found["rows"] = error_of(3)
+        state["rows"].data[5 - 4 * rank, 1] = 1.0
+        state["large"][77] = rank
+        errors = [error_of(step) for step in range(4, 4 + LARGE_EVERY)]
+        found["large"] = next((error for error in errors if error), "")
+        found["refused"] = str(sum(map(bool, errors)))
+        state["large"][77] = 0
+        found["equal at the end"] = error_of(99)
+        return found

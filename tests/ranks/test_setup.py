@@ -1,0 +1,60 @@
+"""Ranks that differ in their folder, options or calls are refused on every rank, by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import deltacheck
+from tests.ranks import setup_jobs as jobs
+from tests.ranks.launch import launch
+
+
+def test_ranks_that_differ_are_refused_on_every_rank_and_nothing_is_left(tmp_path: Path) -> None:
+    first, second = launch(jobs.differ, 2, tmp_path)
+    for found in (first, second):
+        for name in ("root", "machine", "options", "moved", "steps asked for"):
+            assert found[name].startswith("RankFailed"), found[name]
+        for rank in (0, 1):
+            assert str(tmp_path / f"of rank {rank}" / "run") in found["root"]
+        assert "Give every rank the same root" in found["root"]
+        assert "/proc/self/cwd/run" in found["machine"]
+        for name, values in jobs.OPTIONS.items():
+            assert f"{name}={values[1]!r} instead of {values[0]!r}" in found["options"]
+        assert "an exact policy" in found["unsupported"]
+        assert found["left"] == ["machine 0", "machine 1"]
+        assert found["groups"] == 0
+        assert "rank 1 saves while rank 0 restores" in found["first restores"]
+        assert "rank 1 restores while rank 0 saves" in found["second restores"]
+        assert "ask for different steps" in found["steps asked for"]
+        assert "rank 0 does not see segment" in found["moved"]
+        assert "Give every rank the same root" in found["moved"]
+        assert found["steps"] == [0, 2]
+        assert found["restored"] == [1, 2, 3, 4]
+
+
+def test_a_rank_that_dies_while_the_group_forms_is_an_error_in_limited_time(
+    tmp_path: Path,
+) -> None:
+    error, seconds, exists = launch(jobs.die_before_the_group, 2, tmp_path, lost={1})[0]
+    assert error.startswith("RankFailed: the group of 2 ranks did not form within 2 s")
+    assert seconds < 20
+    assert not exists
+
+
+def test_copies_that_differ_between_ranks_are_refused_at_every_save(tmp_path: Path) -> None:
+    for found in launch(jobs.copies, 2, tmp_path):
+        for name in ("equal", "equal again", "equal at the end"):
+            assert found[name] == ""
+        for name, leaf, step in (
+            ("generator", "'generator'", 1),
+            ("rows", "'rows' [4:6, 0:3]", 3),
+            ("large", "'large'", None),
+        ):
+            assert "RankFailed" in found[name], found[name]
+            assert f"copies of leaf {leaf} on rank" in found[name]
+            assert step is None or f"step {step}:" in found[name]
+            ours, theirs = re.findall(r"\b[0-9a-f]{32}\b", found[name])
+            assert ours != theirs
+        assert found["refused"] == "1"  # a large copy is compared at one of so many saves
+    assert deltacheck.open(tmp_path / "run").verify(deep=True) == []
