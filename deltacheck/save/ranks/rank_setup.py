@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,30 +45,22 @@ inspect_types(RankSetup)
 
 def common_options(options: SaveOptions) -> dict[str, str]:
     """Return the options that all ranks must have in common, by the names that users know."""
-    retention = options.retention
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    retention = values.pop("retention")
+    # Each machine may have another amount of memory.
+    del values["host_cache_bytes"]
     return _texts(
-        {
-            "policy": options.policy,
-            "max_pending": options.max_pending,
-            "on_busy": options.on_busy,
-            "shadow": options.shadow,
-            "effort": options.effort,
-            "durability": options.durability.value,
-            "verify": options.verify,
-            "keep_last": retention.last,
-            "keep_every": retention.every,
-            "keep_best": retention.best,
-            "compact_after": options.compact_after,
-            "grace_seconds": options.grace_seconds,
-            "io_timeout_seconds": options.io_timeout_seconds,
-            "exit_timeout_seconds": options.exit_timeout_seconds,
-            # host_cache_bytes may follow the memory of each machine.
-        }
+        values
+        | {"keep_last": retention.last, "keep_every": retention.every, "keep_best": retention.best}
     )
 
 
 def _texts(options: Mapping[str, object]) -> dict[str, str]:
-    return {name: repr(value) for name, value in options.items()}
+    # ``str``: a member of an enumeration is shown as the word that users give.
+    return {
+        name: repr(str(value) if isinstance(value, str) else value)
+        for name, value in options.items()
+    }
 
 
 def require_same_options(options_by_rank: Mapping[int, Mapping[str, str]]) -> None:
