@@ -159,6 +159,12 @@ def test_attributes_of_a_container_are_no_leaves() -> None:
         tree.flatten({"m": value}, describe_numpy)
 
 
+def with_attribute() -> OrderedDict[str, object]:
+    value: OrderedDict[str, object] = OrderedDict()
+    value._metadata = {}  # type: ignore[attr-defined]
+    return value
+
+
 @pytest.mark.parametrize(
     ("value", "is_new"),
     [
@@ -166,6 +172,7 @@ def test_attributes_of_a_container_are_no_leaves() -> None:
         ({"a": Counter({3: 1})}, True),
         ([bytearray(b"x")], True),
         (([time.gmtime(0)],), True),
+        ([with_attribute()], True),
     ],
 )
 def test_only_a_new_type_needs_the_feature(value: object, is_new: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ import numpy as np
 import torch
 
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf import containers
 from deltacheck.leaf.tree import escape_key
 
 _CLASS, _IS = "deltacheck.class", "deltacheck.is"  # permanent
 # Permanent, too. It marks the place of a tensor that is stored elsewhere in the tree.
 _HOLE = "hole"
 # Compared with the exact type: a subclass, such as an ``IntEnum``, would lose its class.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
 
 
 class _SavedClass(NamedTuple):
@@ -152,21 +152,21 @@ def _encoded(
         return value if instead is None else hole(instead)
     if kind in _PLAIN or isinstance(value, np.ndarray | np.generic):
         return value
+    # A restore would take such a dict for an object.
+    if isinstance(value, dict) and _CLASS in value:
+        raise UnsupportedLeaf(
+            f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here; rename it"
+        )
     # Exact types again: a subclass of dict may have content that its items do not show.
-    if kind in (dict, OrderedDict):
-        # A restore would take such a dict for an object.
-        if _CLASS in value:
-            raise UnsupportedLeaf(
-                f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here;"
-                " rename it"
-            )
-        return kind(
-            (key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in value.items()
-        )
-    if kind in (list, tuple):
-        return kind(
-            _encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value)
-        )
+    try:
+        level = containers.level_of(value)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {'/'.join(keys)!r}: {error}") from None
+    if level is not None:
+        pairs = [
+            (key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in level.pairs
+        ]
+        return _rebuilt(level, pairs)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for stored_name, entry in _classes.items():
         # Listed classes are compared by name, so that DeepSpeed need not be imported.
@@ -210,10 +210,12 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
         # The module and the name come from the list, not from the checkpoint.
         kind = _kinds.get(name) or getattr(importlib.import_module(entry.module), entry.name)
         return entry.give(kind, decoded(content, fill))
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, decoded(item, fill)) for key, item in value.items())
-    if isinstance(value, dict):
-        return {key: decoded(item, fill) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(decoded(item, fill) for item in value)
-    return value
+    level = containers.level_of(value)
+    if level is None:
+        return value
+    return _rebuilt(level, [(key, decoded(item, fill)) for key, item in level.pairs])
+
+
+def _rebuilt(level: containers.Level, pairs: list[tuple[object, Any]]) -> Any:
+    """Return a container of the same type with other children."""
+    return containers.of_children(level.node, pairs, level.attributes, containers.as_plain, "")

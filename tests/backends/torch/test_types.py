@@ -82,7 +82,9 @@ def test_a_state_keeps_its_types_or_is_refused_by_path(state: Any) -> None:
     assert refusal.startswith("leaf 'state"), refusal
 
 
-def test_every_type_of_container_survives_a_restart(tmp_path: Path) -> None:
+def test_every_type_of_container_survives_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = torch.nn.Linear(2, 2).state_dict()
     state = {
         "moments": nested.Moments(torch.ones(2), 3),
@@ -92,6 +94,8 @@ def test_every_type_of_container_survives_a_restart(tmp_path: Path) -> None:
         "milestones": Counter({2: 1, 5: 2}),
         "weight": weight,
     }
+    # No code of a class runs on content of a checkpoint.
+    monkeypatch.delattr(nested.Progress, "__init__")
     back = restored(tmp_path, state)
     assert list(nested.differences(state, back)) == []
     assert back["weight"]._metadata == weight._metadata
