@@ -16,6 +16,7 @@ from deltacheck.codec.base import U64
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
+from deltacheck.maintain.rebuild import rebuilt_table
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
 from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
 from deltacheck.restore import read
@@ -70,7 +71,8 @@ class Repaired:
     """The result of a repair, or of a dry run.
 
     Attributes:
-        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again.
+        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again. A dry
+            run does not count on the tables among them, and lists what they hold as lost, too.
         healed: The leaves that were repaired.
         lost: The leaves and steps that cannot be repaired.
         steps: Training steps that were repaired.
@@ -173,6 +175,9 @@ def repair(
                 backup.set_aside(_step_folder(root, path))
     chains = survey(root, manifests.values(), without_lost=True)
     # What follows from whole content is repaired first, because it needs no data of other steps.
+    if _repair_tables(root, chains, list(manifests.values()), backup, result, dry_run):
+        root = root.afresh()
+        chains = survey(root, manifests.values(), without_lost=True)
     if _repair_digests(root, chains, backup, result, dry_run):
         root = root.afresh()
         chains = survey(root, manifests.values(), without_lost=True)
@@ -306,6 +311,34 @@ class _Backup:
             number += 1
             free = target.with_name(f"{target.name}.{number}")
         return free
+
+
+def _repair_tables(
+    root: Root,
+    chains: Survey,
+    manifests: list[Manifest],
+    backup: _Backup,
+    result: Repaired,
+    dry_run: bool,
+) -> bool:
+    """Write lost tables of segments again if they follow from the rest, byte for byte.
+
+    Returns true if one was written.
+    """
+    is_written = False
+    for ref in chains.lost:
+        folder = root.store.path / layout.SEGMENTS / ref.id
+        content = rebuilt_table(root.store.path, ref, manifests)
+        if content is None:
+            continue
+        result.documents.append(str(folder / "zarr.json"))
+        if not dry_run:
+            if storage.storage_of(folder / "zarr.json").name_exists():
+                backup.set_aside(folder / "zarr.json")
+            arrays.replace_file(inside(root.path, folder), "zarr.json", content)
+            sync_directory(folder)
+            is_written = True
+    return is_written
 
 
 def _repair_digests(
