@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deltacheck.save.exits import finish_on_signal
     from deltacheck.save.handle import SaveHandle
     from deltacheck.store.files.object_path import ObjectStore
+    from deltacheck.store.limits import Limits
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _PUBLIC = {
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.leaf.spec",
     "LeafSpec": "deltacheck.leaf.spec",
+    "Limits": "deltacheck.store.limits",
     "MemoryTier": "deltacheck.maintain.memory_tier",
     "Mirror": "deltacheck.maintain.mirror",
     "ObjectStore": "deltacheck.store.files.object_path",
@@ -57,6 +59,7 @@ __all__ = [
     "LeafChange",
     "LeafReport",
     "LeafSpec",
+    "Limits",
     "MemoryTier",
     "Mirror",
     "ObjectStore",

@@ -143,9 +143,9 @@ class ReplayDiffers(DeltacheckError):
 
 
 class BudgetExceeded(DeltacheckError, MemoryError):
-    """A restore would allocate more memory than the caller or the machine allows.
+    """A call would take more memory, disk or time than the caller or the machine allows.
 
-    Raise ``max_bytes``, or restore fewer leaves or slices.
+    Raise ``max_bytes`` or the ``Limits`` of the call, or name fewer leaves or slices.
     """
 
 

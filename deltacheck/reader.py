@@ -23,6 +23,7 @@ from deltacheck.restore.resolve import require_contract, resolve_leaves
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+from deltacheck.store.limits import Limits, applied
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
@@ -36,14 +37,16 @@ class Checkpoints:
 
     Args:
         root: The opened root.
+        limits: The most that each call may take; ``None``: the default limits.
 
     Attributes:
         restored_step: The training step that the last ``restore`` returned; ``None`` before the
             first.
     """
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, limits: Limits | None = None) -> None:
         self._root = root
+        self._limits = limits
         self.restored_step: int | None = None
 
     def __repr__(self) -> str:
@@ -156,7 +159,8 @@ class Checkpoints:
                 axis. If a path is also in ``leaves``, the box is returned.
             contract: ``"exact"`` or ``"bounded"``: refuse leaves that were saved under a weaker
                 contract. ``None``: accept every leaf as it was saved.
-            max_bytes: Refuse to allocate more bytes than this. ``None``: the memory of the machine.
+            max_bytes: Refuse to allocate more bytes than this. ``None``: the ``limits`` of
+                ``open``, and the memory of the machine.
             fallback: If the step is damaged, restore the newest whole step before it. Training
                 continues, but with older values; ``restored_step`` and a warning in the log name
                 the step. ``False``: raise ``Damaged``.
@@ -189,11 +193,12 @@ class Checkpoints:
                     return self._tree(manifest, max_bytes)
                 return self._leaves(manifest, paths, dict(slices or {}), contract, max_bytes)
 
-        if fallback:
-            manifest, content = damage.newest_whole(self._root, step, restore_step)
-        else:
-            manifest = self.manifest(step)
-            content = restore_step(manifest)
+        with applied(self._limits):
+            if fallback:
+                manifest, content = damage.newest_whole(self._root, step, restore_step)
+            else:
+                manifest = self.manifest(step)
+                content = restore_step(manifest)
         # Set last, so that a restore that fails leaves it as it was.
         self.restored_step = manifest.step
         return content
@@ -295,6 +300,7 @@ class Checkpoints:
         Raises:
             StepNotFound: The root does not have the step, or the step does not store a leaf.
             Damaged: A table on the way is damaged. ``ChainBroken`` is one kind of it.
+            BudgetExceeded: The tables take more than ``limits`` allows.
         """
         manifest = self.manifest(step)
         paths = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
@@ -302,7 +308,8 @@ class Checkpoints:
         for path in paths:
             if not manifest.names_of(path):
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
-        return blame.blame(self._root, manifest, paths)
+        with applied(self._limits):
+            return blame.blame(self._root, manifest, paths)
 
     def branch(
         self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False
@@ -358,7 +365,10 @@ class Checkpoints:
         Returns:
             The problems; empty if there are none.
         """
-        result = verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume)
+        with applied(self._limits):
+            result = verify.check(
+                self._root, step, deep=deep, subset=subset, seed=seed, resume=resume
+            )
         return [*result.findings, *(result.redundant if redundant else ())]
 
 
@@ -368,6 +378,7 @@ def open(
     *,
     item: str | None = None,
     storage: ObjectStore | None = None,
+    limits: Limits | None = None,
 ) -> Checkpoints:
     """Open a root for reading.
 
@@ -376,6 +387,9 @@ def open(
             ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         item: The item of the manager's steps. It is required if the steps have more than one.
         storage: Access to an object store; ``None``: settings of the environment.
+        limits: The most that each call on the result may take. Smaller: a forged root takes less
+            memory and time; larger: larger steps pass. ``None``: what no root that this package
+            wrote reaches.
 
     Returns:
         The committed checkpoints of the root.
@@ -385,7 +399,7 @@ def open(
         UnsupportedFormat: The root needs a newer version of deltacheck.
         StorageFailed: The object store refused the request or did not answer.
     """
-    return Checkpoints(open_root(path, item, storage=storage))
+    return Checkpoints(open_root(path, item, storage=storage), limits)
 
 
 def _shaped(array: NDArray[Any], tag: str | None, path: str) -> NDArray[Any]:

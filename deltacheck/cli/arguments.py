@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -39,6 +39,39 @@ Leaves: TypeAlias = Annotated[
         "--leaves",
         metavar="PATTERN",
         help="Only leaves whose path matches the pattern (* also matches /). May be repeated.",
+    ),
+]
+
+
+def _limit(context: typer.Context, parameter: Any, value: float | None) -> float | None:
+    """Apply a limit to the whole command: the options are parsed before it runs."""
+    if value is not None:
+        from dataclasses import replace
+
+        from deltacheck.store import limits
+
+        change: dict[str, Any] = {parameter.name: value}
+        context.with_resource(limits.applied(replace(limits.current(), **change)))
+    return value
+
+
+MaxBytes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--max-bytes",
+        min=0,
+        metavar="N",
+        callback=_limit,
+        help=(
+            "Refuse to read or write more decoded bytes than this. Default: 256 MiB, or 16,384"
+            " times what the files of the steps hold; no genuine root reaches it."
+        ),
+    ),
+]
+MaxSeconds: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--max-seconds", min=0, metavar="N", callback=_limit, help="Give up after this time."
     ),
 ]
 

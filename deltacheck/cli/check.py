@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, RootMaybeStep, RootOnly, parse
+from deltacheck.cli.arguments import (
+    Item,
+    Json,
+    MaxBytes,
+    MaxSeconds,
+    RootMaybeStep,
+    RootOnly,
+    parse,
+)
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
     from deltacheck.store.root import Root
 
 
-def verify(
+def verify(  # noqa: PLR0913 - one argument per option
     words: RootMaybeStep = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also read, decode and compare every byte.")
@@ -52,6 +60,8 @@ def verify(
         ),
     ] = None,
     item: Item = None,
+    max_bytes: MaxBytes = None,
+    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Check that steps are whole. The exit code is 1 if damage was found."""

@@ -6,7 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Leaves, RootTwoSteps, open_steps
+from deltacheck.cli.arguments import (
+    Item,
+    Json,
+    Leaves,
+    MaxBytes,
+    MaxSeconds,
+    RootTwoSteps,
+    open_steps,
+)
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -44,7 +52,12 @@ class _Side:
 
 
 def diff(
-    words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
+    words: RootTwoSteps = None,
+    leaves: Leaves = None,
+    item: Item = None,
+    max_bytes: MaxBytes = None,
+    max_seconds: MaxSeconds = None,
+    as_json: Json = False,
 ) -> None:
     """Show the leaves that changed between two steps, and by how much."""
     from deltacheck.leaf import tree

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Leaves, RootStep, open_steps, parse
+from deltacheck.cli.arguments import (
+    Item,
+    Json,
+    Leaves,
+    MaxBytes,
+    MaxSeconds,
+    RootStep,
+    open_steps,
+    parse,
+)
 
 if TYPE_CHECKING:
     from deltacheck.restore.export import Progress
@@ -60,7 +69,7 @@ class _Export(NamedTuple):
         return sum(self.manifest.spec(owner).raw_bytes for owner in self.keys.values())
 
 
-def export(
+def export(  # noqa: PLR0913 - one argument per option
     words: RootStep = None,
     to: Annotated[
         Format | None,
@@ -84,6 +93,8 @@ def export(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
+    max_bytes: MaxBytes = None,
+    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Write a step, or some of its leaves, to a file of another format.
@@ -250,6 +261,8 @@ def import_files(
         ),
     ] = None,
     item: Item = None,
+    max_bytes: MaxBytes = None,
+    max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Import safetensors, torch and Orbax checkpoints as steps of a root.
@@ -309,7 +322,9 @@ def _import_torch(root: Path, files: list[Path], step: int | None) -> Iterator[t
         raise ModuleNotFoundError(
             f"importing files needs PyTorch ({error}): pip install 'deltacheck[torch]'"
         ) from error
-    return backend.ingest(root, backend.steps_of(files, step))
+    from deltacheck.backends import isolated
+
+    return isolated.ingest("torch", root, backend.steps_of(files, step))
 
 
 def _import_orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[Path, int]]:
@@ -323,7 +338,9 @@ def _import_orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[
         raise typer.BadParameter(
             f"{folder} has no steps of an Orbax CheckpointManager; name files, or its folder"
         )
-    return backend.ingest(root, folder, item)
+    from deltacheck.backends import isolated
+
+    return isolated.ingest("orbax", root, [(0, folder)], item)
 
 
 def branch(

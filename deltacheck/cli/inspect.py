@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Leaves, RootOnly, RootStep, open_root, open_steps
+from deltacheck.cli.arguments import (
+    Item,
+    Json,
+    Leaves,
+    MaxBytes,
+    MaxSeconds,
+    RootOnly,
+    RootStep,
+    open_root,
+    open_steps,
+)
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -419,7 +429,12 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
 
 
 def blame(
-    words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
+    words: RootStep = None,
+    leaves: Leaves = None,
+    item: Item = None,
+    max_bytes: MaxBytes = None,
+    max_seconds: MaxSeconds = None,
+    as_json: Json = False,
 ) -> None:
     """Show the step that last changed each part of a leaf."""
     from deltacheck.errors import StepNotFound

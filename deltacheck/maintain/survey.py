@@ -18,12 +18,16 @@ from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
+from deltacheck.store import limits
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.root import Root
 from deltacheck.store.segment import Segment
 
 Link = tuple[Segment, LeafEntry]
+
+# Memory for each chunk of a leaf, for its digest after each link, and for each row of an index.
+_CHUNK_BYTES, _DIGEST_BYTES, _ROW_BYTES = 96, 16, 64
 
 
 class Use(NamedTuple):
@@ -137,15 +141,33 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
             if current.get(path) is not lineage:
                 current[path] = lineage
                 result.lineages.append(lineage)
+    for lineage in result.lineages:
+        limits.check_tables(
+            root.store.path,
+            (segment.id for segment, _ in lineage.links),
+            lineage.spec_chunks,
+            lineage.spec_chunks * (_CHUNK_BYTES + _DIGEST_BYTES * len(lineage.links)),
+            f"leaf {lineage.path!r} of step {lineage.uses[0].step}",
+        )
     return result
 
 
 def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None:
     if ref not in result.segments and ref not in result.lost:
         try:
-            result.segments[ref] = root.store.segment(ref)
+            segment = root.store.segment(ref)
         except Damaged as error:
             result.lost[ref] = error
+        else:
+            rows = sum(part.rows for part in segment.table.parts)
+            limits.check_tables(
+                root.store.path,
+                (ref.id,),
+                segment.table.digests,
+                _DIGEST_BYTES * segment.table.digests + _ROW_BYTES * rows,
+                f"segment {ref.id}",
+            )
+            result.segments[ref] = segment
     return result.segments.get(ref)
 
 

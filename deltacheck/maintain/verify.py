@@ -37,7 +37,7 @@ from deltacheck.maintain.survey import (
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import documents, layout
+from deltacheck.store import documents, layout, limits
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Derived, Manifest
@@ -142,6 +142,7 @@ def check(
 
     Raises:
         StepNotFound: If there is no such step, and no manifest is damaged.
+        BudgetExceeded: If the steps name more than the limits of the call allow (``Limits``).
         ValueError: If ``subset`` is out of range, or ``resume`` is another kind of file.
     """
     if subset is not None and not 0 < subset <= 1:
@@ -171,6 +172,9 @@ def check(
     # Damaged chains are read in every run, so that every run reports them until they are repaired.
     selected = remaining + damaged
     size = sum(map(cost_bytes, selected))
+    limits.check_bytes(
+        root.store.path, (ref.id for ref in chains.segments), size, f"the data of {root.path}"
+    )
     derived = _Derived.of(manifests)
     try:
         with nullcontext(lambda advance: None) if display is None else display(size) as advance:
@@ -253,6 +257,7 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
         _finding(broken.manifest.step, broken.path, broken.error) for broken in chains.broken
     ]
     for lineage in chains.lineages:
+        limits.check_time()
         digests, error = tables(lineage)
         if error is not None:
             harmed = (use for use in lineage.uses if use.links > len(digests))

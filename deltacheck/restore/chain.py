@@ -20,7 +20,7 @@ from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.content import Array, chunk_bytes, chunks_of_elements, machine_bytes
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
-from deltacheck.store import layout
+from deltacheck.store import layout, limits
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.root import Root, open_segments
@@ -156,7 +156,7 @@ def resolve_chains(
     segments = open_segments(root, manifest, paths)
     # The tables of segments state how long their indexes are, so a table that is too large is
     # refused before any of them is read.
-    _refuse_large_tables(manifest, paths, segments, max_bytes)
+    _refuse_large_tables(root, manifest, paths, segments, max_bytes)
     entries_of = entries_by_path(segments, set(paths))
     links = [
         _links(path, manifest.stored[path], entries_of.get(path, []), segments, manifest)
@@ -194,7 +194,11 @@ def _covered_links(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int
 
 
 def _refuse_large_tables(
-    manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None
+    root: Root,
+    manifest: Manifest,
+    paths: Iterable[str],
+    segments: Sequence[Segment],
+    max_bytes: int | None,
 ) -> None:
     """Raise ``BudgetExceeded`` if the digests and indexes of the leaves take too much memory."""
     chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
@@ -202,6 +206,14 @@ def _refuse_large_tables(
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
     size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * digest_count + _INDEX_ROW_BYTES * rows
     budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
+    if max_bytes is None:
+        limits.check_tables(
+            root.store.path,
+            (segment.id for segment in segments),
+            chunks,
+            size,
+            f"step {manifest.step}",
+        )
     if size > budget:
         raise BudgetExceeded(
             f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size}"

@@ -29,6 +29,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.leaf_kinds import Leaf
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
+from deltacheck.store import limits
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
@@ -133,6 +134,13 @@ def stream(
 
 def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str, Leaf]:
     """Return the resolved leaf of each key that ``select`` returned."""
+    # Each of several tied leaves is written.
+    limits.check_bytes(
+        root.store.path,
+        (ref.id for ref in manifest.segments),
+        sum(manifest.spec(owner).raw_bytes for owner in keys.values()),
+        f"what is to be written of step {manifest.step}",
+    )
     leaves = resolve_leaves(root, manifest, list(keys.values()))
     return {key: leaves[owner] for key, owner in keys.items()}
 

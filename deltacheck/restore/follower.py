@@ -25,6 +25,7 @@ from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.files.storage import Place
+from deltacheck.store.limits import Limits, applied, check_bytes
 from deltacheck.store.manifest import Manifest, Tiles
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.segment import Segment
@@ -145,6 +146,7 @@ class Follower:
         newest_only: Skip steps that were committed while the consumer was busy.
         poll_seconds: Interval between two checks for a new step.
         timeout: End the iteration after this many seconds without a new step; ``None``: never.
+        limits: The most that one call of ``poll`` may take; ``None``: the default limits.
     """
 
     def __init__(
@@ -154,7 +156,9 @@ class Follower:
         newest_only: bool,
         poll_seconds: float,
         timeout: float | None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits
         self._root = root
         self._wanted = wanted
         self._newest_only = newest_only
@@ -194,7 +198,12 @@ class Follower:
             Damaged: The step is not whole; names leaf, step and file. ``ChainBroken`` is one kind
                 of it.
             ReplayNeeded: The step is stored as gradients.
+            BudgetExceeded: The step takes more than ``limits`` allows.
         """
+        with applied(self._limits):
+            return self._poll()
+
+    def _poll(self) -> Update | None:
         reference = self._next()
         if reference is None:
             return None
@@ -248,6 +257,13 @@ class Follower:
             )
         if {path: leaf.spec for path, leaf in self._leaves.items()} != specs:
             self.anchor()
+        # Before the first batch: all of them are held.
+        check_bytes(
+            self._root.store.path,
+            (ref.id for ref in manifest.segments),
+            sum(spec.raw_bytes for spec in specs.values()),
+            f"what is followed of step {manifest.step}",
+        )
         last_step, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
         # A leaf without a digest in the manifest, such as a bounded one, has a mark that never
@@ -479,6 +495,7 @@ def follow(
     poll_seconds: float = 0.2,
     timeout: float | None = None,
     storage: ObjectStore | None = None,
+    limits: Limits | None = None,
 ) -> Follower:
     """Follow a run while it trains, beginning with the newest step, which is delivered whole.
 
@@ -496,6 +513,8 @@ def follow(
             longer: fewer requests to the storage.
         timeout: End the iteration after this many seconds without a new step. ``None``: never.
         storage: Access to an object store; ``None``: settings of the environment.
+        limits: The most that the delivery of one step may take. Smaller: a forged step takes less;
+            larger: larger steps pass. ``None``: what no root that this package wrote reaches.
 
     Returns:
         An iterator over updates.
@@ -509,5 +528,10 @@ def follow(
     else:
         is_followed = frozenset(leaves).__contains__
     return Follower(
-        open_root(path, item, storage=storage), is_followed, newest_only, poll_seconds, timeout
+        open_root(path, item, storage=storage),
+        is_followed,
+        newest_only,
+        poll_seconds,
+        timeout,
+        limits,
     )

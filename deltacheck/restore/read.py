@@ -23,7 +23,7 @@ from deltacheck.restore.buffers import (
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import apply_deltas
-from deltacheck.store import layout
+from deltacheck.store import layout, limits
 from deltacheck.store import segment as columns
 from deltacheck.store.files.arrays import Reading
 from deltacheck.store.files.storage import Place
@@ -53,6 +53,7 @@ def read_chunks(
     Raises:
         Damaged: Content differs from what was saved; names leaf and file.
     """
+    limits.check_time()
     blocks = allocate_blocks(chains, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
     # Keyframes first: deltas are applied to them in place.
@@ -107,6 +108,7 @@ def follow_links(
             links.setdefault(segment.id, (segment, {}))[1][path] = entry
     # Names of segments ascend with the saves, so the walk goes from the oldest link to the newest.
     for _, (segment, entries) in sorted(links.items()):
+        limits.check_time()
         segment.start_tables(
             {run[0] for entry in entries.values() for run in entry.delta}, digests=verified
         )

@@ -14,6 +14,7 @@ from deltacheck.restore import read, replay
 from deltacheck.restore.chain import Chain, Held, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
+from deltacheck.store import limits
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
@@ -71,14 +72,19 @@ def resolve_leaves(
                 f" {', '.join(map(repr, similar))}"
             )
     boxes = boxes or {}
-    check_budget(
-        max_bytes,
-        sum(
-            specs[path].raw_bytes
-            for path in requested
-            if path in specs and path not in partly and path not in boxes
-        ),
+    size = sum(
+        specs[path].raw_bytes
+        for path in requested
+        if path in specs and path not in partly and path not in boxes
     )
+    check_budget(max_bytes, size)
+    if max_bytes is None:
+        limits.check_bytes(
+            root.store.path,
+            (ref.id for ref in manifest.segments),
+            size,
+            f"what is asked for of step {manifest.step}",
+        )
     required_paths = dict.fromkeys(requested)
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):

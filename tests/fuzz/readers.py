@@ -47,6 +47,8 @@ MEMORY_BYTES = (
     2 << 30
 )  # beside what the process has at the start: its budget, caches, threads and their arenas
 SECONDS_A_TRIAL = 30
+# What any input may take; the largest document of the golden roots has about 10 kB.
+CPU_SECONDS, TAKEN_BYTES = 10.0, 512 << 20
 ROOTS = ("engine", "policy", "derived", "gradients", "manager", "tiled")
 
 Trial = Callable[[random.Random], None]
@@ -217,6 +219,11 @@ class Roots:
                     for size in spec.shape
                 ]
                 opened.restore(step, slices={path: box}, max_bytes=BUDGET_BYTES)
+            # With the default limits, which follow from the files.
+            with contextlib.suppress(refused):
+                opened.restore(step)
+            with contextlib.suppress(refused):
+                opened.blame(step)
             with contextlib.suppress(refused):
                 opened.verify(deep=rng.random() < 0.2)
         if rng.random() < 0.2:
@@ -236,6 +243,11 @@ def restore_folder(path: Path, pristine: Path) -> None:
 # --- driver ---------------------------------------------------------------------------------------
 
 
+def peak_bytes() -> int:
+    """Return the most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def limit_memory() -> None:
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
@@ -252,8 +264,12 @@ def run(
             f"run again with: python -m tests.fuzz.readers {target} --seed {seed} --only {number}"
         )
         faulthandler.dump_traceback_later(SECONDS_A_TRIAL, exit=True)
+        began, before = time.process_time(), peak_bytes()
         try:
             trial(random.Random(f"{seed}-{number}"))
+            taken, spent = peak_bytes() - before, time.process_time() - began
+            assert spent < CPU_SECONDS, f"{spent:.1f} s of processor time"
+            assert taken < TAKEN_BYTES, f"{taken} bytes of memory"
         except BaseException:
             print(f"{target}: broken by input {number}; {again}", file=sys.stderr, flush=True)
             raise

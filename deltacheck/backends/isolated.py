@@ -1,0 +1,217 @@
+"""Import files of other programs in a process of its own, which has limits and may die.
+
+The readers of these formats are not ours. A file of a kilobyte can make them allocate gigabytes,
+run for hours or abort the process. So they run in a child process with limits of memory and
+processor time. The child commits each step as the import in one process would; an import that
+fails leaves the steps before it and nothing else.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltacheck import errors
+from deltacheck.store import limits
+
+# Beside the memory that the libraries take when they are loaded: threads, caches and a small file.
+_BASE_BYTES = 448 << 20
+# A file is held about four times: read, decoded, as the shadow and encoded.
+_COPIES = 4
+# The default for decoded bytes. Files of tensors are hardly compressed, and folders of Orbax less
+# than this unless they hold little but zeros.
+_DECODED_PER_FILE_BYTE = 8
+_BASE_CPU_SECONDS = 5.0
+_BYTES_PER_CPU_SECOND = 4 << 20  # far slower than any import
+# The built-in errors that an import raises on purpose.
+_BUILTIN = ("FileNotFoundError", "ModuleNotFoundError", "OSError", "ValueError")
+
+
+def ingest(
+    kind: str,
+    root: str | os.PathLike[str],
+    sources: Sequence[tuple[int, Path]],
+    item: str | None = None,
+) -> Iterator[tuple[Path, int]]:
+    """Save each source as its step, in order, and yield it when it is committed.
+
+    Args:
+        kind: ``"torch"``: files of safetensors or ``torch.save``; ``"orbax"``: one folder of a
+            plain ``CheckpointManager``, whose number is not used.
+        root: The root to import into.
+        sources: Steps and paths.
+        item: The item of a folder's steps.
+
+    Yields:
+        The path and the step.
+
+    Raises:
+        BudgetExceeded: A source takes more memory or time than its size explains, or than the
+            limits of the present call (``Limits``) allow.
+        Damaged: A source cannot be read, or ended the process that read it.
+        DeltacheckError, FileNotFoundError, ValueError: As the import itself raises them.
+    """
+    decoded_bytes = _decoded_bytes([path for _, path in sources])
+    request = {
+        "kind": kind,
+        "root": os.fspath(root),
+        "sources": [(step, os.fspath(path)) for step, path in sources],
+        "item": item,
+        "memory_bytes": _BASE_BYTES + _COPIES * decoded_bytes,
+        "cpu_seconds": _BASE_CPU_SECONDS + decoded_bytes / _BYTES_PER_CPU_SECOND,
+    }
+    seconds = limits.current().max_seconds
+    child = subprocess.Popen(
+        [sys.executable, "-m", "deltacheck.backends.isolated"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    timer = threading.Timer(0 if seconds is None else seconds, child.kill)
+    timer.daemon = True
+    try:
+        if seconds is not None:
+            timer.start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(request).encode())
+        child.stdin.close()
+        done: list[str] = []
+        for line in child.stdout:
+            message = json.loads(line)
+            if "error" in message:
+                raise _error_of(message)
+            done.append(message["path"])
+            yield Path(message["path"]), message["step"]
+        status = child.wait()
+        if status:
+            path = next((str(p) for _, p in sources if str(p) not in done), str(root))
+            raise _died(path, status, seconds)
+    finally:
+        timer.cancel()
+        # Also if the caller ends the iteration: nobody waits for the rest.
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def _decoded_bytes(paths: Sequence[Path]) -> int:
+    """Return the decoded bytes that the sources may have."""
+    allowed = limits.current().max_bytes
+    if allowed is not None:
+        return allowed
+    size = 0
+    for path in paths:
+        if path.is_dir():
+            files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+            size += sum(file.lstat().st_size for file in files)
+        elif path.exists():
+            size += path.stat().st_size
+    return _DECODED_PER_FILE_BYTE * size
+
+
+def _error_of(message: dict[str, str]) -> Exception:
+    """Return the error that the child has reported."""
+    kind = getattr(errors, message["error"], None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.DeltacheckError)):
+        kind = (
+            getattr(builtins, message["error"]) if message["error"] in _BUILTIN else errors.Damaged
+        )
+    return kind(message["message"])
+
+
+def _died(path: str, status: int, seconds: float | None) -> errors.DeltacheckError:
+    remedy = "raise max_bytes (--max-bytes) if you trust the file"
+    if status == -signal.SIGXCPU:
+        return errors.BudgetExceeded(
+            f"{path} takes more processor time than its size explains; {remedy}"
+        )
+    if status == -signal.SIGKILL and seconds is not None:
+        return errors.BudgetExceeded(f"{path} was not imported within max_seconds={seconds:g}")
+    name = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return errors.Damaged(f"{path} ended the process that read it ({name})", file=path)
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def _main() -> None:
+    # Libraries may print; only our own messages go to the parent.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        for path, step in _import(request):
+            print(json.dumps({"path": str(path), "step": step}), file=out)
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        print(json.dumps(_report(error, request)), file=out)
+    out.flush()
+    # Not by the interpreter's own way: a library that is short of memory may fail or hang there.
+    os._exit(0)
+
+
+def _import(request: dict[str, Any]) -> Iterator[tuple[Path, int]]:
+    sources = [(step, Path(path)) for step, path in request["sources"]]
+    if request["kind"] == "torch":
+        from deltacheck.backends.torch.files import torch_import
+
+        _limit(request["memory_bytes"], request["cpu_seconds"])
+        return torch_import.ingest(request["root"], sources)
+    from deltacheck.backends.orbax.files import orbax_import
+
+    _limit(request["memory_bytes"], request["cpu_seconds"])
+    return orbax_import.ingest(request["root"], sources[0][1], request["item"])
+
+
+def _limit(memory_bytes: int, cpu_seconds: float) -> None:
+    """Limit what this process takes from now on; the libraries are loaded."""
+    present = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData:")
+    )
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    for kind, value in (
+        (resource.RLIMIT_DATA, present + memory_bytes),
+        (resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + cpu_seconds) + 1),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (value if hard < 0 else min(value, hard), hard))
+
+
+def _report(error: BaseException, request: dict[str, Any]) -> dict[str, str]:
+    """Return the error as the parent raises it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, MemoryError) or "allocate memory" in text or "bad_alloc" in text:
+            paths = ", ".join(path for _, path in request["sources"])
+            return {
+                "error": "BudgetExceeded",
+                "message": (
+                    f"{paths}: the import takes more memory than the size of the files explains"
+                    f" ({text.partition(chr(10))[0]}); raise max_bytes (--max-bytes) if you trust"
+                    " them"
+                ),
+            }
+        cause = cause.__cause__ or cause.__context__
+    name = next(
+        kind.__name__
+        for kind in type(error).__mro__
+        if kind.__module__ == errors.__name__ or kind.__name__ in _BUILTIN or kind is Exception
+    )
+    return {"error": name, "message": str(error)}
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,162 @@
+"""Limits of what a call may take, and the default that follows from the files of a root.
+
+A manifest of a few kilobytes can name petabytes. Whoever reads a root compares what its documents
+name with a limit before anything is allocated. The limits of the present call are ambient, so that
+every function below it keeps them: ``applied`` sets them, ``check_bytes``, ``check_tables`` and
+``check_time`` compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltacheck.errors import BudgetExceeded
+from deltacheck.store import layout
+from deltacheck.store.files.storage import Place
+
+# The default limit. Chunks of one value, the most regular content, shrink to a 250th; this leaves a
+# margin of 64, so that only a forged root reaches the limit.
+_BYTES_PER_FILE_BYTE = 1 << 14
+_TABLE_BYTES_PER_FILE_BYTE = 1 << 6
+_SMALL_BYTES = 256 << 20  # never refused by default
+_SMALL_TABLES_BYTES = 64 << 20  # never refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that one call may take. ``BudgetExceeded`` names the limit that a call reaches.
+
+    Args:
+        max_bytes: Decoded bytes of the leaves that the call returns, writes, compares or checks.
+            Larger: larger steps pass; smaller: a forged root can take less memory, disk and time.
+            ``None``: 256 MiB, or 16,384 times what the files of a local root hold if that is more,
+            which no root that this package wrote reaches; of an object store, no limit.
+        max_chunks: Chunks of these leaves, each of which takes about 100 bytes. ``None``: as many
+            as 64 MiB of tables hold, or 64 times what the files hold.
+        max_seconds: Wall time of the call, looked at between two reads. ``None``: no limit.
+    """
+
+    max_bytes: int | None = None
+    max_chunks: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_chunks", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be at least 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    limits: Limits = Limits()
+    deadline: float | None = None
+
+
+_DEFAULT = _Current()
+_current: ContextVar[_Current] = ContextVar("deltacheck-limits", default=_DEFAULT)
+
+
+@contextlib.contextmanager
+def applied(limits: Limits | None) -> Iterator[None]:
+    """Apply limits to the calls in this block; ``None`` leaves those outside of it."""
+    if limits is None:
+        yield
+        return
+    seconds = limits.max_seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
+    token = _current.set(_Current(limits, deadline))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Limits:
+    """Return the limits of the present call."""
+    return _current.get().limits
+
+
+def check_time() -> None:
+    """Raise ``BudgetExceeded`` if the time of the present call is over."""
+    current = _current.get()
+    if current.deadline is not None and time.monotonic() > current.deadline:
+        raise BudgetExceeded(
+            f"the call took longer than max_seconds={current.limits.max_seconds:g}; allow more, or"
+            " name fewer leaves"
+        )
+
+
+def check_bytes(place: Place, segments: Iterable[str], size: int, what: str) -> None:
+    """Raise ``BudgetExceeded`` if leaves decode to more bytes than the present call may take.
+
+    Args:
+        place: The store of the segments.
+        segments: The names of the segments that hold the leaves.
+        size: The decoded bytes of all leaves.
+        what: The step, the leaf or the root, for the message.
+    """
+    check_time()
+    limit = _current.get().limits.max_bytes
+    if limit is None:
+        limit = _default(place, segments, size, _SMALL_BYTES, _BYTES_PER_FILE_BYTE)
+        origin = "the default for files of this size; a forged document is likely."
+    else:
+        origin = "max_bytes."
+    if size > limit:
+        raise BudgetExceeded(
+            f"{what} decodes to {size} bytes, more than {limit}, {origin} To read it all the same,"
+            " name fewer leaves or raise max_bytes (--max-bytes)"
+        )
+
+
+def check_tables(
+    place: Place, segments: Iterable[str], chunks: int, table_bytes: int, what: str
+) -> None:
+    """Raise ``BudgetExceeded`` if the tables of chunks take more than the present call may take.
+
+    Args:
+        place: The store of the segments.
+        segments: The names of the segments that hold the chunks.
+        chunks: The number of chunks.
+        table_bytes: The memory of their digests and indexes.
+        what: The step, the leaf or the root, for the message.
+    """
+    check_time()
+    limit = _current.get().limits.max_chunks
+    if limit is not None:
+        if chunks > limit:
+            raise BudgetExceeded(f"{what} has {chunks} chunks, more than max_chunks={limit}")
+        return
+    default = _default(
+        place, segments, table_bytes, _SMALL_TABLES_BYTES, _TABLE_BYTES_PER_FILE_BYTE
+    )
+    if table_bytes > default:
+        raise BudgetExceeded(
+            f"{what}: the digests and indexes of {chunks} chunks would take {table_bytes} bytes,"
+            f" more than {default}, the default for files of this size; a forged document is"
+            " likely. To read it all the same, raise max_chunks of Limits"
+        )
+
+
+def _default(place: Place, segments: Iterable[str], size: int, small: int, ratio: int) -> int:
+    """Return the default limit, or ``size`` as soon as it is known to be below."""
+    # Sizes of objects are not asked for: one request each would cost more than it protects.
+    if size <= small or not isinstance(place, Path):
+        return size
+    held = 0
+    for name in dict.fromkeys(segments):
+        for folder, _, files in os.walk(place / layout.SEGMENTS / name):
+            for file in files:
+                with contextlib.suppress(OSError):
+                    held += os.lstat(Path(folder, file)).st_size
+                # A large step is known to be real after a few files.
+                if held * ratio >= size:
+                    return size
+    return max(small, held * ratio)

@@ -1,0 +1,286 @@
+"""A document that names too much is refused before memory, disk or time is spent on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deltacheck
+from deltacheck import Limits, errors
+from deltacheck.backends import isolated
+from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
+from deltacheck.store import limits
+from tests.restore.test_bad_input import claim, manifest_path
+from tests.restore.test_bad_input import saved as saved
+from tests.support import forge
+
+MOST_SECONDS, MOST_BYTES = 10.0, 512 << 20
+
+# Every call that reads a root, each with its processor time, and the memory that all have taken.
+READER = """
+import contextlib, io, json, resource, sys, time
+import deltacheck
+from deltacheck import errors
+from deltacheck.cli import main
+from deltacheck.store.root import open_root
+honest, *roots = sys.argv[1:]
+deltacheck.open(honest).restore()  # what is imported and allocated once
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["verify", honest, "--deep"])
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before, told = peak(), []
+def command(*words):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(text):
+        code = main([*words])
+    return f"exit {code} {text.getvalue()}"
+calls = {
+    "open": lambda: deltacheck.open(root),
+    "restore": lambda: deltacheck.open(root).restore(1),
+    "verify": lambda: command("verify", root),
+    "verify deep": lambda: command("verify", root, "--deep"),
+    "export": lambda: command("export", root, "1", "--out", root + ".npz"),
+    "diff": lambda: command("diff", root, "0", "1"),
+    "blame": lambda: command("blame", root, "1"),
+    "follow": lambda: deltacheck.follow(root).poll(),
+}
+for root in roots:
+    for name, call in calls.items():
+        began = time.process_time()
+        try:
+            outcome = call()
+            outcome = outcome if isinstance(outcome, str) else "done"
+        except errors.DeltacheckError as error:
+            outcome = f"{type(error).__name__} {error}"
+        told.append([root, name, outcome, time.process_time() - began])
+print(json.dumps([told, peak() - before]))
+"""
+
+
+def huge_zeros(manifest: dict[str, Any]) -> None:
+    """Six GiB of a derived leaf, which has no file at all."""
+    manifest["derived"] = {"z": {"how": "zeros", "dtype": "float32", "shape": [6 << 28]}}
+    manifest["tree"]["k"].append(["z", {"t": "array"}])
+    manifest["must_understand"] = ["derived"]
+
+
+def many_zeros(manifest: dict[str, Any]) -> None:
+    """The same in a hundred leaves, each of which is small."""
+    manifest["derived"] = {
+        f"z{number}": {"how": "zeros", "dtype": "float32", "shape": [1 << 24]}
+        for number in range(100)
+    }
+    manifest["tree"]["k"] += [[f"z{number}", {"t": "array"}] for number in range(100)]
+    manifest["must_understand"] = ["derived"]
+
+
+def many_rows(root: Path) -> None:
+    def edit(table: dict[str, Any]) -> None:
+        table["digests"] = 1 << 40
+
+    for number in range(2):
+        forge.forge_table(manifest_path(root), number, edit)
+
+
+FORGERIES: dict[str, Callable[[Path], object]] = {
+    "2^40 elements": lambda root: claim(root, [2**30, 2**10], [2**8, 2**10]),
+    "2^40 chunks": lambda root: claim(root, [2**40, 1], [1, 1]),
+    "2^28 chunks of a byte": lambda root: claim(root, [2**22, 8], [1, 1]),
+    "6 GiB without a file": lambda root: forge.forge_manifest(manifest_path(root), huge_zeros),
+    "many leaves": lambda root: forge.forge_manifest(manifest_path(root), many_zeros),
+    "2^40 digests": many_rows,
+}
+
+
+def test_forged_documents_are_answered_soon_and_in_little_memory(
+    saved: Path, tmp_path: Path
+) -> None:
+    for name, forge_root in FORGERIES.items():
+        shutil.copytree(saved, tmp_path / name)
+        forge_root(tmp_path / name)
+    roots = [str(tmp_path / name) for name in FORGERIES]
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(saved), *roots],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers, taken_bytes = json.loads(done.stdout)
+    assert taken_bytes < MOST_BYTES, (taken_bytes, answers)
+    for root, call, outcome, seconds in answers:
+        assert seconds < MOST_SECONDS, (root, call, outcome)
+        if call == "restore":
+            assert outcome.split()[0] in ("BudgetExceeded", "ChainBroken", "Damaged"), (
+                root,
+                outcome,
+            )
+        if call == "export":
+            assert outcome.startswith(("exit 4", "exit 5")), (root, outcome)
+    assert not list(tmp_path.glob("*.npz*"))
+
+
+def test_what_compresses_best_stays_far_below_the_default(tmp_path: Path) -> None:
+    """Zeros are the content of which files hold least, and are never refused."""
+    state = {"x": torch.zeros(68 << 20)}
+    with Engine(tmp_path) as engine:
+        report = engine.save(0, state).result()
+    assert report is not None
+    assert report.raw_bytes * 16 < report.stored_bytes * limits._BYTES_PER_FILE_BYTE
+    opened = deltacheck.open(tmp_path)
+    assert opened.restore()["x"].nbytes == report.raw_bytes
+    assert opened.verify(deep=True) == []
+
+
+# --- limits of the caller -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def honest(tmp_path: Path) -> Path:
+    weights = torch.arange(100_000.0)
+    with Engine(tmp_path / "honest") as engine:
+        for step in range(2):
+            engine.save(step, {"x": weights + step}).wait()
+    return tmp_path / "honest"
+
+
+CALLS: dict[str, Callable[[deltacheck.Checkpoints], object]] = {
+    "restore": lambda opened: opened.restore(),
+    "verify": lambda opened: opened.verify(deep=True),
+    "follow": lambda opened: deltacheck.follow(str(opened.path), limits=opened._limits).poll(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("limit", [Limits(max_bytes=399_999), Limits(max_seconds=0)], ids=str)
+def test_each_call_keeps_the_limits_that_the_root_was_opened_with(
+    honest: Path, call: str, limit: Limits
+) -> None:
+    with pytest.raises(errors.BudgetExceeded, match=r"max_bytes|max_seconds"):
+        CALLS[call](deltacheck.open(honest, limits=limit))
+    enough = Limits(max_bytes=10_000_000, max_chunks=100, max_seconds=100)
+    CALLS[call](deltacheck.open(honest, limits=enough))
+
+
+def test_chunks_are_limited_where_only_tables_are_read(honest: Path) -> None:
+    opened = deltacheck.open(honest, limits=Limits(max_chunks=0))
+    for call in (opened.blame, opened.verify, opened.restore):
+        with pytest.raises(errors.BudgetExceeded, match="max_chunks=0"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["verify", "--deep"], ["export", "1", "--out", "{out}.npz"], ["diff", "0", "1"]],
+    ids=lambda words: words[0],
+)
+def test_every_command_takes_the_limits(
+    honest: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [word.format(out=tmp_path / "out") for word in words]
+    command.insert(1, str(honest))
+    assert main([*command, "--max-bytes", "399999"]) == 5
+    assert "more than 399999" in capsys.readouterr().err
+    assert main([*command, "--max-seconds", "0"]) == 5
+    assert "max_seconds=0" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    # The limits end with the command.
+    assert limits.current() == Limits()
+    assert main([*command, "--max-bytes", "10000000"]) == 0
+
+
+def test_a_limit_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_chunks must be at least 0"):
+        Limits(max_chunks=-1)
+
+
+# --- files of other programs ----------------------------------------------------------------------
+
+
+def stride_zero(path: Path) -> None:
+    torch.save({"x": torch.zeros(1).expand(3 << 30)}, path)
+
+
+def shared_lists(path: Path) -> None:
+    nested: list[Any] = [0]
+    for _ in range(60):
+        nested = [nested, nested]
+    torch.save(nested, path)
+
+
+@pytest.mark.parametrize("forge_file", [stride_zero, shared_lists])
+def test_a_torch_file_that_grows_is_refused_by_a_process_of_its_own(
+    tmp_path: Path,
+    forge_file: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolated, "_BASE_CPU_SECONDS", 1.0)
+    good, bad = tmp_path / "good-1.pt", tmp_path / "bad-2.pt"
+    torch.save({"x": torch.arange(9)}, good)
+    forge_file(bad)
+    assert bad.stat().st_size < 10_000
+    assert main(["import", str(tmp_path / "root"), str(good), str(bad)]) == 5
+    printed = capsys.readouterr().err
+    assert "bad-2.pt" in printed
+    assert "--max-bytes" in printed
+    opened = deltacheck.open(tmp_path / "root")
+    assert opened.steps() == [1]
+    assert np.array_equal(opened.restore()["x"], np.arange(9))
+    Engine(tmp_path / "root").close()  # the child has given the root back
+
+
+def test_an_import_ends_with_the_time_of_the_caller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": torch.arange(9)}, tmp_path / "a-1.pt")
+    command = ["import", str(tmp_path / "root"), str(tmp_path / "a-1.pt"), "--max-seconds", "0.1"]
+    assert main(command) == 5
+    assert "max_seconds=0.1" in capsys.readouterr().err
+
+
+def forged_orbax(folder: Path) -> None:
+    """A step of plain Orbax whose array metadata claims 2^40 elements in chunks of 2^38."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(folder / "3" / "default", args=ocp.args.PyTreeSave({"x": np.arange(9)}))
+    (metadata,) = folder.rglob(".zarray")
+    document = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(document | {"shape": [1 << 40], "chunks": [1 << 38]}))
+
+
+def test_an_orbax_folder_with_forged_metadata_is_refused_by_a_process_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forged_orbax(tmp_path / "plain")
+    assert main(["import", str(tmp_path / "root"), str(tmp_path / "plain")]) in (4, 5)
+    printed = capsys.readouterr().err
+    assert str(tmp_path / "plain") in printed
+    # Nothing was written that a reader takes for a root.
+    with pytest.raises(errors.NotACheckpointRoot):
+        deltacheck.open(tmp_path / "root")
+
+
+def test_the_end_of_the_reading_process_is_an_error_that_names_the_file() -> None:
+    for status, kind, words in (
+        (-signal.SIGABRT, errors.Damaged, "SIGABRT"),
+        (-signal.SIGXCPU, errors.BudgetExceeded, "processor time"),
+        (3, errors.Damaged, "status 3"),
+    ):
+        error = isolated._died("a.pt", status, None)
+        assert type(error) is kind
+        assert "a.pt" in str(error)
+        assert words in str(error)
