@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
+    from deltacheck.leaf.limits import Limits
     from deltacheck.leaf.spec import LeafReport, LeafSpec, SaveReport
     from deltacheck.maintain.memory_tier import MemoryTier
     from deltacheck.maintain.mirror import Mirror
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from deltacheck.save.exits import finish_on_signal
     from deltacheck.save.handle import SaveHandle
     from deltacheck.store.files.object_path import ObjectStore
-    from deltacheck.store.limits import Limits
 
 __version__ = "0.1.0"
 
@@ -36,7 +36,7 @@ _PUBLIC = {
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.leaf.spec",
     "LeafSpec": "deltacheck.leaf.spec",
-    "Limits": "deltacheck.store.limits",
+    "Limits": "deltacheck.leaf.limits",
     "MemoryTier": "deltacheck.maintain.memory_tier",
     "Mirror": "deltacheck.maintain.mirror",
     "ObjectStore": "deltacheck.store.files.object_path",

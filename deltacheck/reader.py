@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deltacheck.errors import StepNotFound
 from deltacheck.leaf import tree
+from deltacheck.leaf.limits import Limits, applied
 from deltacheck.maintain import blame, branch, verify
 from deltacheck.maintain.blame import Blame
 from deltacheck.maintain.branch import Branched
@@ -23,7 +24,6 @@ from deltacheck.restore.resolve import require_contract, resolve_leaves
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
-from deltacheck.store.limits import Limits, applied
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 

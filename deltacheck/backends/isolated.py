@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deltacheck import errors
-from deltacheck.store import limits
+from deltacheck.leaf import limits
 
 # Beside the memory that the libraries take when they are loaded: threads, caches and a small file.
 _BASE_BYTES = 448 << 20

@@ -48,7 +48,7 @@ def _limit(context: typer.Context, parameter: Any, value: float | None) -> float
     if value is not None:
         from dataclasses import replace
 
-        from deltacheck.store import limits
+        from deltacheck.leaf import limits
 
         change: dict[str, Any] = {parameter.name: value}
         context.with_resource(limits.applied(replace(limits.current(), **change)))

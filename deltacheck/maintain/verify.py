@@ -20,7 +20,7 @@ import numpy as np
 
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
-from deltacheck.leaf import tiles
+from deltacheck.leaf import limits, tiles
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain.scrub import ScrubProgress, lineage_key, sample
@@ -37,7 +37,7 @@ from deltacheck.maintain.survey import (
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import documents, layout, limits
+from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Derived, Manifest

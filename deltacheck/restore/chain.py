@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
+from deltacheck.leaf import limits
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.content import Array, chunk_bytes, chunks_of_elements, machine_bytes
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
-from deltacheck.store import layout, limits
+from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.root import Root, open_segments

@@ -24,12 +24,11 @@ import numpy as np
 
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
-from deltacheck.leaf import tree
+from deltacheck.leaf import limits, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.leaf_kinds import Leaf
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import limits
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root

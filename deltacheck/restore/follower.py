@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import Held
@@ -25,7 +26,6 @@ from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.files.storage import Place
-from deltacheck.store.limits import Limits, applied, check_bytes
 from deltacheck.store.manifest import Manifest, Tiles
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.segment import Segment

@@ -11,7 +11,7 @@ import numpy as np
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, Codec
 from deltacheck.errors import Damaged
-from deltacheck.leaf import grid
+from deltacheck.leaf import grid, limits
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.buffers import (
@@ -23,7 +23,7 @@ from deltacheck.restore.buffers import (
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import apply_deltas
-from deltacheck.store import layout, limits
+from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files.arrays import Reading
 from deltacheck.store.files.storage import Place

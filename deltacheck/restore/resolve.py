@@ -7,14 +7,13 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFound
-from deltacheck.leaf import sharding, tiles
+from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.restore import read, replay
 from deltacheck.restore.chain import Chain, Held, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
-from deltacheck.store import limits
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 

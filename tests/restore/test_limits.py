@@ -20,7 +20,7 @@ from deltacheck import Limits, errors
 from deltacheck.backends import isolated
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.store import limits
+from deltacheck.leaf import limits
 from tests.restore.test_bad_input import claim, manifest_path
 from tests.restore.test_bad_input import saved as saved
 from tests.support import forge

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltacheck.errors import BudgetExceeded
-from deltacheck.store import layout
-from deltacheck.store.files.storage import Place
+
+_SEGMENTS = "segments"  # permanent: the folder of a root's segments
 
 # The default limit. Chunks of one value, the most regular content, shrink to a 250th; this leaves a
 # margin of 64, so that only a forged root reaches the limit.
@@ -93,11 +93,11 @@ def check_time() -> None:
         )
 
 
-def check_bytes(place: Place, segments: Iterable[str], size: int, what: str) -> None:
+def check_bytes(place: object, segments: Iterable[str], size: int, what: str) -> None:
     """Raise ``BudgetExceeded`` if leaves decode to more bytes than the present call may take.
 
     Args:
-        place: The store of the segments.
+        place: The store of the segments: a directory, or a prefix of an object store.
         segments: The names of the segments that hold the leaves.
         size: The decoded bytes of all leaves.
         what: The step, the leaf or the root, for the message.
@@ -117,12 +117,12 @@ def check_bytes(place: Place, segments: Iterable[str], size: int, what: str) -> 
 
 
 def check_tables(
-    place: Place, segments: Iterable[str], chunks: int, table_bytes: int, what: str
+    place: object, segments: Iterable[str], chunks: int, table_bytes: int, what: str
 ) -> None:
     """Raise ``BudgetExceeded`` if the tables of chunks take more than the present call may take.
 
     Args:
-        place: The store of the segments.
+        place: The store of the segments: a directory, or a prefix of an object store.
         segments: The names of the segments that hold the chunks.
         chunks: The number of chunks.
         table_bytes: The memory of their digests and indexes.
@@ -145,14 +145,14 @@ def check_tables(
         )
 
 
-def _default(place: Place, segments: Iterable[str], size: int, small: int, ratio: int) -> int:
+def _default(place: object, segments: Iterable[str], size: int, small: int, ratio: int) -> int:
     """Return the default limit, or ``size`` as soon as it is known to be below."""
     # Sizes of objects are not asked for: one request each would cost more than it protects.
     if size <= small or not isinstance(place, Path):
         return size
     held = 0
     for name in dict.fromkeys(segments):
-        for folder, _, files in os.walk(place / layout.SEGMENTS / name):
+        for folder, _, files in os.walk(place / _SEGMENTS / name):
             for file in files:
                 with contextlib.suppress(OSError):
                     held += os.lstat(Path(folder, file)).st_size
