@@ -85,16 +85,16 @@ def ingest(
         assert child.stdout is not None
         child.stdin.write(json.dumps(request).encode())
         child.stdin.close()
-        done: list[str] = []
+        imported: list[str] = []
         for line in child.stdout:
             message = json.loads(line)
             if "error" in message:
                 raise _error_of(message)
-            done.append(message["path"])
+            imported.append(message["path"])
             yield Path(message["path"]), message["step"]
         status = child.wait()
         if status:
-            path = next((str(p) for _, p in sources if str(p) not in done), str(root))
+            path = next((str(p) for _, p in sources if str(p) not in imported), str(root))
             raise _died(path, status, seconds)
     finally:
         timer.cancel()

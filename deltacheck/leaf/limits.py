@@ -93,14 +93,14 @@ def check_time() -> None:
         )
 
 
-def check_bytes(place: object, segments: Iterable[str], size: int, what: str) -> None:
+def check_bytes(place: object, segments: Iterable[str], size: int, subject: str) -> None:
     """Raise ``BudgetExceeded`` if leaves decode to more bytes than the present call may take.
 
     Args:
         place: The store of the segments: a directory, or a prefix of an object store.
         segments: The names of the segments that hold the leaves.
         size: The decoded bytes of all leaves.
-        what: The step, the leaf or the root, for the message.
+        subject: The step, the leaf or the root, for the message.
     """
     check_time()
     limit = _current.get().limits.max_bytes
@@ -111,13 +111,13 @@ def check_bytes(place: object, segments: Iterable[str], size: int, what: str) ->
         origin = "max_bytes."
     if size > limit:
         raise BudgetExceeded(
-            f"{what} decodes to {size} bytes, more than {limit}, {origin} To read it all the same,"
-            " name fewer leaves or raise max_bytes (--max-bytes)"
+            f"{subject} decodes to {size} bytes, more than {limit}, {origin} To read it all the"
+            " same, name fewer leaves or raise max_bytes (--max-bytes)"
         )
 
 
 def check_tables(
-    place: object, segments: Iterable[str], chunks: int, table_bytes: int, what: str
+    place: object, segments: Iterable[str], chunks: int, table_bytes: int, subject: str
 ) -> None:
     """Raise ``BudgetExceeded`` if the tables of chunks take more than the present call may take.
 
@@ -126,20 +126,20 @@ def check_tables(
         segments: The names of the segments that hold the chunks.
         chunks: The number of chunks.
         table_bytes: The memory of their digests and indexes.
-        what: The step, the leaf or the root, for the message.
+        subject: The step, the leaf or the root, for the message.
     """
     check_time()
     limit = _current.get().limits.max_chunks
     if limit is not None:
         if chunks > limit:
-            raise BudgetExceeded(f"{what} has {chunks} chunks, more than max_chunks={limit}")
+            raise BudgetExceeded(f"{subject} has {chunks} chunks, more than max_chunks={limit}")
         return
     default = _default(
         place, segments, table_bytes, _SMALL_TABLES_BYTES, _TABLE_BYTES_PER_FILE_BYTE
     )
     if table_bytes > default:
         raise BudgetExceeded(
-            f"{what}: the digests and indexes of {chunks} chunks would take {table_bytes} bytes,"
+            f"{subject}: the digests and indexes of {chunks} chunks would take {table_bytes} bytes,"
             f" more than {default}, the default for files of this size; a forged document is"
             " likely. To read it all the same, raise max_chunks of Limits"
         )
@@ -150,13 +150,13 @@ def _default(place: object, segments: Iterable[str], size: int, small: int, rati
     # Sizes of objects are not asked for: one request each would cost more than it protects.
     if size <= small or not isinstance(place, Path):
         return size
-    held = 0
+    file_bytes = 0
     for name in dict.fromkeys(segments):
         for folder, _, files in os.walk(place / _SEGMENTS / name):
             for file in files:
                 with contextlib.suppress(OSError):
-                    held += os.lstat(Path(folder, file)).st_size
+                    file_bytes += os.lstat(Path(folder, file)).st_size
                 # A large step is known to be real after a few files.
-                if held * ratio >= size:
+                if file_bytes * ratio >= size:
                     return size
-    return max(small, held * ratio)
+    return max(small, file_bytes * ratio)
