@@ -20,6 +20,8 @@ Node: TypeAlias = "dict[str, Json]"
 # Kinds of nodes by the field that has their children: [key, node] pairs, or nodes by position.
 KEYED = ("dict", "odict", "fields", "object", "tensor")
 LISTED = ("list", "tuple", "deque")
+# Permanent name of a class.
+COUNTER = "collections.Counter"
 # Permanent prefix of the tag of an array with an element type that only its framework has.
 DTYPE = "dtype:"
 # Permanent names. A factory is a function, and others would have to be imported by name.
@@ -89,9 +91,7 @@ _LEVELS: Mapping[type, Callable[..., Level]] = {
     dict: lambda value: Level({"t": "dict"}, value.items()),
     # Instances have attributes, such as the ``_metadata`` of a torch module's state dict.
     OrderedDict: lambda value: Level({"t": "odict"}, value.items(), vars(value)),
-    Counter: lambda value: Level(
-        {"t": "dict", "c": "collections.Counter"}, value.items(), vars(value)
-    ),
+    Counter: lambda value: Level({"t": "dict", "c": COUNTER}, value.items(), vars(value)),
     defaultdict: _default_level,
     list: lambda value: Level({"t": "list"}, enumerate(value)),
     tuple: lambda value: Level({"t": "tuple"}, enumerate(value)),
@@ -168,7 +168,7 @@ def of_children(
     plain: object
     if kind == "odict":
         plain = OrderedDict(values)
-    elif name == "collections.Counter":
+    elif name == COUNTER:
         plain = Counter(cast("dict[object, int]", dict(values)))
     elif kind in KEYED:
         plain = dict(values)
@@ -176,7 +176,7 @@ def of_children(
         plain = deque(items, maxlen=_maxlen_of(node, len(items)))
     else:
         plain = tuple(items) if kind == "tuple" else items
-    if kind == "fields" or name in (None, "collections.Counter"):
+    if kind == "fields" or name in (None, COUNTER):
         # Only the instances of these two classes have attributes.
         if attributes and isinstance(plain, OrderedDict | Counter):
             vars(plain).update(attributes)

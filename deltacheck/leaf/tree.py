@@ -424,7 +424,8 @@ def _text_of(node: Node) -> str:
 
 def pruned(skeleton: Node, like: Node) -> Node:
     """Return a skeleton without dict keys that another skeleton lacks in the same place."""
-    if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict"):
+    is_value = skeleton.get("c") == containers.COUNTER  # its keys are content, and of all ranks
+    if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict") and not is_value:
         like_items = {escape_key(key): cast("Node", item) for key, item in _children(like)}
         pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
         return {

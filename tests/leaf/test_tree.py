@@ -159,6 +159,13 @@ def test_attributes_of_a_container_are_no_leaves() -> None:
         tree.flatten({"m": value}, describe_numpy)
 
 
+def test_a_rank_gets_its_keys_of_a_dict_and_all_of_a_counter() -> None:
+    saved = tree.flatten({"a": 1, "b": Counter({3: 1}), "c": 2}, describe_numpy).skeleton
+    target = tree.flatten({"a": 0, "b": Counter()}, describe_numpy).skeleton
+    part = tree.unflatten(tree.pruned(saved, target), lambda *_: None)
+    assert part == {"a": 1, "b": Counter({3: 1})}
+
+
 def with_attribute() -> OrderedDict[str, object]:
     value: OrderedDict[str, object] = OrderedDict()
     value._metadata = {}  # type: ignore[attr-defined]
