@@ -23,6 +23,7 @@ from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
+from deltacheck.save.progress import as_save_failed
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
@@ -272,6 +273,9 @@ class Engine:
             # The other ranks have begun the save, and wait for what this one reports.
             if attempt.abandon is not None:
                 attempt.abandon(error)
+            # torch has no class of its own for host memory that cannot be had.
+            if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+                raise as_save_failed(step, error) from error
             raise
         progress_of(handle).add_blocking(planning_seconds)
         return handle

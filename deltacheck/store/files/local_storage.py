@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorstore as ts
 
-from deltacheck.errors import Damaged, RootBusy
+from deltacheck.errors import Damaged, RootBusy, StorageFailed
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
@@ -63,13 +63,23 @@ class LocalStorage(Storage[Path]):
         self, name: str, content: bytes, durability: Durability, timeout: float | None
     ) -> bool:
         self._check_unfinished(name)
-        pending = self.start_write_new(name, content, _context(durability.syncs))
-        return bool(wait_for(pending, self.path / name).generation)
+        with self._writing(name):
+            pending = self.start_write_new(name, content, _context(durability.syncs))
+            return bool(wait_for(pending, self.path / name).generation)
 
     def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
         self._check_unfinished(name)
-        pending = self._open(_context(durability.syncs)).write(name, content)
-        wait_for(pending, self.path / name)
+        with self._writing(name):
+            pending = self._open(_context(durability.syncs)).write(name, content)
+            wait_for(pending, self.path / name)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        # TensorStore's error for every request that fails, whatever the reason.
+        except ValueError as error:
+            raise StorageFailed(f"{self.path / name} could not be written: {error}") from error
 
     def _check_unfinished(self, name: str) -> None:
         """Raise ``Damaged`` if the file that TensorStore writes to first is a link: it follows."""
