@@ -80,7 +80,7 @@ def test_what_threads_decode_is_known() -> None:
         check=True,
     )
     wanted = (
-        "Agreement Assignment Contribution Manifest Opened Opening Part Profile RankSetup"
+        "Agreement Assignment Contribution Intent Manifest Opened Opening Part Profile RankSetup"
         " Report SaveProposal SegmentTable Tag Task _Header"
     )
     assert done.stdout.split() == wanted.split()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from deltacheck.backends.torch import Engine, Shard
+from deltacheck.backends.torch import DeltaStorageWriter, Engine, Shard
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.replicas import LARGE_EVERY
+from deltacheck.store.root import open_root
 from tests.ranks.jobs import world
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -33,7 +36,7 @@ def message(action: Callable[[], object]) -> str:
     """Return the class and the text of the error that an action raises."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except BaseException as error:  # noqa: BLE001 - the test looks at it, and DCP derives from it
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -83,6 +86,47 @@ def differ(rank: int, size: int, port: int, folder: Path) -> Any:
             found["restored"] = engine.restore()["w"].tolist()
             found["steps"] = engine.steps()
         return found
+
+
+def differ_under_dcp(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Save with DCP to folders and with options that differ, then to one folder."""
+    with world(rank, size):
+        state = {f"of {rank}": torch.ones(5)}
+
+        def refused(step: int, root: Path | str, **options: Any) -> str:
+            with closing_writer(root, **options) as writer:
+                return message(lambda: dcp.save(state, checkpoint_id=step, storage_writer=writer))
+
+        found = {"root": refused(1, folder / f"of rank {rank}")}
+        own = folder / f"machine {rank}"
+        own.mkdir()
+        os.chdir(own)
+        found["machine"] = refused(1, "/proc/self/cwd/run")
+        found["options"] = refused(
+            1, folder / "run", durability=("power", "process")[rank], keep_last=3 + rank
+        )
+        dist.barrier()
+        # What rank 0 has written is no step, and the next writer collects it.
+        found["left"] = [str(path) for path in folder.rglob("probe-*")] + [
+            step
+            for root in (folder / "of rank 0", folder / "machine 0" / "run")
+            for step in open_root(root).steps()
+        ]
+        found["rank 1"] = (folder / "of rank 1").exists() or bool(os.listdir(folder / "machine 1"))
+        dist.barrier()
+        found["same"] = refused(1, folder / "run")
+        found["steps"] = open_root(folder / "run").steps()
+        return found
+
+
+@contextlib.contextmanager
+def closing_writer(root: Path | str, **options: Any) -> Iterator[DeltaStorageWriter]:
+    writer = DeltaStorageWriter(root, **options)
+    try:
+        yield writer
+    finally:
+        dist.barrier()
+        writer.close()
 
 
 def die_before_the_group(rank: int, size: int, port: int, folder: Path) -> Any:

@@ -33,6 +33,23 @@ def test_ranks_that_differ_are_refused_on_every_rank_and_nothing_is_left(tmp_pat
         assert found["restored"] == [1, 2, 3, 4]
 
 
+def test_ranks_that_differ_are_refused_under_dcp(tmp_path: Path) -> None:
+    for found in launch(jobs.differ_under_dcp, 2, tmp_path):
+        for name in ("root", "machine", "options"):
+            assert "CheckpointException" in found[name], found[name]
+            assert "RankFailed" in found[name]
+        for rank in (0, 1):
+            assert str(tmp_path / f"of rank {rank}") in found["root"]
+        assert "/proc/self/cwd/run" in found["machine"]
+        assert "Give every rank the same root" in found["machine"]
+        assert "durability='process' instead of 'power'" in found["options"]
+        assert "keep_last=4 instead of 3" in found["options"]
+        assert found["left"] == []
+        assert not found["rank 1"]
+        assert found["same"] == ""
+        assert found["steps"] == [1]
+
+
 def test_a_rank_that_dies_while_the_group_forms_is_an_error_in_limited_time(
     tmp_path: Path,
 ) -> None:

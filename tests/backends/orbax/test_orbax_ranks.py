@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +17,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from deltacheck.backends.orbax.group import collective
 from deltacheck.backends.orbax.group.coordination import StoreChannel
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import tree
 from deltacheck.save.ranks.channel import consult
+from deltacheck.save.ranks.rank_setup import RankSetup
+from deltacheck.save.save_options import SaveOptions
+from deltacheck.testing.ranks import Threads
+from tests.support.ranked_run import at_once
 
 
 class Store:
@@ -156,3 +162,39 @@ def test_tiles_are_cut_from_the_shards_that_hold_them() -> None:
     whole = pieces.sources(flat, {"cut": (((0, 4, 8), (0, 3, 6)), [2])}, True)["cut%@4,0"]
     assert whole.lazy  # a shard, as it lies in host memory
     assert leaves.bytes_of(whole.current()).tobytes() == values[4:, :3].tobytes()
+
+
+@pytest.mark.parametrize("difference", ["", "option", "folder"])
+def test_processes_compare_options_and_folders_before_their_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
+) -> None:
+    channels = dict(enumerate(Threads(2, 60).ranks()))
+    monkeypatch.setattr(collective.coordination, "join", lambda name, seconds: channels[int(name)])
+    flat = tree.flatten({"n": np.arange(3)}, leaves.describe)
+    taken: list[int] = []
+
+    def take() -> tuple[int, bool]:
+        # The probe is gone before the store is made.
+        assert not list(tmp_path.rglob("probe-*"))
+        taken.append(1)
+        return 7, True
+
+    def open_group(rank: int) -> object:
+        store = tmp_path / (f"of {rank}" if difference == "folder" else "run") / "deltacheck"
+        options = SaveOptions(verify="commit" if rank and difference == "option" else "none")
+        group = collective.RankGroup(str(rank), 60.0)
+        return group.open(flat, "", take, (store, RankSetup.of(store, options)))
+
+    results = at_once(2, open_group)
+    if not difference:
+        assert results == [collective.Opened(7, True, False)] * 2
+        return
+    for result in results:
+        assert isinstance(result, RankFailed)
+        if difference == "option":
+            assert "verify='commit' instead of 'none'" in str(result)
+        else:
+            assert f"{tmp_path}/of 0/deltacheck" in str(result)
+            assert f"{tmp_path}/of 1/deltacheck" in str(result)
+    assert not taken
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names, stream
-from deltacheck.backends.torch.dcp.stream import Part, Stream, Task, stream_of
+from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, stream_of
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
@@ -27,6 +28,7 @@ from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.joint import Report
+from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
@@ -190,15 +192,18 @@ class DeltaStorageWriter(StorageWriter):
             self._stream.lead()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged: DCP has not yet decided which rank saves replicated tensors.
+        """Return the plan with the setup of this rank, which the coordinator compares.
+
+        The items stay: DCP has not yet decided which rank saves replicated tensors.
 
         Args:
             plan: The plan of this rank.
 
         Returns:
-            The same plan.
+            The plan.
         """
-        return plan
+        intent = Intent(self._step, RankSetup.of(self._path, self._options))
+        return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Cut the leaves into tiles and assign each tile to a rank.
@@ -210,10 +215,15 @@ class DeltaStorageWriter(StorageWriter):
             The plans, each with the rank's task as ``storage_data``.
 
         Raises:
-            RankFailed: The parts of the ranks do not fit together.
+            RankFailed: The ranks have other options, or their parts do not fit together.
             UnsupportedLeaf: A tensor cannot be kept exactly.
             SaveFailed: DCP sent cached plans of another root.
         """
+        setups = _setups(plans, self._step)
+        require_same_options({rank: setup.options for rank, setup in setups.items()})
+        self._stream.roots = [
+            setups[rank].root if rank in setups else "its root" for rank in range(len(plans))
+        ]
         plans = _made_usable(plans, self._stream.plans)
         kinds: dict[str, _Content] = {}
         boxes_by_rank = [_held(plan, kinds) for plan in plans]
@@ -242,6 +252,7 @@ class DeltaStorageWriter(StorageWriter):
 
         Raises:
             SaveFailed: The plan is not of this save, or the storage failed.
+            RankFailed: This rank does not see the folder of the coordinator.
         """
         # A planner may replace the plan that the coordinator returned.
         if not isinstance(plan.storage_data, bytes):
@@ -256,6 +267,9 @@ class DeltaStorageWriter(StorageWriter):
                 f"this rank saves step {self._step}, the coordinator step {task.step}: every rank"
                 " has to make the same calls"
             )
+        # Before this rank makes a root of its own there.
+        if task.probe:
+            require_probe(self._path, task.probe, task.root)
         part = self._stream.save(task, _local(plan, planner, task))
         report: Any = msgspec.msgpack.encode(part)
         results = []
@@ -306,6 +320,21 @@ class DeltaStorageWriter(StorageWriter):
     @property
     def _stream(self) -> Stream:
         return stream_of(self._path, self._options)
+
+
+def _setups(plans: list[SavePlan], step: int) -> dict[int, RankSetup]:
+    """Return the setups of the ranks, by rank, as far as their plans have one of this step.
+
+    With ``enable_plan_caching``, DCP may leave out the plan of a rank or give an earlier one.
+    """
+    setups: dict[int, RankSetup] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan.storage_data, bytes):
+            with contextlib.suppress(msgspec.DecodeError):
+                intent = msgspec.msgpack.decode(plan.storage_data, type=Intent)
+                if intent.step == step:
+                    setups[rank] = intent.setup
+    return setups
 
 
 def _made_usable(plans: list[SavePlan], before: list[weakref.ref[SavePlan]]) -> list[SavePlan]:

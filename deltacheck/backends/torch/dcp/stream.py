@@ -30,11 +30,13 @@ from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.ranks.joint import Report, merged
+from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.store.documents import Written
-from deltacheck.store.files.storage import Place, take_lease
+from deltacheck.store.files.storage import Place, full_name, take_lease
+from deltacheck.store.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
@@ -44,13 +46,23 @@ class Task(msgspec.Struct, frozen=True):
     """The coordinator's message to a rank: the tiles that it writes.
 
     ``seq``: the sequence number of the save. ``committed``: that of the newest step that this
-    stream has committed; -1 if there is none.
+    stream has committed; -1 if there is none. ``probe``: the file that the rank must see in its
+    root, empty after the first step. ``root``: the address of the root on the coordinator.
     """
 
     step: int
     seq: int
     committed: int
     share: Share
+    probe: str = ""
+    root: str = ""
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """A rank's message to the coordinator when a save begins: its step and its setup."""
+
+    step: int
+    setup: RankSetup
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -64,7 +76,7 @@ class Part(msgspec.Struct, frozen=True):
     sizes: dict[str, int]
 
 
-inspect_types(Task, Part)
+inspect_types(Task, Intent, Part)
 
 
 class Restored(NamedTuple):
@@ -88,6 +100,8 @@ class Stream:
         self.path = path
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
+        self.roots: list[str] = []  # the address of the root on each rank, on the coordinator
+        self._probe: Probe | None = None
         self.capture = Capture(options.shadow, options.host_cache_bytes, in_order=True)
         self._writer: RootWriter | None = None
         self._saver: Saver | None = None
@@ -165,7 +179,20 @@ class Stream:
         # The number of a failed save is not used again: even if this process wrote nothing for it,
         # others may have.
         self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
-        return [Task(step, self._last_seq, self._committed, share) for share in self._shares]
+        self._remove_probe()
+        # From the first commit on, the segments of the other ranks have shown that they are here.
+        if self._committed < 0 and len(boxes_by_rank) > 1:
+            self._probe = Probe(self.path)
+        probe = "" if self._probe is None else self._probe.name
+        return [
+            Task(step, self._last_seq, self._committed, share, probe, full_name(self.path))
+            for share in self._shares
+        ]
+
+    def _remove_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.remove()
+            self._probe = None
 
     def save(self, task: Task, flat: Flat) -> Part:
         """Write the tiles of this rank, and return once they are durable.
@@ -219,6 +246,8 @@ class Stream:
 
         Raises ``RankFailed``, ``RootBusy``.
         """
+        # Every rank has written its part, so it has seen the probe.
+        self._remove_probe()
         own_manifest = self._manifest
         assert own_manifest is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
@@ -232,6 +261,7 @@ class Stream:
         )
         # Before the commit, which may collect segments: the saver protects those of this rank only.
         self._newest = frozenset(ref.id for ref in manifest.segments)
+        require_visible(self.path, manifest, self.roots)
         self._root_writer.commit(manifest)
         # After the commit: ranks keep a save as a base only if a task names its number.
         self._committed = manifest.seq
@@ -244,6 +274,7 @@ class Stream:
     def close(self, timeout: float | None = None) -> None:
         """Stop and release the root. Raises the failure of a receipt that no call has raised."""
         exits.forget(self)
+        self._remove_probe()
         if self._saver is None or not self._saver.is_ours():
             return
         try:
