@@ -39,10 +39,14 @@ _NO_TREE: Node = {"t": "dict", "k": []}
 
 
 class _PlannedSave(NamedTuple):
-    """The save under way, on the coordinator: the content of each name, and the tree of all."""
+    """The save under way, on the coordinator: the content of each name, and the tree of all.
+
+    ``roots``: the address of the root on each rank.
+    """
 
     kinds: dict[str, _Content]
     tree: Node
+    roots: list[str]
 
 
 class _Content(NamedTuple):
@@ -221,9 +225,7 @@ class DeltaStorageWriter(StorageWriter):
         """
         setups = _setups(plans, self._step)
         require_same_options({rank: setup.options for rank, setup in setups.items()})
-        self._stream.roots = [
-            setups[rank].root if rank in setups else "its root" for rank in range(len(plans))
-        ]
+        roots = [setups[rank].root if rank in setups else "its root" for rank in range(len(plans))]
         plans = _made_usable(plans, self._stream.plans)
         kinds: dict[str, _Content] = {}
         boxes_by_rank = [_held(plan, kinds) for plan in plans]
@@ -232,7 +234,7 @@ class DeltaStorageWriter(StorageWriter):
             for content in kinds.values()
         )
         tasks = self._stream.plan(self._step, boxes_by_rank)
-        self._planned_save = _PlannedSave(kinds, tree)
+        self._planned_save = _PlannedSave(kinds, tree, roots)
         # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
         return [
@@ -303,7 +305,7 @@ class DeltaStorageWriter(StorageWriter):
             msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else empty_part
             for of_rank in results
         ]
-        self._stream.commit(parts, planned_save.tree)
+        self._stream.commit(parts, planned_save.tree, planned_save.roots)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

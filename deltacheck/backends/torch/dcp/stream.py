@@ -100,7 +100,6 @@ class Stream:
         self.path = path
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
-        self.roots: list[str] = []  # the address of the root on each rank, on the coordinator
         self._probe: Probe | None = None
         self.capture = Capture(options.shadow, options.host_cache_bytes, in_order=True)
         self._writer: RootWriter | None = None
@@ -241,9 +240,10 @@ class Stream:
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
         return Part(Report(task.step, manifest.segments, digests), sizes)
 
-    def commit(self, parts: Sequence[Part], tree: Node) -> None:
+    def commit(self, parts: Sequence[Part], tree: Node, roots: Sequence[str]) -> None:
         """Make the step of all ranks exist. The coordinator calls this once all parts are durable.
 
+        ``roots``: the address of the root on each rank.
         Raises ``RankFailed``, ``RootBusy``.
         """
         # Every rank has written its part, so it has seen the probe.
@@ -261,7 +261,7 @@ class Stream:
         )
         # Before the commit, which may collect segments: the saver protects those of this rank only.
         self._newest = frozenset(ref.id for ref in manifest.segments)
-        require_visible(self.path, manifest, self.roots)
+        require_visible(self.path, manifest, roots)
         self._root_writer.commit(manifest)
         # After the commit: ranks keep a save as a base only if a task names its number.
         self._committed = manifest.seq
