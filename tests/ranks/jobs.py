@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import SaveFailed
 from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
@@ -402,3 +403,31 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             dist.barrier()
             engine.save(step, state).wait("committed")
         return spent | {"exchanges": len(exchanges)}
+
+
+def types(rank: int, size: int, port: int, root: Path) -> tuple[Any, ...]:
+    """Save containers and tensors of other types, and restore them into a target."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        content = OrderedDict({f"rank {rank}": rank})
+        content._metadata = {f"layer{rank}": {"version": 1}}  # type: ignore[attr-defined]
+        half = torch.ones(3, dtype=torch.float32).to(torch.complex32)
+        part = torch.full((2,), rank + 1, dtype=torch.uint8).view(torch.int4)
+        state = {
+            "own": content,
+            "milestones": Counter({3: 1}),
+            "size": torch.Size([2]),
+            "half": half,
+            "part": Shard(part, (2 * size,), (2 * rank,)),
+        }
+        engine.save(0, state).result(60)
+        zeros = Shard(part.view(torch.uint8).mul(0).view(torch.int4), (2 * size,), (2 * rank,))
+        target = dict(state, milestones=Counter(), half=torch.zeros_like(half), part=zeros)
+        back = engine.restore(into=target)
+        whole = engine.restore()
+        return (
+            (type(back["milestones"]), back["milestones"], type(back["size"])),
+            (dict(back["own"]), list(back["own"]._metadata)),
+            torch.equal(back["half"].view(torch.int32), half.view(torch.int32)),
+            back["part"].data.view(torch.uint8).tolist(),
+            whole["part"].view(torch.uint8).tolist(),
+        )

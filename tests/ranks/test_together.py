@@ -8,11 +8,12 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 import deltacheck
 from tests.ranks import jobs
@@ -214,3 +215,14 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
         "2 ranks, steps 0 to 3; checkpoints: [1, 3]",
         "3 ranks, steps 4 to 6; checkpoints: [1, 3, 5, 6]",
     ]
+
+
+def test_types_of_containers_and_tensors_are_kept_by_several_ranks(tmp_path: Path) -> None:
+    for rank, (counter, own, equal, part, whole) in enumerate(
+        launch(jobs.types, 2, tmp_path / "run")
+    ):
+        assert counter == (Counter, Counter({3: 1}), torch.Size)
+        assert own == ({f"rank {rank}": rank}, ["layer0", "layer1"])
+        assert equal
+        assert part == [rank + 1, rank + 1]
+        assert whole == [1, 1, 2, 2]
