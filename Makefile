@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean
+.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -116,6 +116,12 @@ power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded
 	$(BIN)/python -m tests.faults.cut --states $(POWER_STATES) --killed 4 $(ARGS)
 	$(BIN)/python -m tests.faults.image --cuts $(POWER_CUTS)
 	$(BIN)/python -m tests.faults.image --cuts 5 --program torch.save-replaced
+
+# Saves against each kind of writer.
+RUNS ?= 200
+
+torn-test: $(VENV)/.stamp-install  ## write to tensors while they are saved, in every way: no step may mix moments, each must restore (RUNS=200 saves of each kind)
+	$(BIN)/python -m tests.suites.torn --runs $(RUNS) $(ARGS)
 
 planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python -m tests.suites.planted $(ARGS)

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
     "gradient_log": "benchmarks.gradient_log",
     "detection": "benchmarks.detection",

@@ -25,6 +25,7 @@ from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import adam
 from deltacheck.restore import derive
+from deltacheck.save.treatment.weight_capture import WeightCapture
 from tests.suites.damage_trials import small_leaves
 from tests.support.adam_run import BFLOAT16, AdamRun
 
@@ -158,6 +159,28 @@ def test_a_weight_that_is_not_the_cast_of_its_master_is_stored(saves: Any) -> No
     assert kinds(report)["model/w0"] is LeafKind.KEYFRAME
     assert kinds(report)["model/w1"] is LeafKind.DERIVED
     np.testing.assert_equal(made.restored(), state)
+
+
+def test_a_master_that_changes_after_its_weight_was_cast_from_it_tears_the_save(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step would be committed, but the cast of the stored master is another weight."""
+    made = saves(Policy.exact(derive=True))
+    made.save()
+    state = made.run.state()
+    capture_cast = WeightCapture.capture_cast
+
+    def with_a_late_write(self: WeightCapture, path: str, decision: Any) -> Any:
+        content = capture_cast(self, path, decision)
+        if path == "model/w0":
+            state["optimizer"]["state"][0]["master"].flat[0] += 1
+        return content
+
+    monkeypatch.setattr(WeightCapture, "capture_cast", with_a_late_write)
+    made.engine.save(11, state)
+    with pytest.raises(errors.SnapshotTorn, match="leaf 'optimizer/state/0/master' was written to"):
+        made.engine.wait()
+    assert made.engine.steps() == [10]
 
 
 def test_step_counts_that_are_equal_are_stored_once(saves: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import data_property
+from tests.suites.torn import WRITERS, Outcome, engine_run, lightning_run
 
 
 def model() -> torch.nn.Module:
@@ -100,6 +101,44 @@ def test_an_average_of_swa_utils_is_saved_as_it_was(
         assert all(torch.equal(restored[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.data.mul_(0),
+        lambda weight: weight.to_local().fill_(0),
+        lambda weight: weight.to_local().numpy().fill(0),
+        lambda weight: weight.mul_(0),
+    ],
+    ids=["data", "local", "numpy", "torch"],
+)
+def test_a_write_to_a_weight_of_fsdp_tears_the_save(
+    tmp_path: Path, slow_encoder: threading.Event, write: Any
+) -> None:
+    """A DTensor is no ``Parameter``, so nothing waits. The version or the content tells."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        layer = torch.nn.Linear(64, 64)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = trained(layer)
+        with Engine(tmp_path, process_group=torch.distributed.group.WORLD) as engine:
+            engine.guard(optimizer)
+            handle = engine.save(0, layer.state_dict())
+            assert handle.state == "started"
+            with torch.no_grad():
+                write(layer.weight)
+            slow_encoder.set()
+            with pytest.raises(deltacheck.errors.SnapshotTorn, match="leaf 'weight'"):
+                handle.result(30)
+            assert engine.steps() == []
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_merged_adapter_of_peft_waits_for_the_capture(
     tmp_path: Path, slow_encoder: threading.Event
 ) -> None:
@@ -134,3 +173,18 @@ def test_a_watcher_is_removed_with_the_last_engine_that_failed_to_save(tmp_path:
     with pytest.raises(deltacheck.errors.DeltacheckError), Engine(tmp_path) as engine:
         engine.restore(7)
     assert "data" not in vars(torch.nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about torch
+def test_lightning_saves_while_weights_and_averages_are_swapped(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    for kind in ("EMAWeightAveraging", "WeightAveraging"):
+        outcome = lightning_run(tmp_path / kind, 4, lightning, kind)
+        assert outcome == Outcome(steps=4)
+
+
+@pytest.mark.parametrize("kind", ["by_data", "by_foreach", "by_numpy", "by_compiled_code"])
+def test_what_swaps_weights_mixes_no_step(tmp_path: Path, kind: str) -> None:
+    outcome = engine_run(tmp_path, 4, WRITERS[kind], {})
+    assert (outcome.mixed, outcome.broken) == (0, 0)
+    assert outcome.steps + outcome.torn == 4
