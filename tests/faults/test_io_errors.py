@@ -166,9 +166,9 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
             created.set()
             return done
 
-        def hurry(job: SaveJob, refs: Any) -> Any:
+        def hurry(job: SaveJob, *args: Any) -> Any:
             job.setup = _with_deadline(engine, 0.1)  # of the commit alone
-            return manifest(job, refs)
+            return manifest(job, *args)
 
         patch.setattr(store_root.arrays, "create_file", hang)
         patch.setattr(SaveJob, "manifest", hurry)
