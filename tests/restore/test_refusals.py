@@ -317,7 +317,9 @@ def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
 def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last fsync fails. The manifest exists, so its segments must remain."""
+    """The last fsync fails, and so does taking the manifest back. It exists, so its segments must
+    remain.
+    """
     from deltacheck.store.files import durability
 
     state = training_state()
@@ -329,7 +331,15 @@ def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exist
             if path.name == "checkpoints":
                 raise OSError(5, "Input/output error")
 
+        remove = Path.unlink
+
+        def stays(path: Path, missing_ok: bool = False) -> None:
+            if path.parent.parent.name == "checkpoints":
+                raise OSError(5, "Input/output error")
+            remove(path, missing_ok)
+
         monkeypatch.setattr(durability, "sync_directory", failing)
+        monkeypatch.setattr(Path, "unlink", stays)
         assert "Input/output error" in str(engine.save(0, state).exception(60))
         monkeypatch.undo()
         assert_same(state, engine.restore(0))
