@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean
+.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -104,6 +104,12 @@ SCHEDULES ?= 1000
 model-test: $(VENV)/.stamp-install  ## saves, kills, damage, deletion and collection against a model; racing writers; seeded schedules (MODEL_RUNS=20000 MODEL_STEPS=100)
 	DELTACHECK_MODEL_RUNS=$(MODEL_RUNS) DELTACHECK_MODEL_STEPS=$(MODEL_STEPS) DELTACHECK_FENCE_ROUNDS=$(FENCE_ROUNDS) DELTACHECK_SCHEDULES=$(SCHEDULES) \
 		$(BIN)/pytest -n 2 --dist load -s tests/faults/test_model.py tests/store/test_fence.py tests/save/test_schedules.py -o timeout=0 $(ARGS)
+
+# Three writers and two crashes; MODEL_SIZE=--quick is CI's size. Spin is a package of Debian, not of PyPI.
+MODEL_SIZE ?=
+
+model-check: $(VENV)/.stamp-install  ## explore the models of the commit protocol with Spin, and see that each planted bug violates them (minutes; needs spin and gcc)
+	$(BIN)/python -m tests.suites.model_check $(MODEL_SIZE) $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python -m tests.suites.sanitized threads $(ARGS)

@@ -64,6 +64,10 @@ def commit(
             f" {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
     storage.exclude_from_written(len(content))
+    if not storage.listing_is_current and still_ours is not None:
+        # The request may have arrived after the end of the lease, and then nothing is acknowledged.
+        # The step stays: whoever has the root by now may have built on it.
+        still_ours()
     try:
         if fenced:
             # Another writer may have taken over between the first check and the creation.

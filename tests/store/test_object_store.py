@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -911,3 +912,25 @@ def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_root_can_be_read_by_its_store_alone(run: Run) -> None:
     root = Root(place.of(run.address, STORAGE), Store(place.of(run.address, STORAGE)))
     assert root.next_seq() == max(ref.seq for ref in root.checkpoints()) + 1
+
+
+def test_a_commit_that_arrives_after_the_end_of_the_lease_is_not_acknowledged(
+    address: str,
+) -> None:
+    """Found by the model of the lease (``make model-check``)."""
+    run = Run(address)
+    run.save()
+    root = open_root(address, storage=STORAGE)
+    manifest = msgspec.structs.replace(root.manifest(), seq=7, nonce=secrets.token_hex(16))
+    looks: list[bool] = []
+
+    def taken_over() -> None:
+        looks.append(True)
+        raise RootBusy("another writer has the root")
+
+    with pytest.raises(RootBusy, match="another writer"):
+        commit(root.path, manifest, still_ours=taken_over)
+    assert looks == [True]
+    # It stays: the other writer may have built on it.
+    assert (root.path / layout.CHECKPOINTS / layout.checkpoint_id(7) / "zarr.json").is_file()
+    run.engine.close()
