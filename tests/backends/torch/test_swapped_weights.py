@@ -31,6 +31,15 @@ def trained(module: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.fixture
+def no_open_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the engines that other tests of this process have left open."""
+    monkeypatch.setattr(data_property, "_watchers", ())
+    if "data" in vars(torch.nn.Parameter):
+        monkeypatch.delattr(torch.nn.Parameter, "data")
+
+
+@pytest.mark.usefixtures("no_open_engine")
 def test_data_of_a_parameter_is_as_torch_made_it_without_an_engine(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     assert "data" not in vars(torch.nn.Parameter)
@@ -162,6 +171,7 @@ def test_a_merged_adapter_of_peft_waits_for_the_capture(
         assert not all(torch.equal(merged[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.usefixtures("no_open_engine")
 def test_a_watcher_is_removed_with_the_last_engine_that_failed_to_save(tmp_path: Path) -> None:
     def watcher(parameter: Any) -> None:
         raise AssertionError("no access after its removal")
