@@ -135,5 +135,5 @@ def _bits(array: Any) -> NDArray[np.uint8]:
         import torch
 
         tensor: torch.Tensor = array.detach().contiguous().reshape(-1)
-        return tensor.view(torch.uint8).numpy()
+        return tensor.view(torch.uint8).cpu().numpy()
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.prepared import SIZES, Size
 from benchmarks.record import Cell, Result, Table
 from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS
-from tests.gpu_kit.kernels import run_tests
+from tests.gpu_kit.kernels import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step
 from tests.gpu_kit.torch_saves import measure, summarize
 
@@ -85,7 +85,7 @@ def save_donated(context: Context) -> Result:
         for step, arrays in expected.items():
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
             restored = saver.restore(step, args=DeltaRestoreArgs(like))
-            _require_equal(arrays, restored, step)
+            require_equal(f"step {step}", arrays, restored)
     return Result("donated arrays", f"{_SAVES} saves of {6 * size >> 20} MiB, all equal", [])
 
 
@@ -121,7 +121,7 @@ def save_sharded(context: Context) -> Result:
                 state,
             )
             restored = saver.restore(step, args=DeltaRestoreArgs(like))
-            _require_equal(expected, restored, step)
+            require_equal(f"step {step}", expected, restored)
             for name, leaf in restored.items():
                 assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim), name
             state = jax.tree.map(lambda leaf: leaf.at[0].add(1.0), state)
@@ -194,13 +194,6 @@ def compare(context: Context) -> Result:
         if kind.name in ways
     }
     return summarize("JAX, adamw, 2 GB", _ORBAX, measured)
-
-
-def _require_equal(expected: Any, restored: Any, step: int) -> None:
-    for name, array in expected.items():
-        value = np.asarray(restored[name])
-        if array.dtype != value.dtype or array.tobytes() != value.tobytes():
-            raise AssertionError(f"step {step}: {name!r} differs from what was saved")
 
 
 _JAX = ("jax", "orbax")

@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.record import Cell, Result, Table
 from deltacheck.codec import GroupJob, default_codec
+from deltacheck.evaluate import equality
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.testing.codec import moved, same, words
 from tests.gpu_kit.stand_in import accelerator
@@ -196,14 +197,7 @@ def save_under_each_shadow(context: Context) -> Result:
             with Engine(root) as engine:
                 for step, leaves in expected.items():
                     restored = leaves_of(engine.restore(step))
-                    wrong = [
-                        path
-                        for path, leaf in leaves.items()
-                        if not _same_bits(leaf, restored[path].cpu())
-                    ]
-                    if wrong:
-                        names = f"{wrong[0]} and {len(wrong) - 1} more leaves"
-                        raise AssertionError(f"shadow={shadow!r}, step {step}: {names} differ")
+                    require_equal(f"shadow={shadow!r}, step {step}", leaves, restored)
             rows.append([shadow, len(expected), raw, stored / raw])
     return Result(
         "the engine's shadows",
@@ -223,16 +217,11 @@ def save_under_each_shadow(context: Context) -> Result:
     )
 
 
-def _same_bits(expected: Any, restored: Any) -> bool:
-    import torch
-
-    return (
-        expected.dtype == restored.dtype
-        and expected.shape == restored.shape
-        and torch.equal(
-            expected.reshape(-1).view(torch.uint8), restored.reshape(-1).view(torch.uint8)
-        )
-    )
+def require_equal(claim: str, expected: Any, restored: Any) -> None:
+    """Raise if one bit of two states in host memory differs."""
+    verdict = equality.compare(claim, expected, restored)
+    if not verdict.holds:
+        raise AssertionError(f"{claim}: {verdict.detail}")
 
 
 STEPS = (

@@ -229,18 +229,24 @@ def test_arrays_may_be_donated_deleted_or_written_to_as_soon_as_save_returns(
         assert_same([np.asarray(x) for x in mngr.restore(0)], before)
 
 
-def test_a_host_array_that_a_jax_array_shares_and_that_is_overwritten_tears_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_read = threading.Event()
+@pytest.fixture
+def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold the encoder thread back before each capture, until the event is set."""
+    event = threading.Event()
     capture = SaveJob.capture
 
     def late(self: SaveJob, sources: Any) -> None:
         if threading.current_thread().name == "deltacheck-encoder":
-            assert may_read.wait(30)
+            assert event.wait(30)
         capture(self, sources)
 
     monkeypatch.setattr(SaveJob, "capture", late)
+    return event
+
+
+def test_a_host_array_that_a_jax_array_shares_and_that_is_overwritten_tears_the_save(
+    tmp_path: Path, may_read: threading.Event
+) -> None:
     # JAX shares memory that is aligned to a cache line.
     memory = np.zeros(4 * 70_000 + 64, np.uint8)
     host = memory[-memory.ctypes.data % 64 :][: 4 * 70_000].view(np.float32)
@@ -256,20 +262,11 @@ def test_a_host_array_that_a_jax_array_shares_and_that_is_overwritten_tears_the_
 
 
 def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, may_read: threading.Event
 ) -> None:
     """Arrays on the processor are read behind the training: until then donation gives other memory,
     and deletion frees none.
     """
-    may_read = threading.Event()
-    capture = SaveJob.capture
-
-    def late(self: SaveJob, sources: Any) -> None:
-        if threading.current_thread().name == "deltacheck-encoder":
-            assert may_read.wait(30)
-        capture(self, sources)
-
-    monkeypatch.setattr(SaveJob, "capture", late)
     with manager(tmp_path, capture="lazy") as mngr:
         for step in range(2):
             may_read.clear()
