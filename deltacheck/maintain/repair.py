@@ -24,12 +24,12 @@ from deltacheck.restore.resolve import proven_chains
 from deltacheck.save.chains.whole_leaves import WholeLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
-from deltacheck.store.documents import encode_manifest
+from deltacheck.store.documents import encode_manifest, from_zarr_json
 from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import Manifest, SegmentRef
+from deltacheck.store.manifest import Manifest, SegmentRef, SegmentTable
 from deltacheck.store.root import MANAGER_STORE, Root, Store, open_root, open_segments
 from deltacheck.store.segment import Segment
 
@@ -326,11 +326,14 @@ def _repair_tables(
     Returns true if one was written.
     """
     is_written = False
-    for ref in chains.lost:
+    tables = {segment.id: segment.table for segment in chains.segments.values()}
+    # From the oldest on: a table states the digests that the deltas after it go from.
+    for ref in sorted(chains.lost, key=lambda ref: ref.id):
         folder = root.store.path / layout.SEGMENTS / ref.id
-        content = rebuilt_table(root.store.path, ref, manifests)
+        content = rebuilt_table(root.store.path, ref, manifests, tables)
         if content is None:
             continue
+        tables[ref.id] = from_zarr_json(content, SegmentTable, str(folder / "zarr.json"))
         result.documents.append(str(folder / "zarr.json"))
         if not dry_run:
             if storage.storage_of(folder / "zarr.json").name_exists():
@@ -447,7 +450,8 @@ def _write_leaves(
     io_timeout_seconds: float,
 ) -> SegmentRef:
     """Write the lost leaves of a step to a new segment, one leaf at a time."""
-    leaves = reconstructor.damage.leaves[manifest.seq]
+    # By path, as everywhere: a lost table of this segment then follows from its arrays.
+    leaves = sorted(reconstructor.damage.leaves[manifest.seq])
     specs = [manifest.stored[leaf].spec(leaf) for leaf in leaves]
     writer = WholeLeaves(root.store.writer(seq), specs, io_timeout_seconds)
     for leaf, spec in zip(leaves, specs, strict=True):

@@ -88,7 +88,7 @@ def test_damage_is_never_silent(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["engine", "policy"])
+@pytest.mark.parametrize("name", ["engine", "policy", "tiled"])
 def test_a_repaired_root_restores_what_it_does_not_name_as_lost(name: str) -> None:
     """This is a sample of `make damage-test ARGS=--repair`."""
     seed, tally = random.SystemRandom().randrange(1 << 32), damage_trials.Tally()

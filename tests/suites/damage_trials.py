@@ -5,8 +5,9 @@ silent wrong restore.
     python -m tests.suites.damage_trials [--trials 20000] [--seed N]
         [--repair | --every-bit [--stride N]]
 
-Four small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax
-manager's, one under a policy (derived leaves, contracts) and one with a gradient log. A trial
+Five small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax
+manager's, one under a policy (codes, contracts), one with a gradient log and one that four ranks
+wrote in tiles. A trial
 damages one or two files, restores a step that they belong to, and puts them back. It ends in an
 error of ours that names step, file and the steps that still restore, or in the very state that was
 saved. Anything else fails it.
@@ -51,6 +52,7 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store import layout
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
+from tests.support.ranked_run import RankedRun, cells
 from tests.support.states import differences
 
 PAGE = 512  # bytes of a page that reads as zeros or ones: the files are as small
@@ -561,7 +563,7 @@ def policy_subject(folder: Path) -> Subject:
         run = AdamRun((64, 96), 1, seed=seed)
         run.advance(120)
         with Engine(folder / name, policy=Policy.model_exact()) as engine:
-            for _ in range(STEPS):  # the last are stable
+            for _ in range(STEPS + 2):  # the last three are stable: codes, and their deltas
                 run.advance(10)
                 engine.save(run.step, run.state()).result()
         roots.append(folder / name)
@@ -619,11 +621,26 @@ def log_subject(folder: Path) -> Subject:
     return Subject("gradient log", root, folder / "other", doors)
 
 
+def tiled_subject(folder: Path) -> Subject:
+    saved: dict[str, dict[int, Any]] = {}
+    for seed, name in enumerate(("root", "other")):
+        states = [_as_numpy(state) for state in _torch_states(seed)]
+        with RankedRun(folder / name, 4, cells) as run:
+            for step, state in enumerate(states):
+                reports = run.save(step, state)
+                assert not any(isinstance(report, BaseException) for report in reports), reports
+        saved[name] = dict(enumerate(states))
+    root = folder / "root"
+    assert deltacheck.open(root).manifest().tiles
+    return Subject("tiled", root, folder / "other", {"open": (_numpy, saved["root"])})
+
+
 SUBJECTS = {
     "engine": engine_subject,
     "manager": manager_subject,
     "policy": policy_subject,
     "gradient log": log_subject,
+    "tiled": tiled_subject,
 }
 
 
