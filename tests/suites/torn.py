@@ -179,6 +179,192 @@ def engine_run(root: Path, saves: int, writer: Writer, options: dict[str, Any]) 
     return judge(root, outcome, expected)
 
 
+@dataclass
+class Scenario:
+    """A training whose ``write`` changes weights between a save and the next step.
+
+    Attributes:
+        step: Train one step.
+        state: Return what is saved.
+        write: Write to the state, in the way of a framework.
+        guarded: Return the optimizer and modules that the engine is told of, at every save.
+        group: The process group of the engine.
+    """
+
+    step: Callable[[], object]
+    state: Callable[[], dict[str, Any]]
+    write: Callable[[], object]
+    guarded: Callable[[], list[Any]]
+    group: Any = None
+
+
+def scenario_run(root: Path, saves: int, make: Callable[[], Any]) -> Outcome:
+    """Train and save; every step must hold the bits that the state had when it was saved."""
+    outcome, saved = Outcome(), {}
+    with (
+        make() as scenario,
+        Engine(root, durability="process", process_group=scenario.group) as engine,
+    ):
+        for step in range(saves):
+            scenario.step()
+            for owner in scenario.guarded():
+                engine.guard(owner)
+            saved[step] = {name: _bits(value) for name, value in scenario.state().items()}
+            handle = engine.save(step, scenario.state())
+            # Until the capture has ended, so that a write that does not wait for it meets it.
+            scenario.write()
+            while handle.state == "started":
+                scenario.write()
+            outcome.torn += _settled(handle, engine)
+    reader = deltacheck.open(root)
+    for step in reader.steps():
+        outcome.steps += 1
+        try:
+            state = reader.restore(step)
+        except DeltacheckError as error:
+            outcome.broken += 1
+            print(f"step {step} does not restore: {error}", file=sys.stderr)
+            continue
+        if state.keys() != saved[step].keys() or any(
+            not np.array_equal(state[name], value) for name, value in saved[step].items()
+        ):
+            outcome.mixed += 1
+            print(f"step {step} is mixed", file=sys.stderr)
+    return outcome
+
+
+def _bits(value: torch.Tensor) -> np.ndarray:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.detach().numpy().copy()
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+
+
+def _trainer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        module(torch.randn(4, 256)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _swap(parameters: Any, others: Any) -> None:
+    """Exchange weights for others, in the way of torch_ema and diffusers."""
+    for parameter, other in zip(parameters, others, strict=True):
+        kept = parameter.data.clone()
+        parameter.data.copy_(other.data)
+        other.data.copy_(kept)
+
+
+@contextlib.contextmanager
+def swa_utils() -> Iterator[Scenario]:
+    """Update an ``AveragedModel``, swap it in and out."""
+    model = _model()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def write() -> None:
+        average.update_parameters(model)
+        for _ in range(2):
+            _swap(model.parameters(), average.module.parameters())
+
+    yield Scenario(
+        _trainer(model, optimizer),
+        lambda: {
+            f"{name}.{leaf}": tensor
+            for name, module in (("model", model), ("average", average))
+            for leaf, tensor in module.state_dict().items()
+        },
+        write,
+        lambda: [optimizer, model],
+    )
+
+
+@contextlib.contextmanager
+def compiled_module() -> Iterator[Scenario]:
+    """Train compiled code, and swap the weights of the compiled module."""
+    module: Any = torch.compile(_model(), backend="aot_eager")
+    others = [torch.randn_like(parameter) for parameter in module.parameters()]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def write() -> None:
+        for _ in range(2):
+            _swap(module.parameters(), others)
+
+    yield Scenario(_trainer(module, optimizer), module.state_dict, write, lambda: [optimizer])
+
+
+@contextlib.contextmanager
+def lora(merge: Callable[[Any], Any]) -> Iterator[Scenario]:
+    """Train an adapter of PEFT and merge it into its base.
+
+    Args:
+        merge: Merges the adapter of a model of PEFT, and returns the model without it if that is no
+            longer usable. A new adapter is then made.
+    """
+    import peft
+
+    config = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False)
+    adapted: Any = peft.get_peft_model(_model(), config)
+    optimizer = torch.optim.AdamW(adapted.parameters(), lr=0.01)
+
+    def write() -> None:
+        nonlocal adapted, optimizer
+        base = merge(adapted)
+        if base is not None:
+            adapted = peft.get_peft_model(base, config)
+            optimizer = torch.optim.AdamW(adapted.parameters(), lr=0.01)
+
+    yield Scenario(
+        lambda: _trainer(adapted, optimizer)(),
+        lambda: adapted.state_dict(),
+        write,
+        lambda: [optimizer, adapted],
+    )
+
+
+def merged_and_unmerged(adapted: Any) -> None:
+    adapted.merge_adapter()
+    adapted.unmerge_adapter()
+
+
+def merged_and_unloaded(adapted: Any) -> Any:
+    return adapted.merge_and_unload()
+
+
+@contextlib.contextmanager
+def fsdp2() -> Iterator[Scenario]:
+    """Swap the weights of a module of ``fully_shard``, which are DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        module = _model()
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        others = [torch.randn_like(parameter) for parameter in module.parameters()]
+
+        def write() -> None:
+            for _ in range(2):
+                _swap(module.parameters(), others)
+
+        yield Scenario(
+            _trainer(module, optimizer),
+            module.state_dict,
+            write,
+            lambda: [optimizer],
+            torch.distributed.group.WORLD,
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def thread_run(root: Path, saves: int, options: dict[str, Any]) -> Outcome:
     """Save while threads write all the time: nothing can be one moment, but all must restore."""
     parameters = [torch.nn.Parameter(torch.randn(8 * _SIZE)) for _ in range(2)]
@@ -351,6 +537,14 @@ def kinds() -> Iterator[tuple[str, Run]]:
     for name in ("by_data", "by_numpy"):
         options = {"shadow": "none"}
         yield f"{name}, no shadow", partial(engine_run, writer=WRITERS[name], options=options)
+    for make in (swa_utils, compiled_module, fsdp2):
+        yield make.__name__, partial(scenario_run, make=make)
+    with contextlib.suppress(ImportError):
+        import peft  # noqa: F401
+
+        for merge in (merged_and_unmerged, merged_and_unloaded):
+            make_lora = partial(lora, merge)
+            yield f"PEFT, {merge.__name__}", partial(scenario_run, make=make_lora)
     yield "threads all the time", partial(thread_run, options={})
     yield "threads, eager", partial(thread_run, options={"capture": "eager"})
     options = {"capture": "eager", "verify": "receipt"}
@@ -390,7 +584,7 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = False
     logging.disable(logging.CRITICAL)  # torn saves are expected
-    print(f"{'kind':<24}{'runs':>6}{'steps':>8}{'torn':>8}{'mixed':>8}{'broken':>8}{'time':>8}")
+    print(f"{'kind':<28}{'runs':>6}{'steps':>8}{'torn':>8}{'mixed':>8}{'broken':>8}{'time':>8}")
     for name, run in kinds():
         if arguments.kind and arguments.kind not in name:
             continue
@@ -399,7 +593,7 @@ def main() -> int:
             total = run(Path(folder) / "root", arguments.runs)
         failed |= bool(total.mixed or total.broken)
         print(
-            f"{name:<24}{arguments.runs:>6}{total.steps:>8}{total.torn:>8}{total.mixed:>8}"
+            f"{name:<28}{arguments.runs:>6}{total.steps:>8}{total.torn:>8}{total.mixed:>8}"
             f"{total.broken:>8}{time.perf_counter() - begin:>6.0f} s",
             flush=True,
         )

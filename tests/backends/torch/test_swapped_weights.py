@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def trained(module: torch.nn.Module) -> torch.optim.Optimizer:
 def no_open_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the engines that other tests of this process have left open."""
     monkeypatch.setattr(data_property, "_watchers", ())
+    monkeypatch.setattr(data_property, "_covered", set())
     if "data" in vars(torch.nn.Parameter):
         monkeypatch.delattr(torch.nn.Parameter, "data")
 
@@ -110,42 +112,77 @@ def test_an_average_of_swa_utils_is_saved_as_it_was(
         assert all(torch.equal(restored[name], value) for name, value in wanted.items())
 
 
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """The process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def sharded_layer() -> torch.nn.Linear:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = torch.nn.Linear(64, 64)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    return layer
+
+
 @pytest.mark.parametrize(
     "write",
     [
-        lambda weight: weight.data.mul_(0),
         lambda weight: weight.to_local().fill_(0),
         lambda weight: weight.to_local().numpy().fill(0),
         lambda weight: weight.mul_(0),
     ],
-    ids=["data", "local", "numpy", "torch"],
+    ids=["local", "numpy", "torch"],
 )
 def test_a_write_to_a_weight_of_fsdp_tears_the_save(
-    tmp_path: Path, slow_encoder: threading.Event, write: Any
+    tmp_path: Path, slow_encoder: threading.Event, one_rank: Any, write: Any
 ) -> None:
-    """A DTensor is no ``Parameter``, so nothing waits. The version or the content tells."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    """These writes are not announced. The version or the content shows them."""
+    layer = sharded_layer()
+    optimizer = trained(layer)
+    with Engine(tmp_path, process_group=one_rank) as engine:
+        engine.guard(optimizer)
+        handle = engine.save(0, layer.state_dict())
+        assert handle.state == "started"
+        with torch.no_grad():
+            write(layer.weight)
+        slow_encoder.set()
+        with pytest.raises(deltacheck.errors.SnapshotTorn, match="leaf 'weight'"):
+            handle.result(30)
+        assert engine.steps() == []
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+
+@pytest.mark.usefixtures("no_open_engine")
+def test_data_of_a_weight_of_fsdp_waits_for_the_capture(
+    tmp_path: Path, slow_encoder: threading.Event, one_rank: Any
+) -> None:
+    """A DTensor is no instance of the class whose ``data`` is a property from the start."""
+    from torch.distributed.tensor import DTensor
+
+    layer = sharded_layer()
+    optimizer = trained(layer)
+    squares = torch.compile(
+        lambda: layer.weight.data.square().sum(), backend="eager", fullgraph=True
     )
-    try:
-        layer = torch.nn.Linear(64, 64)
-        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = trained(layer)
-        with Engine(tmp_path, process_group=torch.distributed.group.WORLD) as engine:
-            engine.guard(optimizer)
-            handle = engine.save(0, layer.state_dict())
-            assert handle.state == "started"
-            with torch.no_grad():
-                write(layer.weight)
-            slow_encoder.set()
-            with pytest.raises(deltacheck.errors.SnapshotTorn, match="leaf 'weight'"):
-                handle.result(30)
-            assert engine.steps() == []
-    finally:
-        torch.distributed.destroy_process_group()
+    with Engine(tmp_path, process_group=one_rank) as engine:
+        engine.guard(optimizer)
+        wanted = layer.weight.to_local().detach().clone()
+        handle = engine.save(0, layer.state_dict())
+        assert handle.state == "started"
+        threading.Timer(0.1, slow_encoder.set).start()
+        layer.weight.data.mul_(0)
+        handle.result(30)
+        stored = engine.restore(0)["weight"]
+        assert torch.equal(torch.as_tensor(stored), wanted)
+        assert squares().full_tensor().item() == 0
+        assert "data" in vars(DTensor)
+    assert "data" not in vars(DTensor)
 
 
 def test_a_merged_adapter_of_peft_waits_for_the_capture(

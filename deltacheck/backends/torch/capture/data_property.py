@@ -3,7 +3,9 @@
 Loops that swap weights for their moving averages, and adapters that are merged, write to
 ``parameter.data``. While an engine exists, ``torch.nn.Parameter.data`` is therefore a property that
 calls the watchers before it returns the alias. It adds well under a microsecond to each access.
-Compiled code does not use it: TorchDynamo traces ``.data`` by itself, without a graph break.
+Parameters of FSDP2 are DTensors, which do not inherit from ``Parameter``, so such classes get the
+property when they are first seen (``cover``). Compiled code does not use it: TorchDynamo traces
+``.data`` by itself, without a graph break.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ from typing import Any
 
 import torch
 
-Watcher = Callable[[torch.nn.Parameter], None]
+Watcher = Callable[[torch.Tensor], None]
 
 _DATA: Any = torch.Tensor.data
 _watchers: tuple[Watcher, ...] = ()
+_covered: set[type] = set()
 _lock = threading.Lock()
 
 
-def _get(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _get(parameter: torch.Tensor) -> torch.Tensor:
     for watcher in _watchers:
         watcher(parameter)
     tensor: torch.Tensor = _DATA.__get__(parameter)
     return tensor
 
 
-def _set(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
     # An assignment gives the parameter other memory. A save keeps the memory that it reads.
     _DATA.__set__(parameter, value)
 
@@ -41,9 +44,21 @@ def add(watcher: Watcher) -> None:
     """
     global _watchers
     with _lock:
-        if not _watchers:
-            torch.nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
         _watchers = (*_watchers, watcher)
+    cover(torch.nn.Parameter)
+
+
+def cover(kind: type) -> None:
+    """Call the watchers for tensors of this class, too, until the last watcher is removed.
+
+    Args:
+        kind: The class of a parameter. A class with a ``data`` of its own, or of a covered class,
+            stays as it is, and so does ``torch.Tensor``, with whose members torch compares.
+    """
+    with _lock:
+        if _watchers and kind is not torch.Tensor and getattr(kind, "data", None) is _DATA:
+            kind.data = property(_get, _set)  # type: ignore[attr-defined]
+            _covered.add(kind)
 
 
 def remove(watcher: Watcher) -> None:
@@ -54,7 +69,8 @@ def remove(watcher: Watcher) -> None:
     """
     global _watchers
     with _lock:
-        remaining = tuple(other for other in _watchers if other is not watcher)
-        if _watchers and not remaining:
-            del torch.nn.Parameter.data
-        _watchers = remaining
+        _watchers = tuple(other for other in _watchers if other is not watcher)
+        if not _watchers:
+            for kind in _covered:
+                del kind.data  # type: ignore[attr-defined]
+            _covered.clear()

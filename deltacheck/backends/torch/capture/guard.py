@@ -86,9 +86,11 @@ class Guard:
         self._optimizers.add(optimizer)
         self._before_step()
 
-    def _on_data(self, parameter: torch.nn.Parameter) -> None:
+    def _on_data(self, parameter: torch.Tensor) -> None:
         # The set is empty most of the time, and this runs at every access.
-        if self._read_later and _memory(parameter)[0] in self._read_later:
+        if self._read_later and any(
+            _memory(part)[0] in self._read_later for part in dense_parts(parameter)
+        ):
             self._before_step()
 
     def announced(self) -> None:
@@ -117,6 +119,7 @@ class Guard:
         addresses = set()
         for optimizer in list(self._optimizers):
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            _cover(tensors)
             # The keys too: ZeRO-3 removes its parameters from the groups between the steps.
             for key, state in optimizer.state.items():
                 tensors += [key, *_tensors(state)]
@@ -138,6 +141,7 @@ class Guard:
             for module in list(self._modules.values())
             for parameter in module.parameters()
         }
+        _cover(parameters.values())
         frozen: dict[int, tuple[int, ...]] = {}
         candidates: dict[int, list[torch.Tensor]] = {}
         moving = set()
@@ -166,6 +170,12 @@ class Guard:
     def close(self) -> None:
         self._hook.remove()
         data_property.remove(self._watcher)
+
+
+def _cover(parameters: Iterable[torch.Tensor]) -> None:
+    """Announce accesses to ``.data`` of parameters of these classes, such as DTensor."""
+    for kind in {type(parameter) for parameter in parameters}:
+        data_property.cover(kind)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
