@@ -114,6 +114,18 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """The process group of this process alone."""
+    import torch
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def encoder_settings_restored() -> Iterator[None]:
     """The encoder's threads and instruction set are the process's: as they were, once the test has
     ended.

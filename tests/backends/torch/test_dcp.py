@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from deltacheck.backends.torch import dcp as storage
 from deltacheck.errors import RootBusy, UnsupportedLeaf
 from deltacheck.leaf.tree import array_paths
 from deltacheck.restore import read
+from tests.support.wrappers import blocks, sharded_blocks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -325,6 +326,26 @@ def test_a_tensor_of_another_type_is_refused_and_not_rounded(root: Path) -> None
         match=r"leaf 'w' is torch.float32\[3\] in step 2, torch.float16\[3\] in the target",
     ):
         load(root, {"w": torch.zeros(3, dtype=torch.float16)})
+
+
+@pytest.mark.parametrize("made", [blocks, sharded_blocks])
+def test_a_wrapper_is_refused_by_path_and_class_and_the_remedy_keeps_it(
+    root: Path, made: Callable[[int], Any]
+) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        save({"m": {"v": made(1)}}, 0, root)
+    error, _ = caught.value.failures[0]
+    assert isinstance(error, UnsupportedLeaf)
+    for part in ("leaf 'm.v'", "wrappers.Blocks", "__tensor_flatten__"):
+        assert part in str(error)
+
+    def parts(seed: int) -> dict[str, torch.Tensor]:
+        value: Any = blocks(seed)
+        return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+
+    save({"m": {"rank0": parts(1)}}, 1, root)
+    into = load(root, {"m": {"rank0": parts(2)}})
+    assert all(torch.equal(into["m"]["rank0"][name], part) for name, part in parts(1).items())
 
 
 def test_damage_names_step_and_leaf(root: Path) -> None:

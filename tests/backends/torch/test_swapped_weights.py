@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +109,6 @@ def test_an_average_of_swa_utils_is_saved_as_it_was(
         slow_encoder.set()
         restored = engine.restore(0)["average"]
         assert all(torch.equal(restored[name], value) for name, value in wanted.items())
-
-
-@pytest.fixture
-def one_rank() -> Iterator[Any]:
-    """The process group of this process alone."""
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 def sharded_layer() -> torch.nn.Linear:

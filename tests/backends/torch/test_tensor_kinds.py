@@ -13,11 +13,12 @@ from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_g
 from torch.testing._internal.two_tensor import TwoTensor
 
 import deltacheck
-from deltacheck.backends.torch import Engine, load
+from deltacheck.backends.torch import Engine, Shard, load
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import TreeMismatch, UnsupportedLeaf
 from deltacheck.store.root import open_root
 from tests.support.states import random_tensor
+from tests.support.wrappers import Blocks, blocks, sharded_blocks
 
 DTYPES = [
     *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)),
@@ -28,43 +29,6 @@ DTYPES = [
 ]
 
 
-class Blocks(torch.Tensor):
-    """Codes and scales of blocks, as torchao's optimizers keep their moments."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    block: int
-
-    @staticmethod
-    def __new__(
-        cls, codes: torch.Tensor, scale: torch.Tensor, shape: torch.Size, block: int
-    ) -> Blocks:
-        wrapper: Blocks = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=torch.float32, device=codes.device
-        )
-        return wrapper
-
-    def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor, shape: torch.Size, block: int
-    ) -> None:
-        self.codes, self.scale, self.block = codes, scale, block
-
-    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
-        return ["codes", "scale"], [self.block, self.shape, torch.uint8]
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, parts: dict[str, torch.Tensor], context: list[Any], size: Any, stride: Any
-    ) -> Blocks:
-        return cls(parts["codes"], parts["scale"], context[1], context[0])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Blocks(args[0].codes, args[0].scale, args[0].shape, args[0].block)
-        raise NotImplementedError(f"{func}")
-
-
 class Forgetful(Blocks):
     """A class whose context lacks its shape."""
 
@@ -73,15 +37,6 @@ class Forgetful(Blocks):
         cls, parts: dict[str, torch.Tensor], context: list[Any], size: Any, stride: Any
     ) -> Blocks:
         return cls(parts["codes"], parts["scale"], parts["codes"].shape, context[0])
-
-
-def blocks(seed: int) -> Blocks:
-    return Blocks(
-        random_tensor(torch.uint8, (64,), seed),
-        random_tensor(torch.float32, (4,), seed),
-        torch.Size([8, 8]),
-        16,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +161,25 @@ def test_other_tensors_are_refused_by_path_and_class(name: str, tmp_path: Path) 
         pytest.raises(UnsupportedLeaf, match=f"leaf 'a/b'.*{message}"),
     ):
         engine.save(0, {"a": {"b": value}})
+
+
+def test_a_wrapper_below_a_dtensor_is_refused_and_the_remedy_keeps_it(
+    tmp_path: Path, one_rank: Any
+) -> None:
+    with Engine(tmp_path, process_group=one_rank) as engine:
+        with pytest.raises(
+            UnsupportedLeaf, match=r"leaf 'm/0'.*Blocks.*save value\.to_local\(\).*number of ranks"
+        ):
+            engine.save(0, {"m": [sharded_blocks(1)]})
+        assert engine.steps() == []
+        wrapped = sharded_blocks(1).to_local()
+        engine.save(0, {"rank0": {"m": [wrapped]}}).result(60)
+        target = {"rank0": {"m": [sharded_blocks(2).to_local()]}}
+        assert same(engine.restore(into=target)["rank0"]["m"][0].codes, wrapped.codes)
+        assert same(target["rank0"]["m"][0].scale, wrapped.scale)
+        shard = Shard(wrapped, (8, 8), (0, 0))
+        with pytest.raises(UnsupportedLeaf, match=r"leaf 'm'.*Blocks.*save value\.data"):
+            engine.save(1, {"m": shard})
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao compiles its steps

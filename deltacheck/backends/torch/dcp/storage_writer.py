@@ -23,6 +23,7 @@ from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, str
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
@@ -254,6 +255,7 @@ class DeltaStorageWriter(StorageWriter):
 
         Raises:
             SaveFailed: The plan is not of this save, or the storage failed.
+            UnsupportedLeaf: A tensor cannot be kept exactly.
             RankFailed: This rank does not see the folder of the coordinator.
         """
         # A planner may replace the plan that the coordinator returned.
@@ -452,12 +454,14 @@ def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int
     if isinstance(data, torch.Tensor):
         leaf = leaves.describe(data)
         if leaf is None:
-            raise SaveFailed(
-                f"{item.index.fqn!r} is a {type(data).__name__}, a tensor that wraps others, which"
-                " DCP does not know; save the tensors that it wraps, or with Engine"
+            raise UnsupportedLeaf(
+                f"leaf {item.index.fqn!r}: its part on this rank is a {name_of(type(data))}, a"
+                " tensor that wraps others, which DCP does not know; save"
+                " {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}, under a"
+                " key of each rank if it is sharded, or save it with Engine"
             )
         # A planner may convert data, which would not fit the tile that was planned.
-        if leaf is not None and leaf.dtype == content.dtype and list(leaf.shape) == sizes:
+        if leaf.dtype == content.dtype and list(leaf.shape) == sizes:
             return data
         raise SaveFailed(
             f"{item.index.fqn!r} was planned as {content.dtype}{sizes}, but the planner gives"

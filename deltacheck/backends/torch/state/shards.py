@@ -117,9 +117,13 @@ def describe(value: object) -> ArrayLeaf | None:
         return leaves.describe(value)
     description = leaves.describe(_dense(value))
     if description is None:
+        # The protocol of wrappers does not say which of the inner tensors are cut as the leaf is
+        # (codes), and which are the same on every rank (tables).
+        local = "value.to_local()" if isinstance(value, DTensor) else "value.data"
         raise UnsupportedLeaf(
-            f"a part of it is a {name_of(type(_dense(value)))}, which wraps tensors, and its place"
-            " in the whole leaf is not known; save its parts under keys of this rank"
+            f"its part on this rank is a {name_of(type(_dense(value)))}, which wraps tensors, and"
+            f" their place in the whole leaf is not known; save {local} under a key of each rank,"
+            " such as f'rank{rank}', and restore with the same number of ranks"
         )
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     next(pieces(value), None)  # raises for placements that are not parts of the leaf
