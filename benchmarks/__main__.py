@@ -33,6 +33,7 @@ BENCHMARKS = {
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
+    "schedules": "benchmarks.schedules",
     "device": "benchmarks.device",
     "scale": "benchmarks.scale",
     "compare": "benchmarks.compare",
@@ -73,6 +74,9 @@ def main(
         int | None,
         typer.Option("--leaves", min=1, help="For scale: leaves per state (default: 1000)."),
     ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="For schedules: runs whose names contain this.")
+    ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the benchmarks.")] = False,
 ) -> None:
     """Measure the cost of saving and restoring."""
@@ -97,7 +101,9 @@ def main(
             start = time.perf_counter()
             implementation = importlib.import_module(BENCHMARKS[benchmark])
             with tempfile.TemporaryDirectory(dir=name) as own_folder:
-                results.append(implementation.run(Settings(quick, Path(own_folder), ranks, leaves)))
+                results.append(
+                    implementation.run(Settings(quick, Path(own_folder), ranks, leaves, only))
+                )
             results[-1].show(console)
             console.print(f"[dim]{time.perf_counter() - start:.0f} s[/]")
     if json_file is not None:

@@ -23,12 +23,14 @@ class Settings:
         folder: An empty folder on the disk to measure.
         ranks: The number of ranks, if the benchmark has any; ``None``: as documented.
         leaves: The number of leaves, likewise.
+        only: A part of the names of the runs to measure; ``None``: all.
     """
 
     quick: bool
     folder: Path
     ranks: int | None = None
     leaves: int | None = None
+    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

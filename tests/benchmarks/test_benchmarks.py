@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("numcodecs")  # comes with zarr
 
 
+from benchmarks import schedules
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.record import Figure, Result, Settings, Table, format_cell
 
@@ -200,6 +201,34 @@ def test_the_profiler_is_measured_as_a_share_of_the_step(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_whole_run_counts_its_first_save(results: dict[str, dict[str, Any]]) -> None:
+    for row in rows(results["schedules"]):
+        assert row["later"] < row["whole run"] < row["first"]
+        # The first save weighs less in a longer run.
+        assert row["later"] < row["over 200"] < row["whole run"]
+
+
+@pytest.mark.parametrize("schedule", [schedules.cosine, schedules.linear])
+def test_a_schedule_warms_up_and_ends_at_zero(schedule: Any) -> None:
+    rate = schedule(2e-5, 400)
+    assert rate(0) < rate(10) < rate(19)
+    assert rate(20) > rate(200) > rate(399) > rate(400) == 0
+
+
+def test_the_figures_of_a_schedule_are_those_of_the_smaller_policy_with_exact_weights() -> None:
+    course = schedules.Course("a run", lambda folder: None, 1, 3, limit=0.01)  # type: ignore
+    saved = {
+        schedules.MODEL_EXACT: schedules.Saved([0.5, 0.02, 0.01, 0.01], [False, True, True, True]),
+        schedules.PROFILED: schedules.Saved([0.5, 0.02, 0.004, 0.014], [False, True, True, True]),
+        schedules.BOUNDED: schedules.Saved([0.5, 0.02, 0.004, 0.004], [False, True, True, True]),
+    }
+    figures = {figure.name: figure for figure in schedules.promises(course, saved)}
+    assert figures["a run, post_training: later saves"].value == pytest.approx(0.009)
+    assert figures["a run, post_training: later saves"].holds
+    assert figures["a run, post_training: largest over the mean"].holds
+    assert figures["a run, post_training, weights bounded: later saves"].limit == 0.005
+
+
 def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[str, Any]]) -> None:
     assert results["device"]["about"] == "not measured: there is no CUDA device"
     assert results["device"]["figures"] == results["device"]["tables"] == []
