@@ -193,6 +193,7 @@ _CONTRACT_COLUMNS = (
     Column("MEASURED", "measured", output.number),
     Column("ALLOWED", "limit", left=True),
     Column("AS OF", "from_step"),
+    Column("AGE", "age_steps"),
     Column("USED", "used", output.share),
 )
 
@@ -209,6 +210,7 @@ def _contract_rows(manifests: Sequence[Manifest]) -> list[Row]:
             "measured": contract.measured,
             "limit": contract.allowed,
             "from_step": contract.from_step,
+            "age_steps": None if contract.from_step is None else contract.age(manifest.step),
             "used": contract.used(manifest.step),
         }
         for manifest in manifests

@@ -332,6 +332,9 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "measured": None if contract is None else contract.measured,
         "limit": None if contract is None else contract.allowed,
         "from_step": None if contract is None else contract.from_step,
+        "age_steps": None
+        if contract is None or contract.from_step is None
+        else contract.age(manifest.step),
         "derived": None if derived is None else derived.how,
         "kind": "replayed" if is_replayed else "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
@@ -399,6 +402,7 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         Column("MEASURED", "measured", output.number),
         Column("ALLOWED", "limit", left=True),
         Column("AS OF", "from_step"),
+        Column("AGE", "age_steps"),
         Column("KIND", "kind", left=True),
         Column("DEPTH", "chain_depth"),
         Column("DENSITY", "density", output.share),
@@ -406,7 +410,16 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         Column("RANKS", "ranks", _format_ranges),
     )
     # Most states have none of these, and the table is wide enough without them.
-    optional = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
+    optional = (
+        "tied_to",
+        "derived",
+        "measured",
+        "limit",
+        "from_step",
+        "age_steps",
+        "tiles",
+        "ranks",
+    )
     visible_columns = [
         column
         for column in columns

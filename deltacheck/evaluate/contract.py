@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
-from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
+from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.policy import roles
 from deltacheck.policy.parameters import hyperparameters
 from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
@@ -39,11 +40,12 @@ def check(
         promises: Contracts of the leaves that are not exact, from the manifest. Nothing else of
             the manifest is used.
         step: The step that was saved.
-        live_at: Returns the live state of an earlier save, whose values a reused leaf has. It is
-            called for allowed ages only.
+        live_at: Returns the live state of an earlier save, whose values a reused leaf has.
     """
     # The rates come from the live state: a wrong restore must not choose the unit of its own error.
     rates = learning_rates(live)
+    state_at = cache(lambda earlier: live if earlier == step else live_at(earlier))
+    counts_at = cache(lambda earlier: step_counts(state_at(earlier)))
     checks = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
@@ -57,12 +59,19 @@ def check(
             checks.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
         elif owner in promises:
             promise, values = promises[owner], restored.arrays[restored_owner]
-            result = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
-            # ``live_at`` has the states of allowed ages only, so a problem with the age comes
-            # first.
-            if promise.from_step is not None and not result.problem:
-                earlier = live_at(promise.from_step).arrays.get(owner)
-                result = replace(result, problem=_earlier(earlier, values, promise))
+            before_values = live.arrays[owner]
+            if isinstance(promise.terms, Bounded):
+                result = _bounded(path, promise.terms, before_values, values, rates.get(owner))
+            else:
+                from_step = step if promise.from_step is None else promise.from_step
+                age: float = step - from_step
+                # The unit of an age is not the manifest's to choose, so its age is not asked.
+                if age > 0 and owner in (counts_at(step).keys() & counts_at(from_step).keys()):
+                    age = counts_at(step)[owner] - counts_at(from_step)[owner]
+                result = _reused(path, promise.terms, age, before_values, values)
+                if not result.problem:
+                    problem = _earlier(state_at(from_step).arrays.get(owner), values, promise)
+                    result = replace(result, problem=problem)
             checks.append(result)
         else:
             checks.append(
@@ -98,6 +107,17 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
     return rates
 
 
+def step_counts(live: Snapshot) -> dict[str, float]:
+    """Return the optimizer's step count of each moment whose state holds one."""
+    counts: dict[str, float] = {}
+    for parameter in roles.find(live.specs, live.numbers).parameters:
+        count = live.numbers.get(parameter.count or "")
+        if isinstance(count, int | float):
+            moments = (parameter.first, parameter.second)
+            counts |= {path: float(count) for path in moments if path is not None}
+    return counts
+
+
 def _bits(live: Array, restored: Array) -> str:
     """Describe the bits in which two arrays of one type differ; empty if there are none."""
     # Bytes are compared, because NaN differs from itself and -0.0 equals 0.0.
@@ -115,36 +135,30 @@ def _bits(live: Array, restored: Array) -> str:
     )
 
 
-def _promised(
-    path: str, promise: Promise, live: Array, restored: Array, step: int, rate: float | None
+def _bounded(
+    path: str, terms: Bounded, live: Array, restored: Array, rate: float | None
 ) -> LeafCheck:
-    terms, name = promise.terms, name_of(promise.terms)
-    if isinstance(terms, Bounded):
-        # Without a rate the promise cannot be checked, and a promise that is not checked counts as
-        # broken.
-        if terms.norm == "lr" and not rate:
-            problem = (
-                "its error is promised in learning rates, and neither the state nor the run tells"
-                " the rate"
-            )
-            return LeafCheck(path, name, problem)
-        measured = _error(terms.norm, live, restored, rate or 0.0)
+    # Without a rate the promise cannot be checked, and a promise that is not checked counts as
+    # broken.
+    if terms.norm == "lr" and not rate:
         problem = (
-            ""
-            if measured <= terms.limit * (1 + _SLACK)
-            else f"its error is {measured:.4g} {terms.norm}, promised was {terms.limit:g}"
+            "its error is promised in learning rates, and neither the state nor the run tells the"
+            " rate"
         )
-        return LeafCheck(path, name, problem, measured, terms.limit)
-    return _reused(path, terms, promise.from_step, live, restored, step)
+        return LeafCheck(path, "bounded", problem)
+    measured = _error(terms.norm, live, restored, rate or 0.0)
+    problem = (
+        ""
+        if measured <= terms.limit * (1 + _SLACK)
+        else f"its error is {measured:.4g} {terms.norm}, promised was {terms.limit:g}"
+    )
+    return LeafCheck(path, "bounded", problem, measured, terms.limit)
 
 
-def _reused(
-    path: str, terms: Reused, from_step: int | None, live: Array, restored: Array, step: int
-) -> LeafCheck:
+def _reused(path: str, terms: Reused, age: float, live: Array, restored: Array) -> LeafCheck:
     # A negative age would be a value of the future, so it is refused like one that is too old.
-    age = step - (step if from_step is None else from_step)
     if not 0 <= age <= terms.max_age_steps:
-        problem = f"it is {age} steps old, promised were {terms.max_age_steps}"
+        problem = f"it is {age:g} steps old, promised were {terms.max_age_steps}"
         return LeafCheck(path, "reused", problem, age, terms.max_age_steps)
     if not np.isfinite(restored).all():
         problem = "it has elements that are not finite"

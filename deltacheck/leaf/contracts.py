@@ -37,7 +37,8 @@ class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contrac
     """The contract that a restore returns the values of an earlier step.
 
     Args:
-        max_age_steps: The largest age of the values. Larger: fewer bytes; smaller: a newer state.
+        max_age_steps: The largest age of the values, in updates of the optimizer. Larger: fewer
+            bytes; smaller: a newer state.
         max_drift: The largest median of ``|log2(x' / x)|`` over sampled elements. ``None``: only
             the age is limited, which suits first moments, as they change entirely in ten steps.
     """
@@ -63,20 +64,27 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
         terms: The contract.
         measured: The error in the contract's norm; for a reused leaf, its drift.
         from_step: The step whose values a reused leaf has.
+        age_steps: The age of these values in updates of the optimizer. ``None``: it equals the
+            distance of both steps.
     """
 
     terms: Bounded | Reused
     measured: float
     from_step: int | None = None
+    age_steps: int | None = None
+
+    def age(self, step: int) -> int:
+        """Return the age of a reused leaf's values, in updates of the optimizer; else 0."""
+        # Without ``from_step``, the values are those of the step itself.
+        if self.from_step is None:
+            return 0
+        return step - self.from_step if self.age_steps is None else self.age_steps
 
     def used(self, step: int) -> float:
         """Return the share of the allowed error that a step uses; above 1, it is exceeded."""
         if isinstance(self.terms, Bounded):
             return self.measured / self.terms.limit
-        # Without ``from_step``, the values are those of the step itself.
-        age = (step - (step if self.from_step is None else self.from_step)) / max(
-            1, self.terms.max_age_steps
-        )
+        age = self.age(step) / max(1, self.terms.max_age_steps)
         return (
             age if self.terms.max_drift is None else max(age, self.measured / self.terms.max_drift)
         )

@@ -45,8 +45,10 @@ class Event(msgspec.Struct, frozen=True):
 
     Attributes:
         step: The step at which it was observed.
-        what: ``loss``, ``gradient``, ``learning-rate``, ``nonfinite``, ``optimizer`` or ``resume``.
-        size: The z score of a loss or gradient event, the factor of a learning-rate event.
+        what: ``loss``, ``gradient``, ``learning-rate``, ``nonfinite``, ``optimizer``, ``frozen``,
+            ``unfrozen`` or ``resume``.
+        size: The z score of a loss or gradient event, the factor of a learning-rate event, the
+            share of the elements that were frozen or unfrozen.
     """
 
     # The field names are those of profile.json.
@@ -159,6 +161,8 @@ class Detector:
         gradient_norm: The past of the logarithm of the gradient norm.
         rates: (step, learning rate of each group) of the last two observations.
         peak_rate: The largest learning rate so far.
+        floors: The lowest rate of each group since its warm-up or the last event, infinite during
+            the first warm-up.
     """
 
     window_steps: int = 5
@@ -167,6 +171,7 @@ class Detector:
     gradient_norm: Series = field(default_factory=Series)
     rates: tuple[tuple[int, Numbers], ...] = ()
     peak_rate: float = 0.0
+    floors: Numbers = ()
 
     def advance(self, observation: RunObservation) -> tuple[Detector, tuple[Event, ...]]:
         """Return the detector with an observation added, and the events that it shows.
@@ -190,7 +195,11 @@ class Detector:
             events.append(Event(step, "optimizer"))
         rates = _rates(observation)
         jump = _jump(self.rates, step, rates, self.peak_rate)
+        floors = _floors(self.floors, self.rates, rates)
+        if jump is None:
+            jump = _creep(floors, rates, self.peak_rate)
         if jump is not None:
+            floors = rates or ()
             events.append(Event(step, "learning-rate", jump))
         steps = 1 if last is None else step - last.step
         loss, z_loss = _advance(self.loss, observation.loss, steps, self.window_steps)
@@ -215,7 +224,8 @@ class Detector:
             if last is None or observation.optimizer is not None
             else last.optimizer,
         )
-        return Detector(self.window_steps, newest, loss, norm, history, peak), tuple(events)
+        detector = Detector(self.window_steps, newest, loss, norm, history, peak, floors)
+        return detector, tuple(events)
 
 
 def _advance(
@@ -268,4 +278,29 @@ def _jump(
         high, low = RATE_FACTOR * max(last, trend), min(last, trend) / RATE_FACTOR
         if not low <= rate <= high and abs(rate - min(max(rate, low), high)) > peak / 20:
             return rate / last if last else _FROM_ZERO
+    return None
+
+
+def _floors(
+    floors: Numbers, history: tuple[tuple[int, Numbers], ...], rates: Numbers | None
+) -> Numbers:
+    """Return the lowest rate of each group, from the first one on that does not rise."""
+    if rates is None:
+        return floors
+    if not history or len(history[-1][1]) != len(rates) or len(floors) != len(rates):
+        return (math.inf,) * len(rates)
+    return tuple(
+        floor if rate > last else min(floor, rate)
+        for floor, rate, last in zip(floors, rates, history[-1][1], strict=True)
+    )
+
+
+def _creep(floors: Numbers, rates: Numbers | None, peak: float) -> float | None:
+    """Return the factor by which a rate has risen in steps that are no jumps, or ``None``.
+
+    Each step of a creeping rate follows the trend of the steps before it.
+    """
+    for floor, rate in zip(floors, rates or (), strict=False):
+        if rate > RATE_FACTOR * floor and rate - floor > peak / 20:
+            return rate / floor if floor else _FROM_ZERO
     return None

@@ -33,7 +33,7 @@ class Hidden:
         master_error_lr: The largest error of a master weight, in learning rates.
         moment_error_octaves: The largest error of a second moment, in octaves.
         max_drift_octaves: The largest drift of a reused second moment, in octaves.
-        max_age_steps: The largest age of reused moments; 0 takes the limit from Adam's memory.
+        max_age_steps: The largest age of reused moments in updates; 0: only v's memory limits it.
         stable_from: The first step that may be inexact, ``None`` to detect it.
         leaves: Paths of the leaves that may be inexact, ``None`` for all.
         betas: The constants of Adam if the state does not hold them.
@@ -165,8 +165,9 @@ class Policy:
             max_drift_octaves: The largest median drift of v while it is reused, in addition to
                 ``moment_error_octaves``; above 0 and below 8 (default: 0.1). Larger: fewer bytes,
                 an older state; smaller: the opposite.
-            max_age_steps: The largest age of a reused pair in steps (default: 200). Larger: fewer
-                bytes, an older state; smaller: the opposite. 0: only Adam's memory limits the age.
+            max_age_steps: The largest age of a reused pair in updates (default: 200), as the
+                optimizer counts them, else in steps. Larger: fewer bytes, an older state; smaller:
+                the opposite. 0: only Adam's memory limits the age.
             stable_from: The first step at which anything may be inexact. Earlier: fewer bytes, but
                 a larger risk while v still changes; later: the opposite. ``None`` (default): it is
                 detected from the drift of v.

@@ -52,7 +52,7 @@ class Held:
         leaves: Number of leaves.
         limit: Limit of the leaf that is nearest to its limit.
         measured: Measured error of that leaf.
-        age_steps: Age of the oldest reused leaf in training steps.
+        age_steps: Age of the oldest reused leaf in updates of the optimizer.
     """
 
     of: str
@@ -490,7 +490,7 @@ def _held(
                 continue
             promise = manifest.contracts[path]
             terms = promise.terms
-            age = 0 if promise.from_step is None else manifest.step - promise.from_step
+            age = promise.age(manifest.step)
             if isinstance(terms, Bounded):
                 norm, limit, measured = terms.norm, terms.limit, promise.measured
             elif terms.max_drift is not None:

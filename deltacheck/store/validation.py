@@ -65,8 +65,11 @@ def check_manifest(manifest: Manifest) -> None:
         _check_derived(path, derived, manifest.leaves.get(path), specs)
     _check_order(manifest.derived)
     for path, promise in manifest.contracts.items():
-        if path not in owners or (promise.from_step is None) != (
-            name_of(promise.terms) != "reused"
+        is_reused = name_of(promise.terms) == "reused"
+        if (
+            path not in owners
+            or (promise.from_step is not None) != is_reused
+            or (promise.age_steps is not None and (promise.age_steps < 0 or not is_reused))
         ):
             raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
     weakest = max(

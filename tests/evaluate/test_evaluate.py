@@ -279,6 +279,20 @@ def test_a_reused_leaf_is_held_to_its_age_and_its_drift() -> None:
     assert "not finite" in problem(math.nan, 50)
 
 
+def test_the_age_of_a_reused_leaf_is_counted_by_the_optimizer() -> None:
+    path = "optimizer/state/0/exp_avg_sq"
+
+    def problem(age_steps: int, updates: int) -> str:
+        live, earlier = _adam(), _adam()
+        live["optimizer"]["state"][0]["step"] = np.array(500.0 + updates, np.float32)
+        earlier["optimizer"]["state"][0]["step"] = np.array(500.0, np.float32)
+        promise = {path: Promise(Reused(50, 0.35), 0.0, 98, age_steps)}
+        return _problems(live, live, promise, earlier).get(path, "")
+
+    assert problem(age_steps=40, updates=40) == ""
+    assert problem(age_steps=2, updates=51) == "it is 51 steps old, promised were 50"
+
+
 def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> None:
     path = "optimizer/state/0/exp_avg"
     promise = {path: Promise(Reused(50), 0.0, from_step=60)}

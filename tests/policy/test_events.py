@@ -116,6 +116,19 @@ def test_a_rate_that_comes_out_of_nothing_has_a_size_that_a_profile_can_hold() -
     assert all(math.isfinite(event.size) for event in detected)
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_rate_that_creeps_upwards_is_found_when_it_has_doubled(every: int) -> None:
+    rates = [1e-6 * k / 10 for k in range(1, 11)] + [1e-6] * 10
+    rates += [1e-6 * 1.9**k for k in range(1, 9)] + [1e-6 * 1.9**8] * 10
+    detected = events(
+        [RunObservation(every * step, learning_rate=rate) for step, rate in enumerate(rates)]
+    )
+    assert [(event.step // every, event.what) for event in detected] == [
+        (step, "learning-rate") for step in (21, 23, 25, 27)
+    ]
+    assert all(event.size == pytest.approx(1.9**2) for event in detected)
+
+
 def test_each_group_has_a_learning_rate() -> None:
     rates = [(1e-5, 1e-6 if step < 60 else 9e-6) for step in range(100)]
     (event,) = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])

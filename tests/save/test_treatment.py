@@ -356,6 +356,78 @@ def test_reused_moments_are_never_older_than_promised(saves: Any) -> None:
                 assert made.run.step - promise.from_step <= promise.terms.max_age_steps <= 30, path
 
 
+@pytest.mark.parametrize(
+    "number", [lambda step: step // 20, lambda step: 16 * step], ids=["saves", "micro-steps"]
+)
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_optimizer_counts_the_age_of_its_moments(
+    tmp_path: Path, number: Any, counted: bool
+) -> None:
+    run, promised = AdamRun((64, 64), 6), {}
+    run.advance(300)
+    policy = Policy.model_exact(max_age_steps=100, max_drift_octaves=2.0, stable_from=0)
+    with Engine(tmp_path, policy=policy) as engine:
+        for _ in range(14):
+            run.advance(20)
+            state = run.state()
+            for entry in state["optimizer"]["state"].values() if not counted else ():
+                del entry["step"]
+            engine.save(number(run.step), state).result()
+            contracts = deltacheck.open(tmp_path).manifest().contracts
+            promised[run.step] = {p: c for p, c in contracts.items() if p.endswith("exp_avg_sq")}
+    # The number of a step stands for the count if the state holds none.
+    counts = {number(step): step if counted else number(step) for step in promised}
+    ages = [
+        (counts[number(step)] - counts[promise.from_step], promise.age(number(step)))
+        for step, promises in promised.items()
+        for promise in promises.values()
+    ]
+    assert all(age == stated <= 100 for age, stated in ages)
+    if counted:
+        assert max(age for age, _ in ages) in (80, 100)
+        assert sum(age == 0 for age, _ in ages) < len(ages) / 2
+
+
+def frozen(run: AdamRun) -> None:
+    run.frozen = {0}
+
+
+def made_anew(run: AdamRun) -> None:
+    for moments_of_all in (run.first, run.second):
+        for values in moments_of_all:
+            values[:] = 0
+    run.counted_from = run.step
+
+
+def zeroed(run: AdamRun) -> None:
+    for moments_of_all in (run.first, run.second):
+        for values in moments_of_all:
+            values[:] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "later"), [(made_anew, 0), (frozen, 0), (zeroed, 1)], ids=["new", "frozen", "zeros"]
+)
+def test_a_new_optimizer_and_a_frozen_parameter_are_events(
+    saves: Any, change: Any, later: int
+) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    made.save(3)
+    assert made.manifest().stage == "stable"
+    if change is zeroed:  # the save itself must show zeros
+        change(made.run)
+        made.run.step += 1
+        made.engine.save(made.run.step, made.run.state()).result()
+    else:
+        change(made.run)
+        made.save()
+    for _ in range(later):
+        made.save()
+    assert made.manifest().stage == "degraded"
+    np.testing.assert_equal(made.restored(), made.live())
+
+
 def test_refreshes_do_not_all_fall_on_one_save(saves: Any) -> None:
     made = saves(Policy.model_exact(max_age_steps=60, max_drift_octaves=2.0), AdamRun((64, 64), 12))
     made.until_stable()

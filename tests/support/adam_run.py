@@ -32,6 +32,9 @@ class AdamRun:
     ) -> None:
         self.random = np.random.default_rng(seed)
         self.rate, self.betas, self.step = rate, betas, 0
+        self.frozen: set[int] = set()  # numbers of matrices that are not updated
+        self.frozen_steps: dict[int, int] = {}
+        self.counted_from = 0  # the step at which the optimizer was made
         shapes = [shape] * parameters + [(shape[-1],)]
         self.masters = [self.random.normal(0, 0.02, s).astype(np.float32) for s in shapes]
         self.first = [np.zeros(s, np.float32) for s in shapes]
@@ -45,18 +48,26 @@ class AdamRun:
         b1, b2 = self.betas
         for _ in range(steps):
             self.step += 1
+            count = self.step - self.counted_from
             for number, master in enumerate(self.masters):
+                if number in self.frozen:
+                    self.frozen_steps[number] = self.frozen_steps.get(number, 0) + 1
+                    continue
                 g = self.gradient(number, size)
                 m, v = self.first[number], self.second[number]
                 m += (1 - b1) * (g - m)
                 v += (1 - b2) * (g * g - v)
-                hat = m / (1 - b1**self.step) / (np.sqrt(v / (1 - b2**self.step)) + 1e-8)
+                hat = m / (1 - b1**count) / (np.sqrt(v / (1 - b2**count)) + 1e-8)
                 master -= np.float32(self.rate) * hat.astype(np.float32)
 
     def gradient(self, number: int, size: float) -> np.ndarray[Any, Any]:
         return (
             size * self.scale[number] * self.random.normal(0.1, 1, self.masters[number].shape)
         ).astype(np.float32)
+
+    def count(self, number: int) -> int:
+        """Return the number of updates that the optimizer has made of a matrix."""
+        return self.step - self.counted_from - self.frozen_steps.get(number, 0)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the current state."""
@@ -65,7 +76,7 @@ class AdamRun:
                 "master": self.masters[n].copy(),
                 "exp_avg": self.first[n].copy(),
                 "exp_avg_sq": self.second[n].copy(),
-                "step": np.array(self.step, np.float32),
+                "step": np.array(self.count(n), np.float32),
             }
             for n in range(len(self.masters))
         }

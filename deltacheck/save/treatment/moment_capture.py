@@ -17,6 +17,7 @@ from deltacheck.restore import derive
 from deltacheck.save.job.source import Coded
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.lossy_save import ParameterSave
+from deltacheck.save.treatment.run_state import StoredPair
 
 
 class MomentCapture:
@@ -63,6 +64,7 @@ class MomentCapture:
         exactly = {path: group.exactly(path) for path in decisions}
         if self._breaks_adam_law():
             return exactly
+        self._watch_for_zeros(decisions)
         may_reuse = any(isinstance(decision.terms, Reused) for decision in decisions.values())
         if may_reuse and (reused := self._reuse(decisions)) is not None:
             return reused
@@ -91,7 +93,8 @@ class MomentCapture:
         for path, decision in decisions.items():
             group.save.promise(path, self._derived(path, decision), promises[path])
         if may_reuse:
-            group.save.run.stored_steps[group.parameter.name] = group.save.step
+            count = group.situation.step
+            group.save.run.stored_pairs[group.parameter.name] = StoredPair(group.save.step, count)
         return captured
 
     def _reuse(self, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
@@ -101,15 +104,15 @@ class MomentCapture:
         """
         group, save = self._group, self._group.save
         first, second = group.parameter.first, group.parameter.second
-        stored_step = save.run.stored_steps.get(group.parameter.name)
-        if stored_step is None or first is None or second is None:
+        stored_pair = save.run.stored_pairs.get(group.parameter.name)
+        if stored_pair is None or first is None or second is None:
             return None
         terms = decisions[second].terms
         assert isinstance(terms, Reused)
-        age = save.step - stored_step
+        age = stored_pair.age(save.step, group.situation.step)
         # The limits of the parameters are staggered, so that their moments are not all stored by
-        # one save. An age of 0 or less means that the run went back.
-        if not 0 < age <= staggered(second, terms.max_age_steps):
+        # one save.
+        if age is None or age > staggered(second, terms.max_age_steps):
             return None
         specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
         codes: dict[str, Array] = {}
@@ -132,6 +135,7 @@ class MomentCapture:
         limit = terms.max_drift
         if drift is None or limit is None or drift > limit or change > limit:
             return None
+        age_steps = None if age == save.step - stored_pair.step else age
         for path, decision in decisions.items():
             measured = (
                 drift
@@ -139,9 +143,18 @@ class MomentCapture:
                 else octaves_apart(np.abs(live[path]), np.abs(restored[path])) or 0.0
             )
             assert isinstance(decision.terms, Reused)
-            promise = Promise(decision.terms, measured, stored_step)
+            promise = Promise(decision.terms, measured, stored_pair.step, age_steps)
             save.promise(path, self._derived(path, decision), promise)
         return {path: Coded(specs[path], None) for path in decisions}
+
+    def _watch_for_zeros(self, decisions: Mapping[str, Decision]) -> None:
+        """Note a second moment that is zero again: the optimizer has begun anew."""
+        group, second = self._group, self._group.parameter.second
+        if second is None or sample(self._values(second)).any():
+            return
+        codes = group.save.reader.stored(second, self._code_spec(second, decisions[second]))
+        if codes is not None and sample(codes).any():
+            group.save.run.zeroed.add(group.parameter.name)
 
     def rescale_since_last(self) -> float:
         """Return the factor from the second moment of the last save to one of now."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy.activity import Activity
 from deltacheck.policy.events import Detector
 from deltacheck.policy.parameters import Roles
 from deltacheck.policy.stage import Stage
@@ -57,6 +58,31 @@ class LeafReader:
         return shadow.data.view(spec.element.numpy)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPair:
+    """The time at which both moments of a parameter were stored.
+
+    Attributes:
+        step: The training step.
+        count: The step count of the optimizer, ``None`` if the state does not hold it.
+    """
+
+    step: int
+    count: int | None
+
+    def age(self, step: int, count: int | None) -> int | None:
+        """Return the age of the pair in updates, ``None`` if the run went back.
+
+        The optimizer counts its updates. Steps are counted only if it does not, since they may be
+        numbers of saves or of micro-batches. The age of a frozen parameter stays 0.
+        """
+        if step <= self.step or (count is None) != (self.count is None):
+            return None
+        if count is None or self.count is None:
+            return step - self.step
+        return count - self.count if count >= self.count else None
+
+
 @dataclass(slots=True)
 class RunState:
     """The knowledge of a run between its saves.
@@ -64,29 +90,34 @@ class RunState:
     Args:
         stage: The stage of the policy.
         detector: Finds events, such as a loss spike, after which everything is saved exactly.
+        activity: Finds a new optimizer, and frozen and unfrozen parameters.
+        zeroed: Parameters whose stored moments were found to be zero again, by name.
         drifts: Drifts of second moments in octaves, measured while the last save was captured.
         spacings: The lattice spacing of each master, by path.
         scales: The root mean square of each master, by path, sampled once.
-        stored_steps: The step at which the reused moments of a parameter were stored, by name.
+        stored_pairs: The time at which the reused moments of a parameter were stored, by name.
         counts: The optimizer's step count at the last save, by parameter name.
         proof: The roles before and after a proof by content that no capture has contradicted.
     """
 
     stage: Stage = field(default_factory=Stage)
     detector: Detector = field(default_factory=Detector)
+    activity: Activity = field(default_factory=Activity)
+    zeroed: set[str] = field(default_factory=set)
     drifts: list[float] = field(default_factory=list)
     spacings: dict[str, float] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
-    stored_steps: dict[str, int] = field(default_factory=dict)
+    stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
     counts: dict[str, int | None] = field(default_factory=dict)
     proof: tuple[Roles, Roles] | None = None
 
     def reset(self) -> None:
         """Forget the course of the run after a restore; scales and spacings stay valid."""
         # The run that goes on may be another one, with other data or another learning rate.
-        self.stage, self.detector = Stage(), Detector()
+        self.stage, self.detector, self.activity = Stage(), Detector(), Activity()
+        self.zeroed.clear()
         self.drifts.clear()
-        self.stored_steps.clear()
+        self.stored_pairs.clear()
         self.counts.clear()
 
     def doubt_proof(self) -> None:

@@ -21,7 +21,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
 from deltacheck.policy import Policy, roles
 from deltacheck.policy.decide import Decision, Situation, decide
-from deltacheck.policy.events import RunObservation
+from deltacheck.policy.events import Event, RunObservation
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 from deltacheck.policy.stage import STABLE, SaveObservation, advance
 from deltacheck.restore import derive
@@ -89,7 +89,8 @@ class Treatment:
             for group, values in groups.items()
         }
         # Before any decision: an event of this very step must already end the stable stage.
-        self._observe(step, rates, metrics, specs)
+        counted_events = self._count(step, leaf_roles, numbers, specs)
+        self._observe(step, rates, metrics, specs, counted_events)
         stage = self._run.stage.name
         if stage == STABLE:
             leaf_roles = self._prove(leaf_roles, sources)
@@ -100,7 +101,8 @@ class Treatment:
         for parameter in leaf_roles.parameters:
             situation = Situation(
                 rates[parameter.group or ""],
-                _as_count(numbers.get(parameter.count or "")),
+                # Without a count, the step is the best estimate of the number of updates.
+                _as_count(numbers.get(parameter.count or "", step)),
                 self._run.spacings.get(parameter.master or ""),
                 self._scale(parameter.master, sources),
             )
@@ -145,6 +147,7 @@ class Treatment:
         rates: Mapping[str, Hyperparameters],
         metrics: Mapping[str, float],
         specs: Mapping[str, LeafSpec],
+        counted_events: tuple[Event, ...],
     ) -> None:
         """Bring the stage of the run to this save."""
         hidden, run = self._policy.hidden, self._run
@@ -163,6 +166,7 @@ class Treatment:
             optimizer=optimizer,
         )
         run.detector, run_events = run.detector.advance(observation)
+        run_events += counted_events
         for event in run_events:
             log.info(
                 "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again",
@@ -180,6 +184,30 @@ class Treatment:
             hidden.max_drift_octaves,
             hidden.stable_from,
         )
+
+    def _count(
+        self,
+        step: int,
+        leaf_roles: Roles,
+        numbers: Mapping[str, object],
+        specs: Mapping[str, LeafSpec],
+    ) -> tuple[Event, ...]:
+        """Return the events that the step counts and the stored moments show."""
+        run = self._run
+        if self._policy.hidden is None:
+            return ()
+        counts, sizes = {}, {}
+        for parameter in leaf_roles.parameters:
+            count = numbers.get(parameter.count or "")
+            if isinstance(count, int | float) and math.isfinite(count):
+                counts[parameter.name] = int(count)
+                spec = specs.get(parameter.first or parameter.master or "")
+                sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
+        run.activity, events = run.activity.advance(step, counts, sizes)
+        if run.zeroed and not events:
+            events = (Event(step, "optimizer"),)
+        run.zeroed.clear()
+        return events
 
     def _numbers(self, sources: Mapping[str, LeafSource]) -> dict[str, float]:
         """Return the leaves of one number: step counts, and rates that are kept as arrays."""
