@@ -22,6 +22,7 @@ from deltacheck.cli import (
     profiling,
     prune,
     reporting,
+    simulation,
 )
 
 app = typer.Typer(
@@ -83,6 +84,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Plan and measure": {
         "profile": profiling.profile,
         "report": reporting.report,
+        "simulate": simulation.simulate,
         "plan": planning.plan,
         "eval": evaluate.evaluate,
         "demo": evaluate.demo,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,7 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
+    from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import Change, LeafState, Step
     from deltacheck.store.manifest import Manifest, Replay, Tag
     from deltacheck.store.root import Root
@@ -42,6 +44,7 @@ _CHANGE = (
     Column("UNCHANGED", "unchanged"),
     Column("DENSITY", "density", output.share),
 )
+_WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
 _REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
 _SURVIVES = Column(
@@ -107,7 +110,7 @@ def log(
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Show the bytes, the changed fraction and the time of each save."""
+    """Show the bytes, their causes, the changed fraction and the time of each save."""
     from deltacheck.errors import DeltacheckError
     from deltacheck.report import history
 
@@ -118,6 +121,7 @@ def log(
     # Differences are of neighbours in the order of the saves. They are negative if a resumed run
     # has a clock that is behind.
     previous_time: float | None = None
+    counter = _cause_counter(root)
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
         row: Row = {
@@ -132,21 +136,37 @@ def log(
         try:
             change = None if step.states is None else history.summed(step.states.values())
             row |= _change_row(change)
+            row["causes"] = None if counter is None else counter.count(step)
             if by_class:
                 row["classes"] = _class_rows(history.by_class(step.states or {}, levels))
         except DeltacheckError as error:
             # The tables are whole, but an index that they name is damaged.
-            row |= _change_row(None) | {"problem": str(error)}
+            row |= _change_row(None) | {"causes": None, "problem": str(error)}
         rows.append(row)
     since_column = Column("SINCE", "seconds_since_previous", output.seconds)
+    columns: tuple[Column, ...]
     if by_class:
         columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
     else:
         written_column = Column("WRITTEN", "written_bytes", output.size)
-        columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE)
+        columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE, _WHY)
     # Most runs have no failed saves.
     failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
     _print_steps(root, rows, (*columns, *failures), as_json, problems)
+
+
+def _cause_counter(root: Root) -> CauseCounter | None:
+    """Return a counter of bytes by cause; ``None`` for an object store, which lists no sizes."""
+    from deltacheck.report.cause_sizes import CauseCounter
+    from deltacheck.report.data import cost_of
+
+    return CauseCounter(cost_of) if isinstance(root.path, Path) else None
+
+
+def _summary(causes: dict[str, int]) -> str:
+    from deltacheck.report.cause_sizes import summary
+
+    return summary(causes)
 
 
 def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,21 +15,13 @@ from deltacheck.cli.arguments import Item, Json
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
+    from deltacheck.evaluate.offline.recorded import Recorded
     from deltacheck.profile import LeafProfile, Profile
     from deltacheck.profile.record import AdamRule
 
 # Names that training frameworks give to the loss and to the gradient norm in their metrics.
 _LOSS = ("loss", "train_loss", "train/loss")
 _NORM = ("gradient_norm", "grad_norm", "train/grad_norm")
-
-
-class _Step(NamedTuple):
-    """A step to observe."""
-
-    step: int
-    state: object
-    loss: float | None = None
-    gradient_norm: float | None = None
 
 
 def profile(
@@ -92,8 +84,9 @@ def profile(
         interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
     )
     steps = 0
-    for step in _steps(source, item):
-        profiler.observe(step.step, step.state, loss=step.loss, gradient_norm=step.gradient_norm)
+    for step in steps_of(source, item):
+        loss, norm = step.metric(*_LOSS), step.metric(*_NORM)
+        profiler.observe(step.step, step.state, loss=loss, gradient_norm=norm)
         steps += 1
     if steps < 2:
         raise StepNotFound(
@@ -145,48 +138,14 @@ def _rule(betas: str | None) -> AdamRule | None:
     return AdamRule(beta1, beta2)
 
 
-def _steps(source: str, item: str | None) -> Iterator[_Step]:
-    """Yield the states of a run in ascending order. One of them is in memory at a time."""
-    from deltacheck import open as open_root
-    from deltacheck.errors import NotACheckpointRoot
+def steps_of(source: str, item: str | None) -> Iterator[Recorded]:
+    """Yield the recorded checkpoints of a run; two of one step are wrong usage."""
+    from deltacheck.evaluate.offline.recorded import recorded
 
     try:
-        checkpoints = open_root(source, item=item)
-    except NotACheckpointRoot as error:
-        # A root is tried first. Only a folder that is certainly none is searched for files of
-        # others.
-        yield from _foreign_steps(Path(source), item, error)
-        return
-    for step in checkpoints.steps():
-        metrics = checkpoints.manifest(step).metrics
-        # A reused moment would appear to be stable.
-        state = checkpoints.restore(step, contract="exact")
-        yield _Step(step, state, _metric(metrics, _LOSS), _metric(metrics, _NORM))
-
-
-def _foreign_steps(source: Path, item: str | None, error: Exception) -> Iterator[_Step]:
-    """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
-    # Suffixes and names decide which framework is imported, as only one of them may be installed.
-    entries = list(source.iterdir()) if source.is_dir() else []
-    if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in entries):
-        from deltacheck.backends.torch.state import sampling as torch_files
-
-        try:
-            torch_files.files(source)
-        except ValueError as problem:
-            raise typer.BadParameter(str(problem)) from problem
-        yield from (_Step(step, state) for step, state in torch_files.states(source))
-    elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in entries):
-        from deltacheck.backends.orbax.state import sampling as orbax_steps
-
-        yield from (_Step(step, state) for step, state in orbax_steps.states(source, item))
-    else:
-        raise error
-
-
-def _metric(metrics: Mapping[str, float | str], names: tuple[str, ...]) -> float | None:
-    # The order of the names is the order of preference.
-    return next((float(metrics[name]) for name in names if name in metrics), None)
+        yield from recorded(source, item)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
 
 
 def _rows(profile: Profile) -> list[Row]:

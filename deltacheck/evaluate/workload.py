@@ -31,7 +31,10 @@ class Workload(Protocol):
     so and judges the rest of a resumed run by statistics alone.
 
     A run may have an attribute ``learning_rate``, a number. Policies that are not exact need it if
-    the state does not contain the rate (optax).
+    the state does not contain the rate (optax). It may have a method ``reorder(seed)``, which
+    continues with other data and other random draws. Trials of a restored state
+    (``deltacheck simulate --factory``, ``deltacheck profile --sensitivity``) need it: other data
+    show the noise.
     """
 
     def step(self) -> float:

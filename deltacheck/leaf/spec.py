@@ -121,6 +121,9 @@ class LeafReport:
         encoded_bytes: Bytes of its streams before the entropy stage; of a keyframe, its values.
         words: Words that the encoder compared.
         changed: Words that differed from the step before. In a keyframe all words count.
+        cause: Why it was written: ``"keyframe"`` (new, or its chain is full), ``"lattice"`` (the
+            learning rate asks for another lattice), ``"refresh"`` (moments too old to reuse),
+            ``"event"`` (exact again), ``"changed"``; empty if nothing was written.
     """
 
     path: str
@@ -129,6 +132,7 @@ class LeafReport:
     encoded_bytes: int
     words: int
     changed: int
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,20 @@ class SaveReport:
     durability: str = "power"
     digest: str = ""
     failed_saves: int = 0
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """The reasons for the size of the save.
+
+        Returns:
+            The causes of its leaves, and the bytes of each before the entropy stage, the largest
+            first. ``deltacheck log`` shows stored bytes.
+        """
+        sizes: dict[str, int] = {}
+        for leaf in self.leaves:
+            if leaf.cause:
+                sizes[leaf.cause] = sizes.get(leaf.cause, 0) + leaf.encoded_bytes
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:

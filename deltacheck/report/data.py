@@ -13,8 +13,10 @@ from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
+from deltacheck.policy.causes import REST
 from deltacheck.profile.record import Profile
 from deltacheck.report import history
+from deltacheck.report.cause_sizes import CauseCounter
 from deltacheck.report.groups import classes, groups
 from deltacheck.report.history import LeafState, Step
 from deltacheck.store import layout
@@ -85,6 +87,7 @@ class StepRecord:
         leaves: Number of leaves.
         recorded_bytes: Size of its files according to the manifest.
         written: Encoding (``METHODS``) -> bytes of the files that the save added.
+        causes: Cause (``policy.causes``) -> the same bytes.
         changed: Group -> changed words / words of the leaves that were not written whole. ``None``
             if all were.
         held: The contracts that are not exact.
@@ -105,6 +108,7 @@ class StepRecord:
     leaves: int
     recorded_bytes: int
     written: Mapping[str, int]
+    causes: Mapping[str, int]
     changed: Mapping[str, float | None]
     held: tuple[Held, ...]
     exact_bytes: int
@@ -216,12 +220,13 @@ def collect(
     promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
     grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
+    causes = CauseCounter(segments.cost)
     steps = []
     # Totals are returned for the leaves of the newest step that could be read.
     present: Mapping[str, LeafState] = {}
     for step in history.steps(root, committed):
         present = step.states or present
-        record = _step(step, segments, grouped, classed)
+        record = _step(step, segments, causes, grouped, classed)
         if record.problem is not None:
             problems.append(f"step {record.step}: {record.problem}")
         steps.append(record)
@@ -394,10 +399,12 @@ class _Segments:
 def _step(
     step: Step,
     segments: _Segments,
+    causes: CauseCounter,
     grouped: Mapping[str, Sequence[str]],
     classes: Mapping[str, Sequence[str]],
 ) -> StepRecord:
     manifest = step.manifest
+    by_cause: Mapping[str, int] = {REST: step.stored_bytes + step.manifest_bytes}
     written_by_method = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
     changed: dict[str, float | None] = {}
     problem, read_bytes, depth, mean_depth = step.problem, 0, 0, 0.0
@@ -411,6 +418,7 @@ def _step(
                         method: size + cost.by_method[method]
                         for method, size in written_by_method.items()
                     }
+            by_cause = causes.count(step)
             changed = _changed(step.states, segments, grouped)
             read_bytes = step.manifest_bytes + _read_bytes(step, segments)
             depth = max((state.depth for state in step.states.values()), default=0)
@@ -432,6 +440,7 @@ def _step(
         leaves=len(manifest.specs),
         recorded_bytes=step.stored_bytes + step.manifest_bytes,
         written=written_by_method,
+        causes=by_cause,
         changed=changed,
         held=contracts,
         exact_bytes=by_contract["exact"],

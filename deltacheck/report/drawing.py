@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from deltacheck.report.formatting import escape_unprintable, format_bytes
 
@@ -99,7 +99,8 @@ def make_figure(
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#777777")
-        axes.tick_params(colors=INK, labelsize=8, color="#777777")
+        # Also for panels that share an axis, whose upper labels Matplotlib hides.
+        axes.tick_params(colors=INK, labelsize=8, color="#777777", labelbottom=True)
         axes.grid(axis="y", color="#E8E8E8", linewidth=0.7)
         axes.set_axisbelow(True)
     return figure, panels
@@ -148,6 +149,31 @@ def set_bytes_axis(axes: Axes, most: float) -> None:
     ]
     axes.set_yticks(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_size(value)))
+
+
+def set_log_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic, with labelled ticks however small the range is.
+
+    Args:
+        axes: The axes.
+        values: The values to show. Without a positive one the axis stays linear.
+    """
+    positive = [value for value in values if 0 < value < math.inf]
+    if not positive:
+        return
+    low, high = min(positive) / 1.3, max(positive) * 1.3
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # Powers of ten alone; if there are few in the range, more digits.
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        ticks = [d * 10.0**power for power in decades for d in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= 3:
+            break
+    axes.yaxis.set_major_locator(FixedLocator(ticks[:: max(1, len(ticks) // 8)]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
 
 def show_message(axes: Axes, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The five figures of a report.
+"""The six figures of a report.
 
 Each function draws one figure from a ``Record``, with a table of the same numbers.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from deltacheck.policy.causes import CAUSES, CHANGED, EVENT, KEYFRAME, LATTICE, REFRESH, REST
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import LeafProfile, Profile
 from deltacheck.report.data import METHODS, Held, Record, StepRecord
@@ -39,6 +41,7 @@ from deltacheck.report.drawing import (
     format_size,
     make_figure,
     set_bytes_axis,
+    set_log_axis,
     shorten,
     show_message,
 )
@@ -48,6 +51,15 @@ MOST_COLUMNS = 80
 
 _METHOD_COLOURS = dict(zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY), strict=True))
 _METHOD_WORDS = {"keyframe": "whole leaves (keyframes)", "tables": "tables and metadata"}
+_CAUSE_COLOURS = dict(zip((*CAUSES, REST), (BLUE, ORANGE, PINK, RED, GREEN, GREY), strict=True))
+_CAUSE_WORDS = {
+    KEYFRAME: "keyframe: new, or the chain is full",
+    LATTICE: "lattice: the rate has changed",
+    REFRESH: "refresh: moments too old",
+    EVENT: "event: exact again",
+    CHANGED: "changed",
+    REST: "rest: tables and metadata",
+}
 _CONTRACT_COLOURS = {"exact": BLUE, "bounded": ORANGE, "reused": PINK}
 _STAGE_COLOURS = {"warm": ORANGE, "stable": GREEN, "degraded": RED}
 _CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY, "#000000")
@@ -62,7 +74,7 @@ def draw(record: Record) -> tuple[Drawing, ...]:
     """Draw all figures, in the order of the page. Figures without data say so."""
     # A $ in the path of a leaf must not begin a formula.
     with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
-        figures = (written_bytes, changes, drift, contracts, restore_cost)
+        figures = (written_bytes, causes, changes, drift, contracts, restore_cost)
         return tuple(figure(record) for figure in figures)
 
 
@@ -71,13 +83,60 @@ def draw(record: Record) -> tuple[Drawing, ...]:
 
 def written_bytes(record: Record) -> Drawing:
     """Draw the bytes of each step, by encoding."""
+    return _bytes_of_saves(
+        record,
+        "bytes",
+        "Bytes written by each save",
+        "All files that a save added: leaves written whole, changed chunks by the encoding that was"
+        " smallest for them, and tables (manifest, segment table, indexes, digests, array"
+        " metadata). Streams that sparse and bitmap chunks share are divided by their length before"
+        " compression.",
+        _Stack(_METHOD_COLOURS, _METHOD_WORDS, lambda step: step.written),
+    )
+
+
+def causes(record: Record) -> Drawing:
+    """Draw the bytes of each step, by the cause of their writing."""
+    return _bytes_of_saves(
+        record,
+        "causes",
+        "Why each save is large",
+        "The same bytes by cause. keyframe: a leaf is new, or its chain of deltas reached its"
+        " limit. lattice: the learning rate has changed so far that master weights need another"
+        " lattice. refresh: moments that would have been reused were too old or had drifted."
+        " event: an event, a resume or a guard ended a weaker contract, and the leaf is stored"
+        " exactly. changed: the difference from the save before. rest: manifest and tables.",
+        _Stack(_CAUSE_COLOURS, _CAUSE_WORDS, lambda step: step.causes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The parts of which bars are made.
+
+    Attributes:
+        colours: Part -> colour, from the bottom to the top.
+        words: Part -> its name in the legend, if it is not the part itself.
+        sizes: Returns the bytes of each part of a step; a missing part has none.
+    """
+
+    colours: Mapping[str, str]
+    words: Mapping[str, str]
+    sizes: Callable[[StepRecord], Mapping[str, int]]
+
+    def mean(self, steps: Sequence[StepRecord], part: str) -> float:
+        return _mean(steps, lambda step: self.sizes(step).get(part, 0))
+
+
+def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: _Stack) -> Drawing:
+    """Draw a bar for each save, of the parts of a stack."""
     figure, (axes,) = make_figure(3.6)
     columns = _columns(record.steps)
     tips = []
     bottom = np.zeros(len(columns))
-    for method in METHODS:
-        heights = np.array([_mean_written(steps, method) for steps in columns])
-        # An encoding that no step uses would only fill the legend.
+    for part, colour in stack.colours.items():
+        heights = np.array([stack.mean(steps, part) for steps in columns])
+        # A part that no step has would only fill the legend.
         if not heights.any():
             continue
         # White edges between narrow bars would hide the bars.
@@ -87,8 +146,8 @@ def written_bytes(record: Record) -> Drawing:
             heights,
             0.86,
             bottom,
-            color=_METHOD_COLOURS[method],
-            label=_METHOD_WORDS.get(method, method),
+            color=colour,
+            label=stack.words.get(part, part),
             edgecolor="white",
             linewidth=edge,
         )
@@ -96,9 +155,9 @@ def written_bytes(record: Record) -> Drawing:
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
     for column, steps in enumerate(columns):
         parts = ", ".join(
-            f"{m} {format_size(_mean_written(steps, m))}"
-            for m in METHODS
-            if any(s.written[m] for s in steps)
+            f"{part} {format_size(size)}"
+            for part in stack.colours
+            if (size := stack.mean(steps, part))
         )
         text = (
             f"{_title(steps)}: {format_size(bottom[column])} written,"
@@ -117,7 +176,7 @@ def written_bytes(record: Record) -> Drawing:
         (
             str(s.step),
             str(s.seq),
-            *(f"{s.written[m]:,}" for m in METHODS),
+            *(f"{stack.sizes(s).get(part, 0):,}" for part in stack.colours),
             f"{s.written_bytes:,}",
             f"{s.raw_bytes:,}",
             _percent(s),
@@ -125,15 +184,12 @@ def written_bytes(record: Record) -> Drawing:
         for s in record.steps
     )
     return Drawing(
-        "bytes",
-        "Bytes written by each save",
-        "All files that a save added: leaves written whole, changed chunks by the encoding that was"
-        " smallest for them, and tables (manifest, segment table, indexes, digests, array"
-        " metadata). Streams that sparse and bitmap chunks share are divided by their length before"
-        " compression. The dashed line is the state in memory." + _together(record.steps),
+        name,
+        title,
+        f"{caption} The dashed line is the state in memory." + _together(record.steps),
         figure,
         tuple(tips),
-        ("step", "seq", *METHODS, "sum", "state", "sum / state"),
+        ("step", "seq", *stack.colours, "sum", "state", "sum / state"),
         rows,
         0,
     )
@@ -275,11 +331,8 @@ def drift(record: Record) -> Drawing:
                 (role, words[unit], str(step), *(f"{value:.4g}" for value in values))
                 for step, *values in zip(steps, middle, low, high, strict=True)
             ]
-        # A logarithmic axis without a positive value has no limits, and Matplotlib warns.
-        if any(value > 0 for line in axes.lines for value in np.asarray(line.get_ydata())):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+        heights = [y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()]
+        set_log_axis(axes, heights)
         axes.set_ylabel(f"drift,\n{words[unit]}", fontsize=8)
         _stable_start(axes, profile)
         _events(axes, profile.events)
@@ -508,10 +561,6 @@ def _mean(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> 
     return statistics.fmean(value(step) for step in steps)
 
 
-def _mean_written(steps: Sequence[StepRecord], method: str) -> float:
-    return _mean(steps, lambda step: step.written[method])
-
-
 def _mean_share(steps: Sequence[StepRecord], contract: str) -> float:
     """Return the mean share of the state's bytes under a contract."""
     return _mean(steps, lambda step: _bytes_under(step, contract) / max(step.raw_bytes, 1))
@@ -614,9 +663,8 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
         show_message(axes, _NO_STEP)
         return
     axes.set_ylim(0, 1)
-    axes.set_yticks([])
+    axes.set_yticks([0.5], ["stage"])
     axes.grid(False)
-    axes.set_ylabel("stage", fontsize=8, rotation=0, ha="right", va="center")
     stages = {step.stage: None for step in steps}
     handles = [
         Patch(color=_STAGE_COLOURS.get(stage, "#EDEDED"), label=stage or "none (exact)")

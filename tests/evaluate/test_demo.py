@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deltacheck.evaluate import equality
 from deltacheck.evaluate.demo import demonstration
 from deltacheck.evaluate.demo.demonstration import Demonstration
 from deltacheck.evaluate.demo.summary import Outcome
+from deltacheck.evaluate.workloads import equality
 
 pytest.importorskip("torch")
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate import equality
 from deltacheck.evaluate.demo.demonstration import Demonstration
-from deltacheck.evaluate.workloads import text
+from deltacheck.evaluate.workloads import equality, text
 from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 

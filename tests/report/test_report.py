@@ -39,7 +39,7 @@ from deltacheck.report.groups import classes, groups
 from deltacheck.store import documents
 from deltacheck.store.root import open_root
 
-NAMES = ("bytes", "changes", "drift", "contracts", "restore")
+NAMES = ("bytes", "causes", "changes", "drift", "contracts", "restore")
 STEPS = (0, 10, 20, 35, 50)
 
 
@@ -551,7 +551,8 @@ def long_run(steps: int) -> Record:
         return StepRecord(
             step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable",
             raw_bytes=100_000, leaves=3,
-            recorded_bytes=1010 + k, written=written, changed={"a": 0.01, "b": None},
+            recorded_bytes=1010 + k, written=written, causes={"changed": 1010 + k},
+            changed={"a": 0.01, "b": None},
             held=held, exact_bytes=100_000,
             bounded_bytes=0, reused_bytes=0, depth=k % 8, mean_depth=float(k % 8),
             read_bytes=50_000, problem=None,
@@ -592,6 +593,35 @@ def test_every_kind_of_stage_contract_and_size_can_be_drawn(tmp_path: Path) -> N
     drawings = figures.draw(dataclasses.replace(record, steps=(*record.steps, odd)))
     assert len(page.write_images(drawings, tmp_path)) == len(NAMES)
     assert "名前" in page.page("t", {}, (), drawings)
+
+
+@pytest.mark.parametrize("spread", [1e4, 3.0, 1.2])
+def test_every_axis_has_labels_within_its_limits(spread: float) -> None:
+    """Also a logarithmic axis of less than a decade, and the upper panels of a shared axis."""
+    record = long_run(40)
+    leaves = {
+        path: msgspec.structs.replace(
+            leaf,
+            drift=Curve((0, 50, 100), (0.013, 0.013 * spread / 2, 0.013 * spread)),
+        )
+        for path, leaf in record.profile.leaves.items()
+    }
+    ran = msgspec.structs.replace(record.profile, leaves=leaves)
+    for made in figures.draw(dataclasses.replace(record, profile=ran)):
+        made.figure.draw_without_rendering()
+        for axes in made.figure.axes:
+            for axis, (low, high) in (
+                (axes.xaxis, axes.get_xlim()),
+                (axes.yaxis, sorted(axes.get_ylim())),
+            ):
+                shown = [
+                    label.get_text()
+                    for label in axis.get_ticklabels()
+                    if label.get_visible()
+                    and low <= label.get_position()[axis is axes.yaxis] <= high
+                ]
+                is_bar = axis is axes.xaxis and axes.get_label() == "<colorbar>"
+                assert any(shown) or is_bar, (made.name, axes.get_ylabel(), axis.axis_name)
 
 
 @pytest.mark.parametrize(

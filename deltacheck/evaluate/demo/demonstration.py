@@ -29,13 +29,12 @@ from rich.progress import (
 
 import deltacheck
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate import equality
 from deltacheck.evaluate.demo import summary
 from deltacheck.evaluate.demo.summary import KillOutcome, Outcome
-from deltacheck.evaluate.equality import Verdict
 from deltacheck.evaluate.records import FINAL_STATE, Plan, Task
 from deltacheck.evaluate.session import OnReport, Reports, Session, kills
-from deltacheck.evaluate.workloads import text
+from deltacheck.evaluate.workloads import equality, text
+from deltacheck.evaluate.workloads.equality import Verdict
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 _BUILTIN = "deltacheck.evaluate.workloads.builtin"

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deltacheck.evaluate.equality import Verdict
+from deltacheck.evaluate.workloads.equality import Verdict
 from deltacheck.evaluate.workloads.leaf_classes import CLASSES
 
 

@@ -41,6 +41,9 @@ class ProtocolWorkload:
     def evaluate(self) -> float:
         return self._run.evaluate()
 
+    def reorder(self, seed: int) -> None:
+        self._run.reorder(seed)
+
 
 def sft(seed: int) -> ProtocolWorkload:
     """Create a supervised fine-tuning at 1e-5, with dropout. 0.4 M parameters."""

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 import deltacheck
 from deltacheck import Policy, Profile, Profiler, SaveHandle
-from deltacheck.evaluate import equality
-from deltacheck.evaluate.workloads import pairs
+from deltacheck.evaluate.workloads import equality, pairs
 from deltacheck.evaluate.workloads.pairs import Coding, Pair
 
 POLICIES = ("exact", "post_training")

@@ -41,6 +41,8 @@ class ChainState:
         self._delta_arrays: dict[str, int] = {}
         # The newest step that was committed, or restored since.
         self._newest: Manifest | None = None
+        # The leaves that were not exact in one of these steps.
+        self._promised: set[str] = set()
         # The newest compacted segment. It is no step's yet until the next save is committed.
         self._compacted: dict[str, SegmentRef] = {}
         # Compactions to start when the save of a sequence number is committed.
@@ -84,6 +86,7 @@ class ChainState:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
             self._newest, self._compacted = manifest, {}
+            self._promised |= manifest.contracts.keys()
             self._delta_arrays = {
                 segment.id: segment.table.delta_arrays
                 for chain in chains.values()
@@ -211,6 +214,8 @@ class ChainState:
     def committed(self, job: SaveJob, manifest: Manifest) -> None:
         """Record that the step exists, and start the compaction that was planned with it."""
         previous, self._newest = self._newest, manifest
+        job.explain(manifest, previous, frozenset(self._promised))
+        self._promised |= manifest.contracts.keys()
         plan = self._plans.pop(job.seq, None)
         if plan is not None and previous is not None and self.compactor is not None:
             self.compactor.start(plan, previous)

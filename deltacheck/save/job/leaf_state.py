@@ -97,6 +97,7 @@ class LeafSave:
         encoded_bytes: Bytes before the entropy stage.
         live_digest: Digest of the captured content, if the save is read back.
         entry: The leaf's entry in the segment's table. ``None``: the leaf did not change.
+        cause: Why it was written, see ``policy.causes``; empty if it was not.
     """
 
     number: int
@@ -108,6 +109,7 @@ class LeafSave:
     encoded_bytes: int = 0
     live_digest: str = ""
     entry: LeafEntry | None = None
+    cause: str = ""
 
 
 def await_write(pending: Pending, timeout: float) -> None:

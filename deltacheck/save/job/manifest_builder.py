@@ -160,4 +160,5 @@ def _leaf_report(leaf: LeafSave) -> LeafReport:
         leaf.encoded_bytes,
         form.raw_bytes // form.word_bytes,
         leaf.changed_words,
+        leaf.cause,
     )

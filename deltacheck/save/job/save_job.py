@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from deltacheck.leaf.spec import SaveReport
+from deltacheck.policy.causes import cause_of
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_reports
@@ -144,6 +145,26 @@ class SaveJob:
             self.setup.store.durability.value,
             failed_saves,
         )
+
+    def explain(
+        self, manifest: Manifest, before: Manifest | None, promised: Collection[str]
+    ) -> None:
+        """Record for the report why each leaf was written.
+
+        Args:
+            manifest: The manifest of the step.
+            before: That of the step before it, ``None`` for the first one.
+            promised: The leaves that were not exact in an earlier step.
+        """
+        for path, leaf in self.leaves.items():
+            if leaf.entry is not None:
+                leaf.cause = cause_of(
+                    path,
+                    is_whole=leaf.entry.is_whole,
+                    before=before,
+                    manifest=manifest,
+                    promised=promised,
+                )
 
     def report(self, stored_bytes: int, digest: str, failed_saves: int) -> SaveReport:
         """Return the cost of the committed save.

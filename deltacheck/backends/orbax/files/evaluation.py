@@ -93,6 +93,15 @@ class Saver:
         self._manager.close()
 
 
+def load(root: Path, step: int, like: object) -> Any:
+    """Return the state of a step, in the types of ``like``."""
+    opened = manager(root)
+    try:
+        return opened.restore(step, args=DeltaRestoreArgs(like))
+    finally:
+        opened.close()
+
+
 class _Watched(threading.Thread):
     """A running save, and the time until it is durable."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.files.load import load as read
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf import tree
 from deltacheck.policy import Policy
@@ -88,3 +89,8 @@ class Saver:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def load(root: Path, step: int, like: object) -> Any:
+    """Return the state of a step. ``like`` is not used."""
+    return read(root, step)

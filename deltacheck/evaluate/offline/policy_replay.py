@@ -1,0 +1,209 @@
+"""Save recorded checkpoints again under several policies, and compare what was written.
+
+The saver is the real one, and the figures are read from the roots that it wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from deltacheck.backends import profiler
+from deltacheck.errors import StepNotFound
+from deltacheck.evaluate.offline.recorded import Recorded
+from deltacheck.policy import Policy
+from deltacheck.policy.causes import CAUSES, REST
+from deltacheck.policy.stage import STABLE
+from deltacheck.profile import Profile
+from deltacheck.report.data import Held, StepRecord, collect
+
+# Presets without arguments of their own.
+_PRESETS: dict[str, Callable[..., Policy]] = {
+    "whole": lambda **options: Policy.exact(max_chain_depth=0, **options),
+    "exact": Policy.exact,
+    "derive": lambda **options: Policy.exact(derive=True, **options),
+    "model_exact": Policy.model_exact,
+}
+# Presets that take a profile.
+_PROFILED: dict[str, Callable[..., Policy]] = {
+    "post_training": Policy.post_training,
+    "bounded": lambda profile, **options: Policy.post_training(
+        profile, weights="bounded", **options
+    ),
+}
+NAMES = (*_PRESETS, *_PROFILED)
+
+
+def needs_profile(text: str) -> bool:
+    """Return True if a policy is made from a profile."""
+    return text.partition(":")[0] in _PROFILED
+
+
+def policy_of(text: str, profile: Profile | None = None) -> Policy:
+    """Return the policy that a text describes.
+
+    Args:
+        text: One of ``NAMES``, and arguments of the preset: ``model_exact:moments=bounded``.
+        profile: The profile for ``post_training`` and ``bounded``.
+
+    Raises:
+        ValueError: If there is no such preset or argument, or a value is out of its range.
+    """
+    name, _, words = text.partition(":")
+    options: dict[str, Any] = {}
+    for word in filter(None, words.split(",")):
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} in {text!r} is no NAME=VALUE")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value.strip()
+    try:
+        if name in _PRESETS:
+            return _PRESETS[name](**options)
+        if name in _PROFILED and profile is not None:
+            return _PROFILED[name](profile, **options)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    if name in _PROFILED:
+        raise ValueError(f"{name} needs a profile")
+    raise ValueError(f"{name!r} is no policy; choose from {', '.join(NAMES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The bytes that a policy wrote for the recorded checkpoints.
+
+    Attributes:
+        saves: The number of saves.
+        raw_bytes: The size of the state.
+        first_bytes: The size of the first save, which writes every leaf whole.
+        mean_bytes: The mean of all saves.
+        steady_bytes: The mean of the saves in the stable stage; of all but the first one under an
+            exact policy. ``None`` if there was none.
+        most_bytes: The largest of these.
+        steady_saves: The number of these.
+        causes: Cause (``policy.causes``) -> bytes of these saves, in the mean.
+    """
+
+    saves: int
+    raw_bytes: int
+    first_bytes: int
+    mean_bytes: float
+    steady_bytes: float | None
+    most_bytes: int
+    steady_saves: int
+    causes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The recorded checkpoints under one policy.
+
+    Attributes:
+        policy: The description of the policy.
+        root: The scratch root.
+        stable_from: The first step in the stable stage, ``None`` without one.
+        sizes: The bytes.
+        steps: The steps, oldest first.
+        contracts: Contracts that were not exact: of each class, kind and norm the leaf that came
+            nearest to its limit in any step.
+    """
+
+    policy: str
+    root: Path
+    stable_from: int | None
+    sizes: Sizes
+    steps: tuple[StepRecord, ...]
+    contracts: tuple[Held, ...]
+
+
+def replay(
+    checkpoints: Iterable[Recorded], policies: Mapping[str, Policy], folder: Path
+) -> tuple[Replay, ...]:
+    """Save recorded checkpoints under several policies.
+
+    Args:
+        checkpoints: The checkpoints, ascending. Each is saved under every policy before the next
+            one is taken.
+        policies: The policies by description.
+        folder: An empty folder for a root of each policy.
+
+    Raises:
+        StepNotFound: There are fewer than two checkpoints.
+        DeltacheckError: As a save raises it.
+    """
+    roots = {text: folder / str(number) for number, text in enumerate(policies)}
+    savers: dict[str, Any] = {}
+    steps = 0
+    try:
+        for checkpoint in checkpoints:
+            if not savers:
+                backend = backend_of(checkpoint.state)
+                for text, policy in policies.items():
+                    savers[text] = backend.Saver(roots[text], policy)
+            for saver in savers.values():
+                saver.save(checkpoint.step, checkpoint.state, checkpoint.metrics)
+                # Here, and not behind the next policy's save: it may read the same mapped file.
+                saver.finish()
+            steps += 1
+    finally:
+        for saver in savers.values():
+            saver.close()
+    if steps < 2:
+        raise StepNotFound(f"a simulation needs at least two checkpoints, not {steps}")
+    return tuple(replayed(text, root) for text, root in roots.items())
+
+
+def backend_of(state: object) -> Any:
+    """Return the module that saves a state: that of its arrays, else any that is installed."""
+    packages = {profiler.package_of(array) for array in profiler.flatten(state).arrays.values()}
+    is_torch = "torch" in packages or (
+        not packages & {"jax", "jaxlib"} and importlib.util.find_spec("torch") is not None
+    )
+    framework = "torch" if is_torch else "orbax"
+    return import_module(f"deltacheck.backends.{framework}.files.evaluation")
+
+
+def replayed(text: str, root: Path) -> Replay:
+    """Return what a policy wrote to a root."""
+    steps = collect(root).steps
+    stable = [step.step for step in steps if step.stage == STABLE]
+    return Replay(text, root, min(stable, default=None), sizes_of(steps), steps, _worst_of(steps))
+
+
+def sizes_of(steps: Sequence[StepRecord]) -> Sizes:
+    """Return the bytes of at least one save."""
+    is_lossy = any(step.stage for step in steps)
+    steady = [step for step in steps[1:] if not is_lossy or step.stage == STABLE]
+    sizes = [step.written_bytes for step in steady]
+    causes = {
+        cause: fmean(step.causes.get(cause, 0) for step in steady) if steady else 0.0
+        for cause in (*CAUSES, REST)
+    }
+    return Sizes(
+        len(steps),
+        steps[-1].raw_bytes,
+        steps[0].written_bytes,
+        fmean(step.written_bytes for step in steps),
+        fmean(sizes) if sizes else None,
+        max(sizes, default=0),
+        len(sizes),
+        causes,
+    )
+
+
+def _worst_of(steps: Sequence[StepRecord]) -> tuple[Held, ...]:
+    worst: dict[tuple[str, str, str], Held] = {}
+    for contract in (contract for step in steps for contract in step.held):
+        key = (contract.of, contract.contract, contract.norm)
+        if key not in worst or contract.used > worst[key].used:
+            worst[key] = contract
+    return tuple(worst.values())

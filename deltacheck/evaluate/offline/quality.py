@@ -1,0 +1,188 @@
+"""Train on from what policies restore, and measure the lost progress.
+
+The trial is that of ``profile.sensitivity``: from one checkpoint the same few steps are trained
+from the exact state, from the exact state on other data, and from each restored state.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltacheck.errors import StepNotFound
+from deltacheck.evaluate import snapshot
+from deltacheck.evaluate.offline.policy_replay import Replay, backend_of
+from deltacheck.evaluate.workload import FOLDER, Factory, NoWorkload, create_workload
+from deltacheck.policy import roles
+from deltacheck.policy.parameters import Roles, hyperparameters
+from deltacheck.profile import AdamRule, sensitivity
+from deltacheck.profile.sensitivity import Outcome, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The trial of a restored state.
+
+    Attributes:
+        factory: Creates the run.
+        seed: Its seed, that of the recorded run.
+        steps: The number of steps of each trial. Larger: later effects are seen; smaller: faster.
+        orders: The number of runs on other data, at least 2.
+    """
+
+    factory: Factory
+    seed: int = 1
+    steps: int = 10
+    orders: int = 3
+
+    def measure(self, exact: Any, candidates: Mapping[str, Any]) -> tuple[Verdict, ...]:
+        """Return a verdict for each candidate.
+
+        Args:
+            exact: The exact state, as the run's ``load`` takes it.
+            candidates: States that a policy restores instead, by name.
+
+        Raises:
+            NoWorkload: The run has no ``reorder(seed)``, or its learning rate is unknown.
+        """
+        with _folder():
+            run = create_workload(self.factory, self.seed)
+            if not callable(getattr(run, "reorder", None)):
+                raise NoWorkload(
+                    f"{type(run).__name__} has no method reorder(seed), which continues with other"
+                    " data; without it there is no noise to compare with"
+                )
+            view = _View(exact)
+            rate = view.rate or getattr(run, "learning_rate", None)
+            if not rate:
+                raise NoWorkload(
+                    "neither the state nor an attribute learning_rate of the run tells the"
+                    " learning rate"
+                )
+            return sensitivity.measure(
+                self._train,
+                exact,
+                candidates,
+                lr=float(rate),
+                weights=lambda state: _View(state).weights(),
+                moments=lambda state: _View(state).moments(),
+                rule=view.rule,
+                orders=self.orders,
+            )
+
+    def _train(self, state: Any, order: int) -> Outcome:
+        run = create_workload(self.factory, self.seed)
+        # ``load`` may keep what it is given, and the next trial needs it unchanged.
+        run.load(copy.deepcopy(state))
+        if order:
+            run.reorder(order)  # type: ignore[attr-defined]
+        losses = tuple(float(run.step()) for _ in range(self.steps))
+        # Before the evaluation, which may change buffers.
+        weights = _View(run.state()).weights()
+        return Outcome(losses, weights, float(run.evaluate()))
+
+
+class _View:
+    """A state by the roles of its leaves."""
+
+    def __init__(self, state: Any) -> None:
+        backend = backend_of(state)
+        self._copy = snapshot.take(backend.flat(state), backend.bytes_of)
+        self.roles: Roles = roles.find(self._copy.specs, self._copy.numbers)
+
+    def _values(self, path: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return self._copy.arrays[path].astype(np.float32)
+
+    def weights(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return the weights that the optimizer updates: masters if there are any."""
+        paths = [p.master or p.weight for p in self.roles.parameters]
+        present = [path for path in paths if path is not None]
+        return {path: self._values(path) for path in present or self.roles.weights}
+
+    def moments(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield path, m and v of each parameter of an Adam."""
+        for p in self.roles.parameters:
+            if p.adam and p.first is not None and p.second is not None:
+                yield p.name, self._values(p.first), self._values(p.second)
+
+    @property
+    def rate(self) -> float | None:
+        """The largest learning rate, ``None`` if the state does not hold it."""
+        groups = hyperparameters(self.roles, self._copy.numbers).values()
+        return max((group.lr for group in groups if group.lr), default=None)
+
+    @property
+    def rule(self) -> AdamRule | None:
+        """The constants of Adam, ``None`` if the state does not hold one pair."""
+        groups = hyperparameters(self.roles, self._copy.numbers).values()
+        pairs = {(group.beta1, group.beta2) for group in groups}
+        if len(pairs) != 1:
+            return None
+        beta1, beta2 = pairs.pop()
+        return None if beta1 is None or beta2 is None else AdamRule(beta1, beta2)
+
+
+def quality(
+    replays: Sequence[Replay], exact: Replay, trials: Trials, like: Any
+) -> tuple[int, tuple[Verdict, ...]]:
+    """Try what each policy restores at the step at which most is weaker than exact.
+
+    Args:
+        replays: The checkpoints under each policy.
+        exact: The same checkpoints under an exact policy.
+        trials: The trial.
+        like: A state of the run, for its types.
+
+    Returns:
+        The step, and a verdict for each policy, in order.
+
+    Raises:
+        StepNotFound: No policy has a step that is not exact.
+        NoWorkload: As ``Trials.measure`` raises it.
+    """
+    step = hardest_step(replays)
+    backend = backend_of(like)
+    candidates = {replay.policy: backend.load(replay.root, step, like) for replay in replays}
+    return step, trials.measure(backend.load(exact.root, step, like), candidates)
+
+
+def hardest_step(replays: Sequence[Replay]) -> int:
+    """Return the step at which reused leaves are oldest, else the newest that is not exact.
+
+    Raises:
+        StepNotFound: No policy has a step that is not exact.
+    """
+    ages: dict[int, int] = {}
+    for replay in replays:
+        for step in replay.steps:
+            if step.held:
+                age = max(contract.age_steps for contract in step.held)
+                ages[step.step] = ages.get(step.step, 0) + age
+    if not ages:
+        raise StepNotFound(
+            "every policy keeps every recorded step exactly, so there is no quality to measure;"
+            " record more steps"
+        )
+    return max(ages, key=lambda step: (ages[step], step))
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Provide the folder that a factory may write to, if no evaluation provides it."""
+    if FOLDER in os.environ:
+        yield Path(os.environ[FOLDER])
+        return
+    with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as name:
+        os.environ[FOLDER] = name
+        try:
+            yield Path(name)
+        finally:
+            del os.environ[FOLDER]

@@ -1,0 +1,79 @@
+"""Read the recorded checkpoints of a run, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deltacheck import open as open_root
+from deltacheck.errors import NotACheckpointRoot
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One recorded checkpoint.
+
+    Attributes:
+        step: The training step.
+        state: The nested state.
+        metrics: The metrics of the save, empty for files of others.
+    """
+
+    step: int
+    state: object
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def metric(self, *names: str) -> float | None:
+        """Return the first metric that exists under one of these names."""
+        return next((self.metrics[name] for name in names if name in self.metrics), None)
+
+
+def recorded(source: str, item: str | None = None, *, as_torch: bool = False) -> Iterator[Recorded]:
+    """Yield the checkpoints of a run in ascending order. One of them is in memory at a time.
+
+    Args:
+        source: A root, a folder of ``torch.save`` files, or the folder of an Orbax
+            ``CheckpointManager``.
+        item: The item of a manager's steps, if they have several.
+        as_torch: If True, the leaves of a root are torch tensors; if False, NumPy arrays.
+
+    Raises:
+        NotACheckpointRoot: There are no checkpoints.
+        ContractNotMet: A step of a root is not exact. A reused moment would seem to be stable.
+        ValueError: Two files have the same step.
+        Damaged: A checkpoint cannot be read.
+    """
+    try:
+        checkpoints = open_root(source, item=item)
+    except NotACheckpointRoot as error:
+        # A root is tried first. Only a folder that is certainly none is searched for files of
+        # others.
+        yield from _foreign(Path(source), item, error)
+        return
+    for step in checkpoints.steps():
+        metrics = checkpoints.manifest(step).metrics
+        numbers = {name: float(value) for name, value in metrics.items()}
+        if as_torch:
+            from deltacheck.backends.torch import load
+
+            state = load(source, step, item=item, contract="exact")
+        else:
+            state = checkpoints.restore(step, contract="exact")
+        yield Recorded(step, state, numbers)
+
+
+def _foreign(source: Path, item: str | None, error: Exception) -> Iterator[Recorded]:
+    """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
+    # Suffixes and names decide which framework is imported, as only one of them may be installed.
+    entries = list(source.iterdir()) if source.is_dir() else []
+    if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in entries):
+        from deltacheck.backends.torch.state import sampling as torch_files
+
+        yield from (Recorded(step, state) for step, state in torch_files.states(source))
+    elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in entries):
+        from deltacheck.backends.orbax.state import sampling as orbax_steps
+
+        yield from (Recorded(step, state) for step, state in orbax_steps.states(source, item))
+    else:
+        raise error

@@ -1,0 +1,155 @@
+"""Recorded checkpoints, replayed through policies by the real saver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
+from deltacheck.evaluate.offline.policy_replay import NAMES, policy_of
+from deltacheck.report.data import collect
+from tests.support.adam_run import AdamRun
+
+pytestmark = pytest.mark.tools
+
+STEPS = 16
+
+
+def states() -> Any:
+    run = AdamRun()
+    for _ in range(STEPS):
+        run.advance(10)
+        yield run.step, run.state()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoints in an exact root, in files of torch, and under a lossy policy."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "files").mkdir()
+    engines = [
+        Engine(folder / name, policy=policy)
+        for name, policy in (("root", Policy.exact()), ("lossy", Policy.model_exact()))
+    ]
+    for step, state in states():
+        for engine in engines:
+            engine.save(step, state, metrics={"loss": 1.0}).wait()
+        tensors = tensors_of(state)
+        torch.save(tensors, folder / "files" / f"step-{step}.pt")
+    for engine in engines:
+        engine.close()
+    return folder
+
+
+def tensors_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: tensors_of(child) for key, child in value.items()}
+    if isinstance(value, np.ndarray):
+        if value.dtype.name == "bfloat16":
+            return torch.from_numpy(value.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["simulate", *words, "--json"]) == 0
+    return {row["policy"]: row for row in json.loads(capsys.readouterr().out)["policies"]}
+
+
+def test_a_simulation_writes_what_the_run_itself_wrote(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bytes, causes and errors are those of the same policy during the run."""
+    rows = simulated(capsys, str(recorded / "root"), "--policy", "exact", "--policy", "model_exact")
+    for name, policy in (("root", "exact"), ("lossy", "model_exact")):
+        steps = collect(recorded / name).steps
+        made = rows[policy]["steps"]
+        assert [row["step"] for row in made] == [step.step for step in steps]
+        assert [row["stage"] for row in made] == [step.stage for step in steps]
+        for row, step in zip(made, steps, strict=True):
+            # Manifests hold names and times of different lengths.
+            assert row["written_bytes"] == pytest.approx(step.written_bytes, rel=0.01)
+            assert row["causes"]["changed"] == step.causes["changed"]
+    lossy = rows["model_exact"]
+    assert lossy["stable_from"] == next(
+        step.step for step in collect(recorded / "lossy").steps if step.stage == "stable"
+    )
+    assert lossy["steady_bytes"] < rows["exact"]["steady_bytes"] / 2
+    assert lossy["causes"]["refresh"] > 0 == rows["exact"]["causes"]["refresh"]
+    errors = {(row["of"].split("/")[-1], row["contract"]): row for row in lossy["contracts"]}
+    assert 0 < errors["master", "bounded"]["measured"] <= errors["master", "bounded"]["limit"]
+    assert errors["exp_avg_sq", "reused"]["used"] <= 1
+
+
+def test_files_of_torch_give_the_same(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--policy", "model_exact:moments=bounded"]
+    ours, files = (
+        simulated(capsys, str(recorded / name), *words)[words[1]] for name in ("root", "files")
+    )
+    assert files["stable_from"] == ours["stable_from"]
+    assert files["causes"]["changed"] == ours["causes"]["changed"]
+    assert files["contracts"] == ours["contracts"]
+
+
+def test_a_folder_of_orbax_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    frozen = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in range(3):
+            arrays = {"w": np.full((64, 64), step, np.float32), "frozen": frozen}
+            manager.save(step, args=ocp.args.StandardSave(arrays))
+        manager.wait_until_finished()
+    rows = simulated(capsys, str(tmp_path / "run"), "--policy", "whole", "--policy", "exact")
+    assert rows["whole"]["saves"] == rows["exact"]["saves"] == 3
+    assert rows["exact"]["steady_bytes"] < rows["whole"]["steady_bytes"]
+
+
+def test_the_tables_name_policies_causes_and_errors(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["simulate", str(recorded / "root"), "--keep", str(tmp_path / "kept")]
+    assert main([*line, "--policy", "post_training", "--policy", "derive"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("REFRESH", "LATTICE", "post_training", "OF LIMIT"))
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    assert main(line) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["root", "--policy", "lossy"], 2, "is no policy; choose from"),
+        (["root", "--policy", "model_exact:moments=none"], 2, "moments one of"),
+        (["root", "--policy", "exact:nothing=1"], 2, "unexpected keyword"),
+        (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
+        (["lossy"], 5, "contract"),
+        (["nowhere"], 3, "nowhere"),
+        (["root", "--factory", "nothing.py:make"], 5, "nothing.py"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    words: list[str], code: int, message: str, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(recorded / words[0]), *words[1:]]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_named_policy_is_made() -> None:
+    for name in NAMES:
+        if name in ("post_training", "bounded"):
+            with pytest.raises(ValueError, match="needs a profile"):
+                policy_of(name)
+        else:
+            assert isinstance(policy_of(f"{name}:max_restore_reads=9"), Policy)
