@@ -19,6 +19,7 @@ from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import storage
+from deltacheck.store.files.containment import inside
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import Root, Store, open_segments
 
@@ -68,7 +69,7 @@ def branch(
         StepNotFound: If there is no such step.
         Damaged: If the tables of the step are not whole.
         ChainBroken: The same, if a segment is missing.
-        NotACheckpointRoot: If ``to`` holds anything.
+        NotACheckpointRoot: If ``to`` holds anything, or is in the root.
         StorageFailed: If the root is in an object store.
         OSError: If the file system fails.
     """
@@ -78,6 +79,11 @@ def branch(
             f"{target} is not empty; a branch needs a directory that is new or empty"
         )
     origin = storage.local(root.store.path, "a branch")
+    # Links are resolved on both sides, or a link to the root would be accepted.
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root.path)):
+        raise NotACheckpointRoot(
+            f"{target} is in {root.path}; a branch needs a directory outside the root"
+        )
     manifest = root.manifest(step)
     open_segments(root, manifest)
     # The source was read before anything is created, so a missing or damaged step leaves no empty
@@ -91,7 +97,7 @@ def branch(
             for folder, _, files in os.walk(source):
                 target_folder = segment / Path(folder).relative_to(source)
                 # Only files can be linked, so the directories are made anew and are synced below.
-                target_folder.mkdir()
+                inside(target, target_folder).mkdir()
                 for name in files:
                     file = Path(folder) / name
                     size = file.stat().st_size

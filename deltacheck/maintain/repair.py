@@ -246,7 +246,8 @@ def _restores(root: Root, manifest: Manifest) -> bool:
 def _step_folder(root: Root, manifest_path: Place) -> Place:
     """Return the directory of a step. In a manager root, it holds the directories of the items."""
     folder = manifest_path.parent
-    return folder.parent if root.is_manager_root else folder
+    # A link in a step's place has no item: it is the step.
+    return folder.parent if root.is_manager_root and folder.parent != root.path else folder
 
 
 def _reconstruct_step(

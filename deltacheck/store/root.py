@@ -8,6 +8,7 @@ the step directories that Orbax commits by renaming, and the segments lie in the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -184,6 +185,8 @@ class Store:
         """
         segment = self._open.get(ref)
         if segment is None:
+            # A lock, too, is an effect, which a link must not lead out of the root.
+            inside(self.path, self.path / layout.SEGMENTS / ref.id)
             # The pin comes first: from here on no collection removes what is read.
             pin = storage_of(self.path / layout.SEGMENTS / ref.id / "zarr.json").pin()
             segment = self._open[ref] = Segment(self.path, ref, self._reading)
@@ -547,13 +550,14 @@ def create_manager_store(
     path = root / MANAGER_STORE
     storage_of(path).check_directory()
     path.mkdir(parents=True, exist_ok=True)
-    os.close(
-        os.open(
-            path / layout.COMMIT_MARK,
-            os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-            0o666,
-        )
-    )
+    mark = path / layout.COMMIT_MARK
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        os.close(os.open(mark, flags, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise Damaged(f"{mark} is a link; remove it", file=mark) from error
     return Store.create(path, threads, durability)
 
 

@@ -5,6 +5,7 @@ not be read is damage, and not absent.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from deltacheck.cli import main
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.mirror import Mirror
 from deltacheck.maintain.repair import repair
-from deltacheck.store.root import open_root
+from deltacheck.store.root import Store, open_root
 
 PLACES = {
     "control": "control",
@@ -100,6 +102,74 @@ CALLS: dict[str, Callable[[Path], None]] = {
 }
 
 
+MANAGER_PLACES = {
+    "store": "deltacheck",
+    "mark of Orbax": "deltacheck/commit_success.txt",
+    "control": "deltacheck/control",
+    "lease": "deltacheck/control/zarr.json",
+    "marks": "deltacheck/control/marks",
+    "checkpoints": "deltacheck/checkpoints",
+    "segments": "deltacheck/segments",
+    "one segment": "deltacheck/segments/s0000000000-*",
+    "keyframes": "deltacheck/segments/s0000000000-*/leaves",
+    "digests": "deltacheck/segments/s0000000000-*/digests",
+    "one step": "1",
+    "one item": "1/default",
+    "one manifest": "1/default/zarr.json",
+}
+
+
+def by_manager(root: Path) -> None:
+    """Save, restore and delete as Orbax's manager does, and save without it."""
+    from orbax.checkpoint import CheckpointManagerOptions
+
+    from deltacheck.backends import orbax as backend
+
+    options = CheckpointManagerOptions(max_to_keep=2)
+    with backend.manager(root, options, grace_seconds=0) as manager:
+        # Orbax itself refuses to delete a step that is a link.
+        with contextlib.suppress(errors.DeltacheckError, OSError):
+            manager.save(7, args=backend.DeltaSaveArgs({"w": np.ones((300, 300))}))
+            manager.wait_until_finished()
+        with contextlib.suppress(errors.DeltacheckError):
+            manager.restore(2, args=backend.DeltaRestoreArgs())
+
+
+def by_load(root: Path) -> None:
+    from deltacheck.backends import orbax as backend
+
+    backend.load(root, 0)
+
+
+MANAGER_CALLS: dict[str, Callable[[Path], None]] = {
+    "manager": by_manager,
+    "load": by_load,
+    "repair()": by_repair,
+    "branch()": by_branch,
+}
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root of Orbax's ``CheckpointManager``, with garbage."""
+    from deltacheck.backends import orbax as backend
+
+    root = tmp_path_factory.mktemp("managed") / "root"
+    weights = np.ones((300, 300), np.float32)
+    with backend.manager(root) as manager:
+        for step in range(3):
+            manager.save(step, args=backend.DeltaSaveArgs({"w": weights + step, "b": weights[0]}))
+        manager.wait_until_finished()
+    segments = root / "deltacheck" / "segments"
+    shutil.copytree(next(segments.glob("s0000000002-*")), segments / "s0000000001-00000000")
+    marks = root / "deltacheck" / "control" / "marks"
+    marks.mkdir()
+    (marks / "zarr.json").write_bytes(
+        b'{"zarr_format":3,"node_type":"group","attributes":{"deltacheck":{}}}'
+    )
+    return root
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with everything that a root can have."""
@@ -125,11 +195,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(made: Path, tmp_path: Path, place: str) -> tuple[Path, Path]:
-    """Copy the root, move one place of it out, and put a link there."""
+    """Copy the root, move one place of it (a pattern) out, and put a link there."""
     root, outside = tmp_path / "root", tmp_path / "outside"
     shutil.copytree(made, root)
     outside.mkdir()
-    path = next(iter(root.glob(PLACES[place])), root / PLACES[place])
+    path = next(iter(root.glob(place)), root / place)
     victim = outside / path.name
     if path.exists():
         shutil.move(path, victim)
@@ -148,14 +218,37 @@ def state_of(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Orbax's manager is slow. The others of its places are looked at by `make test-tools`.
+QUICK = ("store", "mark of Orbax", "segments", "one step", "one item")
+TABLE = [
+    *(pytest.param("made", place, CALLS, id=name) for name, place in PLACES.items()),
+    *(
+        pytest.param(
+            "managed",
+            place,
+            MANAGER_CALLS,
+            id=f"manager, {name}",
+            marks=[] if name in QUICK else pytest.mark.matrix,
+        )
+        for name, place in MANAGER_PLACES.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "calls"), TABLE)
 def test_nothing_outside_the_root_changes(
-    made: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    place: str,
+    calls: dict[str, Callable[[Path], None]],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for number, (name, action) in enumerate([*COMMANDS.items(), *CALLS.items()]):
+    whole_root = request.getfixturevalue(kind)
+    for number, (name, action) in enumerate([*COMMANDS.items(), *calls.items()]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        root, outside = linked(made, folder, place)
+        root, outside = linked(whole_root, folder, place)
         before = state_of(outside)
         if callable(action):
             with contextlib.suppress(errors.DeltacheckError):  # and no other error
@@ -168,11 +261,52 @@ def test_nothing_outside_the_root_changes(
         shutil.rmtree(folder)
 
 
+def test_no_lock_is_taken_outside_the_root(made: Path, tmp_path: Path) -> None:
+    """A reader locks the tables that it reads, which would stop the collection of another root."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    shutil.copytree(made, root)
+    opened = open_root(root)
+    ref = opened.manifest(0).segments[0]
+    outside.mkdir()
+    shutil.move(root / "segments", outside / "segments")
+    (root / "segments").symlink_to(outside / "segments")
+    with pytest.raises(errors.Damaged) as raised:  # a traceback keeps what its frames refer to
+        opened.store.segment(ref)
+    with (outside / "segments" / ref.id / "zarr.json").open() as table:
+        fcntl.flock(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert "segments" in str(raised.value)
+
+
+def test_a_branch_lies_outside_its_root_and_follows_no_link(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, outside, target = tmp_path / "root", tmp_path / "outside", tmp_path / "target"
+    shutil.copytree(made, root)
+    (tmp_path / "link").symlink_to(root)
+    for place in (root / "new", root / "control" / "tags" / "new", tmp_path / "link" / "new"):
+        with pytest.raises(errors.NotACheckpointRoot, match="outside the root"):
+            branch(open_root(root), None, place)
+        assert not place.exists()
+    outside.mkdir()
+    create = Store.create
+
+    def replaced(path: Path) -> Store:
+        store = create(path)
+        shutil.rmtree(path / "segments")
+        (path / "segments").symlink_to(outside)
+        return store
+
+    monkeypatch.setattr(Store, "create", replaced)
+    with pytest.raises(errors.Damaged, match="segments"):
+        branch(open_root(root), None, target)
+    assert not list(outside.iterdir())
+
+
 @pytest.mark.parametrize("place", ["control", "tags", "checkpoints", "segments"])
 def test_a_collection_refuses_and_names_the_link(
     made: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, _ = linked(made, tmp_path, place)
+    root, _ = linked(made, tmp_path, PLACES[place])
     assert main(["gc", str(root), "--grace", "0"]) != 0
     message = " ".join(capsys.readouterr().err.split())
     assert str(root / PLACES[place]).replace(" ", "") in message.replace(" ", "")
