@@ -95,15 +95,16 @@ def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple
 
 
 def learning_rates(live: Snapshot) -> dict[str, float]:
-    """Return the learning rate of each master weight: of the state, else of the run."""
+    """Return the learning rate of each weight and master: of the state, else of the run."""
     assignment = roles.find(live.specs, live.numbers)
     by_group = hyperparameters(assignment, live.numbers)
     rates = {}
     for parameter in assignment.parameters:
         group = by_group.get(parameter.group or "")
         rate = live.run_rate if group is None or group.lr is None else group.lr
-        if parameter.master is not None and rate is not None:
-            rates[parameter.master] = rate
+        if rate is not None:
+            paths = (parameter.master, parameter.weight)
+            rates |= {path: rate for path in paths if path is not None}
     return rates
 
 

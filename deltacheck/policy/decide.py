@@ -75,8 +75,8 @@ class Situation:
     Attributes:
         hyperparameters: The constants of its group.
         step: The step count of its optimizer, ``None`` if the state does not hold it.
-        spacing: The spacing of its master's lattice so far, ``None`` without one.
-        master_scale: The root mean square of a sample of the master.
+        spacing: The spacing of the lattice of its float32 weight so far, ``None`` without one.
+        master_scale: The root mean square of a sample of that weight: the master, if it has one.
     """
 
     hyperparameters: Hyperparameters
@@ -117,19 +117,20 @@ def decide(
     master = (
         parameter.master if is_treatable(specs.get(parameter.master or ""), "float32") else None
     )
-    weight = (
-        parameter.weight
-        if master is not None and is_treatable(specs.get(parameter.weight or ""), "bfloat16")
-        else None
-    )
-    if weight is not None and specs[weight].shape != specs[str(master)].shape:
-        weight = None
+    narrow = _narrow_weight(parameter, specs) if master is not None else None
     hidden = policy.hidden
     decisions: dict[str, Decision] = {}
-    if policy.derive and weight is not None and master is not None:
-        decisions[weight] = Decision("cast", None, of=master)
-    if hidden is None or stage != STABLE:
+    if policy.derive and narrow is not None and master is not None:
+        decisions[narrow] = Decision("cast", None, of=master)
+    # The unit of a master's error is the size of an update, which is the rate for Adam only.
+    if hidden is None or stage != STABLE or not parameter.adam:
         return decisions
+    weight = narrow if narrow is not None and specs[narrow].dtype == "bfloat16" else None
+    if hidden.float32_weights == "bounded" and weight is None:
+        wide = _wide_weight(hidden, parameter, specs, situation)
+        if master in wide and narrow is not None:
+            decisions.pop(narrow, None)
+        decisions |= wide
     if (
         master is not None
         and weight is not None
@@ -147,6 +148,35 @@ def decide(
             else:
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
     return decisions | _moments(hidden, parameter, specs, situation)
+
+
+def _narrow_weight(parameter: Parameter, specs: Mapping[str, LeafSpec]) -> str | None:
+    """Return the weight of 16 bits that may be the cast of the parameter's master."""
+    weight, master = parameter.weight, parameter.master
+    if weight is None or master is None:
+        return None
+    is_narrow = any(is_treatable(specs.get(weight), dtype) for dtype in ("bfloat16", "float16"))
+    return weight if is_narrow and specs[weight].shape == specs[master].shape else None
+
+
+def _wide_weight(
+    hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec], situation: Situation
+) -> dict[str, Decision]:
+    """Return the decision for a float32 weight without a bfloat16 copy: plain AdamW, or float16.
+
+    No cell of an exact weight bounds it, so it is bounded like a master that weights are cast from.
+    """
+    path = parameter.master
+    if path is None and parameter.proven:
+        path = parameter.weight
+    is_excluded = hidden.leaves is not None and path not in hidden.leaves
+    if path is None or is_excluded or not is_treatable(specs.get(path), "float32"):
+        return {}
+    spacing = lattice_spacing(replace(hidden, weights="bounded"), situation)
+    if spacing is None:
+        return {}
+    terms = Bounded(hidden.master_error_lr, "lr")
+    return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path))}
 
 
 def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:

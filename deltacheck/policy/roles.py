@@ -8,6 +8,7 @@ values does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -64,6 +65,33 @@ def find(
     return Roles(parameters, weights)
 
 
+def settle_alike(roles: Roles) -> Roles:
+    """Settle parameters without a master whose weights can only be exchanged with equal ones.
+
+    If every weight of a shape is trained in one group, the assignment by order may be a
+    permutation, but each weight has the hyperparameters of its group.
+    """
+    trained = Counter(roles.weights.get(p.weight or "") for p in roles.parameters)
+    weights = Counter(roles.weights.values())
+    groups: dict[tuple[int, ...] | None, set[str | None]] = {}
+    for p in roles.parameters:
+        groups.setdefault(roles.weights.get(p.weight or ""), set()).add(p.group)
+    alike = {
+        shape
+        for shape, names in groups.items()
+        if shape is not None and len(names) == 1 and trained[shape] == weights[shape]
+    }
+    return replace(
+        roles,
+        parameters=tuple(
+            replace(p, proven=True)
+            if p.master is None and roles.weights.get(p.weight or "") in alike
+            else p
+            for p in roles.parameters
+        ),
+    )
+
+
 class Finder:
     """A cache of ``find`` for successive saves of one run.
 
@@ -80,7 +108,7 @@ class Finder:
         groups = [value for path, value in scalars.items() if "/params/" in path]
         key = (list(specs), list(specs.values()), list(scalars), groups)
         if self._cache is None or self._cache[0] != key:
-            self._cache = (key, find(specs, scalars))
+            self._cache = (key, settle_alike(find(specs, scalars)))
         return self._cache[1]
 
 

@@ -56,6 +56,7 @@ def advance(
     observation: SaveObservation,
     tolerance_octaves: float,
     stable_from: int | None,
+    steady_from: int | None = None,
 ) -> Stage:
     """Return the stage of the save that made ``observation``.
 
@@ -68,6 +69,8 @@ def advance(
         tolerance_octaves: The largest drift of a quiet save. Larger: the stable stage begins
             earlier; smaller: later or never.
         stable_from: The first step that may be stable, ``None`` for any.
+        steady_from: The step from which the drift is known to be within the tolerance, as a profile
+            found, ``None`` if that is unknown.
     """
     rising = (
         stage.learning_rate is not None
@@ -76,7 +79,7 @@ def advance(
     )
     within_drift = (
         observation.drift_octaves is not None and observation.drift_octaves <= tolerance_octaves
-    )
+    ) or (steady_from is not None and observation.step >= steady_from)
     successor = replace(stage, learning_rate=observation.learning_rate)
     if observation.events:
         # A run that was never stable has nothing to degrade from.

@@ -14,9 +14,13 @@ from statistics import median
 import msgspec
 
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
+from deltacheck.policy.decide import Situation, decide
 from deltacheck.policy.events import Event
-from deltacheck.policy.presets import MASTER_ERROR_LR
+from deltacheck.policy.parameters import Hyperparameters, Parameter
+from deltacheck.policy.presets import Policy
+from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, LeafProfile, Profile
 
@@ -49,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         how: The rule of that computation, ``cast`` or ``same``.
         narrow: For masters: the weight that is their cast.
         embedding: True if it has a row for each token. Training may touch any row at any time.
+        pair: For the moments of an Adam with known constants: the other moment.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +65,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     how: str = ""
     narrow: str = ""
     embedding: bool = False
+    pair: str = ""
 
 
 class History(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,8 +89,10 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
 def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     """Return the profile of a run.
 
-    Only the second moments of an Adam with known betas can be stable. Embeddings cannot, because
-    the next batch may touch rows whose moments were never updated. Small leaves cannot either.
+    Only the second moments of an Adam with known betas date the stable stage. Those of embeddings
+    do not, because the next batch may touch rows whose moments were never updated, and small leaves
+    do not either. The recommended contracts are those of the policies, which compare every element
+    of an embedding when they reuse its moments.
 
     Args:
         history: The observations of the run.
@@ -101,8 +109,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     ]
     stages = {path: _stable(path, history, tolerance) for path in candidates}
     leaves = {
-        path: _leaf(path, history, stages.get(path), path in small, tolerance)
-        for path in sorted(history.leaves)
+        path: _leaf(path, history, stages.get(path), tolerance) for path in sorted(history.leaves)
     }
     starts = [
         (leaf.stable_from, history.leaves[path].raw_bytes)
@@ -197,13 +204,13 @@ def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
     for previous, now in pairwise(history.observed):
         measured = now.leaves.get(path)
         disturbed = any(previous.step < event.step <= now.step for event in history.events)
-        steps_apart = now.step - previous.step
+        updates = now.count - previous.count if previous.count else now.step - previous.step
         if (
             measured is None
             or disturbed
             or now.step not in warm
             or measured.violations
-            or not rule_permits(rule, steps_apart, tolerance)
+            or not rule_permits(rule, updates, tolerance)
         ):
             # Nothing that was observed before a disturbance describes the run after it.
             stage, good = None, 0
@@ -223,11 +230,11 @@ def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
     return stage
 
 
-def rule_permits(rule: AdamRule, steps_apart: int, tolerance: float) -> bool:
-    """Return True if the memory of v, once it is full, permits reuse over this interval."""
+def rule_permits(rule: AdamRule, updates: int, tolerance: float) -> bool:
+    """Return True if the memory of v, once it is full, permits reuse over so many updates."""
     memory = math.ceil(1 / (1 - rule.beta2))
     return adam.permitted_staleness(tolerance, memory, rule.beta2) >= min(
-        steps_apart, adam.LEAST_REUSE_STEPS
+        updates, adam.LEAST_REUSE_STEPS
     )
 
 
@@ -253,16 +260,13 @@ def _warm(observed: Sequence[Observed], events: Sequence[Event]) -> set[int]:
     return warm
 
 
-def _leaf(
-    path: str, history: History, stage: _Stage | None, small: bool, tolerance: float
-) -> LeafProfile:
+def _leaf(path: str, history: History, stage: _Stage | None, tolerance: float) -> LeafProfile:
     """Return the profile of one leaf.
 
     Args:
         path: The leaf path.
         history: The observations of the run.
         stage: Its stable stage, ``None`` without one.
-        small: True if it is one of the smallest leaves, which are always exact.
         tolerance: tau, in octaves.
     """
     facts = history.leaves[path]
@@ -273,23 +277,14 @@ def _leaf(
     # Without a stable stage, the second half of the run stands for its present behaviour.
     late = late[len(late) // 2 if stage is None else 0 :]
     kind = _kind(facts, densities, stage)
-    recommended: Exact | Bounded | Reused = Exact()
+    recommended = _recommended(path, history, tolerance)
     refresh = 0
-    if stage is not None and facts.rule is not None:
+    if isinstance(recommended, Reused):
         # Moments cannot be refreshed between two saves.
         refresh = max(
-            adam.permitted_staleness(tolerance, stage.start, facts.rule.beta2),
+            round(recommended.max_age_steps / _updates_per_step(history.observed)),
             _interval(history.observed),
         )
-        recommended = Reused(refresh, tolerance)
-    elif (
-        facts.role == "master"
-        and facts.narrow
-        and not small
-        and history.optimizer is not None
-        and any(o.rates for o in history.observed)
-    ):
-        recommended = Bounded(MASTER_ERROR_LR, "lr")
     return LeafProfile(
         path,
         facts.shape,
@@ -307,6 +302,63 @@ def _leaf(
         recommended,
         refresh,
     )
+
+
+def _recommended(path: str, history: History, tolerance: float) -> Exact | Bounded | Reused:
+    """Return the contract that the policies give a leaf at the end of the run.
+
+    The decision is that of ``policy.decide``, so that a profile and a policy cannot disagree.
+    """
+    facts = history.leaves[path]
+    if not _ends_stable(history, tolerance) or any(
+        o.leaves[p].violations
+        for o in history.observed
+        for p in (path, facts.pair)
+        if p in o.leaves
+    ):
+        return Exact()
+    last = history.observed[-1]
+    specs = {
+        p: LeafSpec.of(p, history.leaves[p].shape, history.leaves[p].dtype)
+        for p in (path, facts.narrow, facts.pair)
+        if p in history.leaves
+    }
+    parameter, rule = None, history.optimizer
+    if facts.role == "master" and facts.narrow:
+        parameter = Parameter(path, weight=facts.narrow, master=path, adam=True)
+    elif facts.pair:
+        first, second = (path, facts.pair) if facts.role == "first_moment" else (facts.pair, path)
+        parameter = Parameter(path, first=first, second=second, adam=True)
+        rule = history.leaves[second].rule
+    if parameter is None or rule is None:
+        return Exact()
+    rate = max(next((o.rates for o in reversed(history.observed) if max(o.rates, default=0)), (0,)))
+    situation = Situation(
+        Hyperparameters(rate, rule.beta1, rule.beta2, rule.eps), last.count or last.step, None, 1.0
+    )
+    policy = Policy.model_exact(max_drift_octaves=tolerance)
+    decision = decide(policy, STABLE, parameter, specs, situation).get(path)
+    return Exact() if decision is None or decision.terms is None else decision.terms
+
+
+def _ends_stable(history: History, tolerance: float) -> bool:
+    """Return True if a save at the end of the run would be in the stable stage."""
+    stage, last_step = Stage(), -1
+    for o in history.observed:
+        drifts = [m.drift for path, m in o.leaves.items() if history.leaves[path].rule is not None]
+        events = tuple(e.what for e in history.events if last_step < e.step <= o.step)
+        drift = median(drifts) if drifts else None
+        observation = SaveObservation(o.step, max(o.rates, default=None), drift, events)
+        stage, last_step = advance(stage, observation, tolerance, None), o.step
+    return stage.name == STABLE
+
+
+def _updates_per_step(observed: Sequence[Observed]) -> float:
+    """Return the number of updates per training step, 1 if the optimizer does not count."""
+    counted = [o for o in observed if o.count]
+    steps = counted[-1].step - counted[0].step if counted else 0
+    updates = counted[-1].count - counted[0].count if counted else 0
+    return updates / steps if steps > 0 and updates > 0 else 1.0
 
 
 def unit_of(role: str, rates_known: bool) -> str:

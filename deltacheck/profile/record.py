@@ -73,7 +73,7 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
         how: The rule of that computation, ``cast`` or ``same``.
         stable_from: The first step of the stable stage, ``None`` if there is none.
         confidence: The confidence in that stage, 0 to 1.
-        recommended: The contract that the analysis recommends.
+        recommended: The contract that the policies give the leaf at the end of the run.
         refresh_steps: The largest number of steps between two writes of the leaf; 0 means that
             every save writes it.
     """
@@ -105,7 +105,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         interval_steps: The number of steps between two observations.
         leaves: The profile of each leaf, by path.
         stable_start: The step from which nine tenths of the stable set's bytes are stable, ``None``
-            without a stable set. Earlier steps must be saved exactly.
+            without a stable set. From then on, ``Policy.post_training`` needs not see it settle.
         confidence: The confidence in the stable set, 0 to 1, weighted by bytes.
         optimizer: The constants of the optimizer, ``None`` if it is not known to be Adam or AdamW.
         learning_rate: The learning rate, as the run reported it.

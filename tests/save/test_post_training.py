@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ import pytest
 
 import deltacheck
 from deltacheck import Policy, Profile, Profiler
+from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.backends.torch import Engine
-from deltacheck.leaf.contracts import Bounded, Reused
+from deltacheck.evaluate import contract, snapshot
+from deltacheck.leaf.contracts import Bounded, Exact, Reused
+from deltacheck.leaf.tree import flatten
 from deltacheck.policy.stage import STABLE
+from deltacheck.store.files.arrays import bytes_on_disk
 from tests.support.adam_run import AdamRun
 
 
@@ -68,10 +73,179 @@ def test_bounded_weights_are_not_stored_and_stay_close(profile: Profile, tmp_pat
     assert 0 < error == pytest.approx(manifest.contracts["model/w0"].measured)
 
 
-def test_a_profile_without_a_stable_start_gives_an_exact_policy() -> None:
+def test_a_profile_without_a_stable_start_leaves_it_to_the_saves_to_find_it(
+    tmp_path: Path,
+) -> None:
     run, profiler = AdamRun(), Profiler(interval_steps=10)
     for _ in range(4):
         run.advance(10)
         profiler.observe(run.step, run.state())
-    assert profiler.profile().stable_start is None
-    assert Policy.post_training(profiler.profile()).hidden is None
+    profile = profiler.profile()
+    assert profile.stable_start is None
+    stages = []
+    with Engine(tmp_path, policy=Policy.post_training(profile)) as engine:
+        for _ in range(16):
+            run.advance(10)
+            engine.save(run.step, run.state()).result()
+            stages.append(deltacheck.open(tmp_path).manifest().stage)
+    assert stages[:3] == ["warm"] * 3
+    assert stages[-1] == STABLE
+
+
+def dense(seed: int) -> AdamRun:
+    return AdamRun(seed=seed)
+
+
+def embedding(seed: int) -> AdamRun:
+    """Rows of an embedding that no batch has reached yet, and one more in every save."""
+    run = AdamRun((96, 64), 2, seed=seed)
+    run.scale[0][10:] = 0
+    advance = run.advance
+
+    def reach(steps: int = 1, size: float = 1.0) -> None:
+        run.scale[0][10 + run.step // 10] = 1e-3
+        advance(steps, size)
+
+    run.advance = reach  # type: ignore[method-assign]
+    return run
+
+
+def adapters(seed: int) -> AdamRun:
+    return AdamRun((4, 256), 6, seed=seed)
+
+
+def small(seed: int) -> AdamRun:
+    return AdamRun((16, 16), 6, seed=seed)
+
+
+def decaying(seed: int) -> AdamRun:
+    run = AdamRun(seed=seed)
+    advance = run.advance
+
+    def slower(steps: int = 1, size: float = 1.0) -> None:
+        run.rate *= 0.9
+        advance(steps, size)
+
+    run.advance = slower  # type: ignore[method-assign]
+    return run
+
+
+def short_memory(seed: int) -> AdamRun:
+    return AdamRun(seed=seed, betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize("make", [dense, embedding, adapters, small, decaying, short_memory])
+def test_a_profile_agrees_with_the_policy_and_never_makes_saves_larger(
+    make: Callable[[int], AdamRun], tmp_path: Path
+) -> None:
+    """A run is profiled while it is saved without a profile, and then saved with it."""
+    profiler, stored = Profiler(interval_steps=10), {}
+    policy = Policy.model_exact()
+    for name in ("without", "with"):
+        run = make(1)
+        with Engine(tmp_path / name, policy=policy) as engine:
+            reports = []
+            for _ in range(25):
+                run.advance(10)
+                reports.append(engine.save(run.step, run.state()).result())
+                if name == "without":
+                    profiler.observe(run.step, run.state())
+            profile = profiler.profile()
+            policy = Policy.post_training(profile)
+        stored[name] = sum(report.stored_bytes for report in reports)
+        contracts = deltacheck.open(tmp_path / name).manifest().contracts
+        recommended = {
+            path: leaf.recommended
+            for path, leaf in profile.leaves.items()
+            if not isinstance(leaf.recommended, Exact)
+        }
+        assert {path: promise.terms for path, promise in contracts.items()} == recommended
+    # The digits of times in manifests differ.
+    assert stored["with"] <= stored["without"] + 16 * len(reports)
+
+
+# --- float32 weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16"])
+def test_float32_weights_are_bounded_only_if_asked_for_by_name(
+    profile: Profile, weights: str, tmp_path: Path
+) -> None:
+    target = "model/w0" if weights == "float32" else "optimizer/state/0/master"
+    stored = {}
+    for choice in ("exact", "bounded"):
+        root, run = tmp_path / choice, AdamRun(seed=1, weights=weights)
+        live = {}
+        policy = Policy.post_training(profile, float32_weights=choice)
+        with Engine(root, policy=policy) as engine:
+            for number in range(20):
+                run.rate *= 0.95 if number > 10 else 1  # a schedule
+                run.advance(10)
+                live[run.step] = run.state()
+                engine.save(run.step, run.state()).result()
+                if number == 16:  # a process goes on from what it can restore
+                    restored = engine.restore()
+                    run.masters = [
+                        (
+                            restored["model"][f"w{n}"]
+                            if weights == "float32"
+                            else restored["optimizer"]["state"][n]["master"]
+                        ).copy()
+                        for n in range(3)
+                    ]
+        reader = deltacheck.open(root)
+        stored[choice] = bytes_on_disk(root)
+        bounded_steps = 0
+        for step, state in live.items():
+            promises = reader.manifest(step).contracts
+            if target in promises:
+                bounded_steps += 1
+                assert promises[target].terms == Bounded(32.0, "lr")
+            restored = reader.restore(step)
+            checks = contract.check(
+                taken(state),
+                taken(restored),
+                promises,
+                step,
+                lambda earlier, live=live: taken(live[earlier]),  # type: ignore[misc]
+            )
+            assert [check for check in checks if check.problem] == []
+            wide = [s["model"]["w0"] for s in (restored, state)]
+            if weights == "float16":
+                assert np.array_equal(*wide)
+                wide = [s["optimizer"]["state"][0]["master"] for s in (restored, state)]
+            error = np.abs(wide[0] - wide[1]).max() / state["optimizer"]["param_groups"][0]["lr"]
+            assert (error > 0) == (target in promises)
+            if target in promises:
+                assert error == pytest.approx(promises[target].measured)
+        assert (bounded_steps > 5) == (choice == "bounded")
+    assert stored["bounded"] < stored["exact"]
+
+
+def taken(state: object) -> snapshot.Snapshot:
+    return snapshot.take(flatten(state, describe_numpy), numpy_bytes)
+
+
+def test_a_frozen_float32_weight_of_the_same_shape_is_not_bounded(
+    profile: Profile, tmp_path: Path
+) -> None:
+    """The numbers of a torch optimizer do not tell which of the two weights it trains."""
+    run = AdamRun(seed=1, weights="float32")
+    frozen = np.ones((64, 96), np.float32)
+    with Engine(
+        tmp_path, policy=Policy.post_training(profile, float32_weights="bounded")
+    ) as engine:
+        for _ in range(20):
+            run.advance(10)
+            state = run.state()
+            state["model"] = {"frozen": frozen, **state["model"]}
+            engine.save(run.step, state).result()
+    manifest = deltacheck.open(tmp_path).manifest()
+    assert manifest.stage == STABLE
+    assert not any(path.startswith("model/") for path in manifest.contracts)
+
+
+@pytest.mark.parametrize("option", ["weights", "float32_weights", "moments"])
+def test_options_are_named_in_a_refusal(profile: Profile, option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option} must be one of"):
+        Policy.post_training(profile, **{option: "some"})  # type: ignore[arg-type]

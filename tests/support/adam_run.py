@@ -19,6 +19,7 @@ class AdamRun:
     Args:
         parameters: The number of matrices.
         shape: Their shape.
+        weights: The type of the weights. With ``float32`` there are no masters.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class AdamRun:
         rate: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.999),
         seed: int = 0,
+        weights: str = "bfloat16",
     ) -> None:
+        self.weights = np.dtype(BFLOAT16 if weights == "bfloat16" else weights)
         self.random = np.random.default_rng(seed)
         self.rate, self.betas, self.step = rate, betas, 0
         self.frozen: set[int] = set()  # numbers of matrices that are not updated
@@ -80,6 +83,8 @@ class AdamRun:
             }
             for n in range(len(self.masters))
         }
+        for entry in kept.values() if self.weights == np.float32 else ():
+            del entry["master"]
         group = {
             "lr": self.rate,
             "betas": self.betas,
@@ -87,7 +92,9 @@ class AdamRun:
             "params": list(range(len(self.masters))),
         }
         return {
-            "model": {f"w{n}": master.astype(BFLOAT16) for n, master in enumerate(self.masters)},
+            "model": {
+                f"w{n}": master.astype(self.weights) for n, master in enumerate(self.masters)
+            },
             "optimizer": {"state": kept, "param_groups": [group]},
             "step": self.step,
         }

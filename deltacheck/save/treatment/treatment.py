@@ -98,13 +98,16 @@ class Treatment:
         replacements = save.share_equal(
             {path: sources[path] for path in numbers if path in sources}
         )
+        hidden = self._policy.hidden
+        has_wide_weights = hidden is not None and hidden.float32_weights == "bounded"
         for parameter in leaf_roles.parameters:
+            wide_weight = parameter.master or (parameter.weight if has_wide_weights else None)
             situation = Situation(
                 rates[parameter.group or ""],
                 # Without a count, the step is the best estimate of the number of updates.
                 _as_count(numbers.get(parameter.count or "", step)),
-                self._run.spacings.get(parameter.master or ""),
-                self._scale(parameter.master, sources),
+                self._run.spacings.get(wide_weight or ""),
+                self._scale(wide_weight, sources),
             )
             decisions = decide(self._policy, stage, parameter, specs, situation)
             replacements |= self._parameter_sources(save, parameter, situation, decisions, sources)
@@ -183,6 +186,7 @@ class Treatment:
             SaveObservation(step, rate, drift, tuple(event.what for event in run_events)),
             hidden.max_drift_octaves,
             hidden.stable_from,
+            hidden.steady_from,
         )
 
     def _count(
