@@ -303,7 +303,8 @@ class Checkpoints:
             BudgetExceeded: The tables take more than ``limits`` allows.
         """
         manifest = self.manifest(step)
-        paths = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
+        stored_paths = filter(manifest.names_of, [*manifest.leaves, *manifest.tiles])
+        paths = list(stored_paths) if leaves is None else list(leaves)
         # All paths are checked before the first table is read.
         for path in paths:
             if not manifest.names_of(path):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import Change, LeafState, Step
-    from deltacheck.store.manifest import Manifest, Replay, Tag
+    from deltacheck.store.manifest import Manifest, Replay, Tag, Tiles
     from deltacheck.store.root import Root
 
 # Columns that ``ls`` and ``log`` share, so that both begin alike.
@@ -355,7 +355,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "age_steps": None
         if contract is None or contract.from_step is None
         else contract.age(manifest.step),
-        "derived": None if derived is None else derived.how,
+        "derived": derived.how if derived is not None else _ways(tiling),
         "kind": "replayed" if is_replayed else "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
         "words": words,
@@ -364,6 +364,13 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "tiles": None if tiling is None else len(tiling.lanes),
         "ranks": _ranks(manifest, owner),
     }
+
+
+def _ways(tiling: Tiles | None) -> str | None:
+    """Return how the tiles of a leaf are derived; ``None`` if they are stored as they are."""
+    if tiling is None or not tiling.forms:
+        return None
+    return ", ".join(sorted({rule.how for rule in tiling.forms}))
 
 
 def _ranks(manifest: Manifest, path: str) -> list[int] | None:
@@ -479,7 +486,7 @@ def blame(
     stored_paths = sorted([*manifest.leaves, *manifest.tiles])
     paths = [
         path
-        for path in stored_paths
+        for path in filter(manifest.names_of, stored_paths)
         if not leaves or any(matches(path, pattern) for pattern in leaves)
     ]
     if not paths:

@@ -98,7 +98,7 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
     """Return the learning rate of each weight and master: of the state, else of the run."""
     assignment = roles.find(live.specs, live.numbers)
     by_group = hyperparameters(assignment, live.numbers)
-    rates = {}
+    rates: dict[str, float] = {}
     for parameter in assignment.parameters:
         group = by_group.get(parameter.group or "")
         rate = live.run_rate if group is None or group.lr is None else group.lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import msgspec
@@ -50,6 +51,11 @@ class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contrac
 Contract: TypeAlias = Exact | Bounded | Reused
 
 RANK = ("exact", "bounded", "reused")  # from the strongest promise to the weakest
+
+
+def weakest_of(promises: Iterable[Promise]) -> str:
+    """Return the name of the weakest contract of some leaves, ``exact`` if none has a promise."""
+    return max((name_of(promise.terms) for promise in promises), key=RANK.index, default=RANK[0])
 
 
 def name_of(contract: Contract) -> str:

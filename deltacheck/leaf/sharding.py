@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import tiles
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 
 I64: TypeAlias = NDArray[np.int64]
@@ -164,7 +165,9 @@ class Before:
 
 
 def plan(
-    holdings: Sequence[Holdings], before: Mapping[str, Before] | None = None
+    holdings: Sequence[Holdings],
+    before: Mapping[str, Before] | None = None,
+    groups: Iterable[Sequence[str]] = (),
 ) -> dict[str, Planned]:
     """Cut each leaf into tiles that lie in one shard each, and choose a writer for each tile.
 
@@ -175,6 +178,8 @@ def plan(
     Args:
         holdings: The shards of each rank, by rank.
         before: The earlier plan of leaves, by path.
+        groups: Paths of leaves of one shape that should be cut alike, with one writer for all tiles
+            at one place. Leaves that the ranks hold in different ways are not.
 
     Returns:
         The decisions by leaf path, ascending.
@@ -182,12 +187,19 @@ def plan(
     Raises:
         RankFailed: Ranks disagree on a leaf, or no rank holds a part of it; names leaf and ranks.
     """
-    earlier = before or {}
+    by_leaf = _by_leaf(holdings)
+    first_of = {path: group[0] for group in _groups_of_one_shape(groups, by_leaf) for path in group}
+    earlier = {path: _prior(before or {}, path, first_of.get(path, path)) for path in by_leaf}
+    item_bytes: dict[str, int] = {}
+    for path, (dtype, *_) in by_leaf.items():
+        first_path = first_of.get(path, path)
+        largest = item_bytes.get(first_path, 0)
+        item_bytes[first_path] = max(largest, dtype_named(dtype).item_bytes)
     loads = np.zeros(len(holdings), np.int64)
     decisions: dict[str, Planned] = {}
-    shared: list[tuple[int, str, int, I64]] = []  # bytes, path, tile, ranks that hold it
-    for path, (dtype, shape, ranks, boxes) in sorted(_by_leaf(holdings).items()):
-        prior = earlier.get(path)
+    shared: dict[tuple[str, Cuts | None, int, bytes], list[tuple[str, int]]] = {}
+    for path, (dtype, shape, ranks, boxes) in sorted(by_leaf.items()):
+        prior = earlier[path]
         prior_cuts = (
             prior.cuts
             if prior is not None and prior.cuts is not None and tiles.shape_of(prior.cuts) == shape
@@ -195,7 +207,11 @@ def plan(
         )
         try:
             cuts, numbers, holders = _cut(
-                shape, dtype_named(dtype).item_bytes, ranks.tobytes(), boxes.tobytes(), prior_cuts
+                shape,
+                item_bytes[first_of.get(path, path)],
+                ranks.tobytes(),
+                boxes.tobytes(),
+                prior_cuts,
             )
         except ValueError as error:
             raise RankFailed(f"leaf {path!r} of shape {list(shape)}: {error}") from None
@@ -220,16 +236,51 @@ def plan(
                 owners[number] = prior_owners[number]
                 loads[prior_owners[number]] += sizes[number]
             else:
-                shared.append((int(sizes[number]), path, number, candidates))
+                place = (first_of.get(path, path), cuts, number, candidates.tobytes())
+                shared.setdefault(place, []).append((path, int(sizes[number])))
         decisions[path] = Planned(dtype, shape, cuts, owners)
     # Path and number decide between equal sizes, so that the plan does not depend on an order of
     # dicts.
-    for size, path, number, candidates in sorted(shared, key=lambda t: (-t[0], t[1], t[2])):
+    for (path, _, number, encoded), members in sorted(
+        shared.items(), key=lambda item: (-sum(size for _, size in item[1]), item[0][0], item[0][2])
+    ):
+        candidates = np.frombuffer(encoded, np.int64)
         rank = int(candidates[np.argmin(loads[candidates])])
-        decisions[path].owners[number] = rank
-        # Tiles without elements count too, so that not all of them go to one rank.
-        loads[rank] += max(size, 1)
+        for path, size in members:
+            decisions[path].owners[number] = rank
+            # Tiles without elements count too, so that not all of them go to one rank.
+            loads[rank] += max(size, 1)
     return decisions
+
+
+def _groups_of_one_shape(
+    groups: Iterable[Sequence[str]], leaves: Mapping[str, tuple[Any, ...]]
+) -> Iterator[list[str]]:
+    """Yield the leaves of each group that the ranks hold, if all of them have one shape."""
+    for group in groups:
+        present = sorted(path for path in set(group) if path in leaves)
+        if len(present) > 1 and len({leaves[path][1] for path in present}) == 1:
+            yield present
+
+
+def _prior(before: Mapping[str, Before], path: str, first_path: str) -> Before | None:
+    """Return the earlier plan of a leaf, with the cuts of the first leaf of its group."""
+    own, first = before.get(path), before.get(first_path)
+    if first is None or (own is not None and own.cuts == first.cuts):
+        return own
+    return Before(first.cuts)
+
+
+def specs(holdings: Sequence[Holdings]) -> dict[str, LeafSpec]:
+    """Return the specs of the leaves that any rank holds, by path.
+
+    Raises:
+        RankFailed: Ranks disagree on a leaf.
+    """
+    return {
+        path: LeafSpec.of(path, shape, dtype)
+        for path, (dtype, shape, *_) in sorted(_by_leaf(holdings).items())
+    }
 
 
 class Copies(NamedTuple):

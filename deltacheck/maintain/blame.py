@@ -27,12 +27,15 @@ class Blame:
             If false, the content is as old as the oldest step that can be compared, or older.
         cuts: Tiling of a leaf that is stored in tiles, else ``None``. The chunks are those of the
             tiles, one tile after the other.
+        stored_dtypes: For each tile, the element type of what is stored of it, ``None`` for a tile
+            that is computed from others and has no chunks. Empty: that of the leaf.
     """
 
     spec: LeafSpec
     steps: NDArray[np.int64]
     is_known: NDArray[np.bool_]
     cuts: Cuts | None = None
+    stored_dtypes: tuple[str | None, ...] = ()
 
     def box(self, chunk: int) -> Box:
         """Return the slices of the leaf that a chunk covers.
@@ -43,8 +46,7 @@ class Blame:
         # Chunk numbers of a leaf in tiles continue from tile to tile, in the order of the digests
         # that ``_join`` puts together.
         number = chunk
-        tile_specs = [self.spec] if self.cuts is None else _tile_specs(self.spec, self.cuts)
-        for tile, spec in enumerate(tile_specs):
+        for tile, spec in [(0, self.spec)] if self.cuts is None else self._stored_tiles():
             if 0 <= number < spec.chunk_count:
                 inner = grid.box(spec.shape, spec.chunk, number)
                 origin = (
@@ -59,11 +61,14 @@ class Blame:
             number -= spec.chunk_count
         raise IndexError(f"leaf {self.spec.path!r} has {self.steps.size} chunks, no chunk {chunk}")
 
-
-def _tile_specs(leaf: LeafSpec, cuts: Cuts) -> Iterator[LeafSpec]:
-    for number in range(tiles.count(cuts)):
-        shape = tuple(axis.stop - axis.start for axis in tiles.box(cuts, number))
-        yield LeafSpec.of(leaf.path, shape, leaf.dtype)
+    def _stored_tiles(self) -> Iterator[tuple[int, LeafSpec]]:
+        """Yield the number and the spec of each tile that is stored."""
+        assert self.cuts is not None
+        dtypes = self.stored_dtypes or (self.spec.dtype,) * tiles.count(self.cuts)
+        for number, dtype in enumerate(dtypes):
+            if dtype is not None:
+                shape = tuple(axis.stop - axis.start for axis in tiles.box(self.cuts, number))
+                yield number, LeafSpec.of(self.spec.path, shape, dtype)
 
 
 def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
@@ -102,7 +107,9 @@ def _join(manifest: Manifest, path: str, parts: list[Blame]) -> Blame:
         return parts[0]
     steps = np.concatenate([part.steps for part in parts])
     is_known = np.concatenate([part.is_known for part in parts])
-    return Blame(manifest.spec(path), steps, is_known, manifest.tiles[path].cuts)
+    cut = manifest.tiles[path]
+    dtypes = tuple(map(cut.stored_dtype, range(len(cut.lanes)))) if cut.forms else ()
+    return Blame(manifest.spec(path), steps, is_known, cut.cuts, dtypes)
 
 
 def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:

@@ -80,7 +80,7 @@ def branch(
         )
     origin = storage.local(root.store.path, "a branch")
     # Links are resolved on both sides, or a link to the root would be accepted.
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root.path)):
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(str(root.path))):
         raise NotACheckpointRoot(
             f"{target} is in {root.path}; a branch needs a directory outside the root"
         )

@@ -310,12 +310,17 @@ class Reconstructor:
             ):
                 continue
             tiling = other_step.tiles.get(path)
+            overlaps = list(tiles.overlaps(other_cuts, box))
+            if tiling is not None and any(
+                tiling.stored_dtype(overlap.number) != record.dtype for overlap in overlaps
+            ):
+                continue
             parts = [
                 (
                     overlap,
                     other_step.leaves[path] if tiling is None else tiling.record(overlap.number),
                 )
-                for overlap in tiles.overlaps(other_cuts, box)
+                for overlap in overlaps
             ]
             # Neighbouring steps often share their tiles; each combination is tried once.
             digests = tuple(part.digest for _, part in parts)

@@ -450,7 +450,7 @@ def _is_direct(manifest: Manifest, path: str) -> bool:
 
 
 def _check_indirect(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
-    """Check leaves that derive from several stored leaves, or from derived ones.
+    """Check leaves that derive from several stored leaves, from derived ones, or tile by tile.
 
     They are rare, so they are simply loaded as a restore does.
     """
@@ -461,6 +461,8 @@ def _check_indirect(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
             for path, derived in manifest.derived.items()
             if derived.digest and not _is_direct(manifest, path)
         ]
+        # Tiles that are not stored have the digests of their content.
+        paths += [path for path, cut in manifest.tiles.items() if not all(cut.codes)]
         for path in paths:
             try:
                 load_leaves(resolve_leaves(root, manifest, [path]))

@@ -42,14 +42,18 @@ def cause_of(
         manifest: The manifest of the save.
         promised: The leaves that had a contract other than ``exact`` in an earlier save.
     """
-    derived = manifest.derived.get(path)
-    if derived is not None and derived.spacing:
-        previous = None if before is None else before.derived.get(path)
-        if previous is None or (previous.how, previous.spacing) != (derived.how, derived.spacing):
-            return LATTICE
+    if _lattices(manifest, path) - (set() if before is None else _lattices(before, path)):
+        return LATTICE
     promise = manifest.contracts.get(path)
     if promise is not None and isinstance(promise.terms, Reused):
         return REFRESH
     if promise is None and path in promised:
         return EVENT
     return KEYFRAME if is_whole else CHANGED
+
+
+def _lattices(manifest: Manifest, path: str) -> set[tuple[str, float]]:
+    """Return the lattices that a leaf or its tiles are stored on: the rule and the spacing."""
+    cut, rule = manifest.tiles.get(path), manifest.derived.get(path)
+    rules = (*(() if cut is None else cut.forms), *(() if rule is None else (rule,)))
+    return {(rule.how, rule.spacing) for rule in rules if rule.spacing}

@@ -36,6 +36,12 @@ class Parameter:
     adam: bool = False
     unknown: tuple[str, ...] = ()
 
+    @property
+    def leaves(self) -> list[str]:
+        """The weight, the master and the moments, those that exist."""
+        paths = (self.weight, self.master, self.first, self.second)
+        return [path for path in paths if path is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:

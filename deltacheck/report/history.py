@@ -132,13 +132,16 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
     states: dict[str, LeafState] = {}
     every = columns.entries_by_path(segments)
     for path in sorted([*manifest.leaves, *manifest.tiles]):
+        names = manifest.names_of(path)
+        if not names:  # all of its tiles are computed from others
+            continue
         spec = manifest.leaves[path].spec(path) if path in manifest.leaves else manifest.spec(path)
+        if path in manifest.tiles:
+            # What is stored may be codes. Tiles of a leaf rarely differ in this.
+            spec = LeafSpec.of(path, spec.shape, manifest.stored[names[0]].dtype)
         states[path] = LeafState(
             spec,
-            {
-                name: _part(name, manifest, every.get(name, ()), segments)
-                for name in manifest.names_of(path)
-            },
+            {name: _part(name, manifest, every.get(name, ()), segments) for name in names},
         )
     return states
 

@@ -19,7 +19,17 @@ from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
 from deltacheck.leaf import limits
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore.content import Array, chunk_bytes, chunks_of_elements, machine_bytes
+from deltacheck.leaf.tiles import Box
+from deltacheck.restore.content import (
+    Array,
+    Loaded,
+    as_array,
+    chunk_bytes,
+    chunks_of_box,
+    chunks_of_elements,
+    cut_box,
+    machine_bytes,
+)
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
@@ -87,8 +97,21 @@ class Chain(Leaf):
     def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
         needed[self.spec.path].update(chunks_of_elements(self.spec, first, stop))
 
+    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
+        needed[self.spec.path].update(chunks_of_box(self.spec, box))
+
     def computed_bytes(self, chunks: Sequence[int]) -> int:
         return 0
+
+    def computed_box_bytes(self, box: Box) -> int:
+        return 0
+
+    def fill_box(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
+        spec = self.spec
+        item = Loaded(spec, loaded.chunks[spec.path], loaded.data[spec.path])
+        # Most tiles are read whole. Indexing them is faster than a walk over their chunks.
+        is_whole = len(item.chunks) == spec.chunk_count
+        out[...] = as_array(item)[box] if is_whole else cut_box(item, box)
 
     def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
         spec = self.spec

@@ -91,6 +91,7 @@ class LeafChange:
         # Only the tiles have digests (docs/reference/format.md, section 3), the leaf as a whole has
         # none.
         for number, record in enumerate(self.tiles.records()):
+            assert record is not None  # tiles that are computed are compared as whole leaves
             box = tiles.box(self.tiles.cuts, number)
             self._check(record.spec(tiles.name(self.spec.path, box)), array[box], record.digest)
 
@@ -291,12 +292,11 @@ class Follower:
             for p, leaf in copies.items()
             if _cuts_of(leaf.tiles) != _cuts_of(manifest.tiles.get(p))
         }
-        changes = self._changes_of_whole(
-            manifest, [path for path in paths if path not in manifest.tiles], recut
-        )
-        changes |= self._changes_of_tiled(
-            manifest, [path for path in paths if path in manifest.tiles], recut
-        )
+        # What is stored of tiles that are computed does not show which elements have changed.
+        tiled = [p for p in paths if p in manifest.tiles and not manifest.tiles[p].forms]
+        whole = [path for path in paths if path not in set(tiled)]
+        changes = self._changes_of_whole(manifest, whole, recut)
+        changes |= self._changes_of_tiled(manifest, tiled, recut)
         # Tiles of the earlier cuts are not read again, and would keep their memory.
         for path in recut:
             current = set(manifest.names_of(path))
@@ -309,7 +309,7 @@ class Follower:
     def _changes_of_whole(
         self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, LeafChange]:
-        """Return the changes of leaves that are not stored in tiles.
+        """Return the changes of leaves that are not stored in tiles, or in tiles that are computed.
 
         Args:
             recut: The copies of leaves that were cut into other tiles before.

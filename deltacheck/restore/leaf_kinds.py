@@ -1,8 +1,8 @@
 """The kinds of leaves that a restore meets, behind one interface.
 
-A leaf is stored as one chain (``chain.Chain``), as one chain for each tile (``Tiled``), or computed
-from other leaves (``Formula``). Each kind can name the chunks of chains that it needs, and compute
-its content after those chunks were read.
+A leaf is one stored chain (``chain.Chain``), in tiles (``Tiled``), or computed from other leaves
+(``Formula``). A tile is stored or computed like a leaf. Each kind can name the chunks of chains
+that it needs, and compute its content after those chunks were read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from deltacheck.restore import derive
 from deltacheck.restore.content import (
     Array,
     Loaded,
-    as_array,
     box_bytes,
     chunk_bytes,
     chunks_of_box,
@@ -128,20 +127,24 @@ class Leaf(ABC):
         chunks = chunks_of_box(self.spec, box)
         return cut_box(Loaded(self.spec, chunks, self.chunk_values(chunks, loaded)), box)
 
+    def fill_box(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
+        """Copy a box into ``out``, which has its shape."""
+        out[...] = self.box_values(box, loaded)
+
 
 @dataclass(frozen=True, slots=True)
 class Tiled(Leaf):
-    """A leaf that is stored in tiles, each as a chain of its own.
+    """A leaf in tiles, each of which is stored or computed like a leaf.
 
     Attributes:
         spec: The leaf.
         cuts: The cuts along each axis, which are all its tiles.
-        chains: The chains of those tiles that are needed, by tile number.
+        tile_leaves: Those tiles that are needed, by number: chains or formulas.
     """
 
     spec: LeafSpec
     cuts: Cuts
-    chains: Mapping[int, Chain]
+    tile_leaves: Mapping[int, Leaf]
 
     @property
     def tile_cuts(self) -> Cuts | None:
@@ -149,10 +152,15 @@ class Tiled(Leaf):
 
     @property
     def parts(self) -> Sequence[Leaf]:
-        return [self.chains[number] for number in sorted(self.chains)]
+        return [self.tile_leaves[number] for number in sorted(self.tile_leaves)]
+
+    @property
+    def is_verified_whole(self) -> bool:
+        return any(tile.is_verified_whole for tile in self.tile_leaves.values())
 
     def stored_chains(self) -> Iterator[Chain]:
-        yield from self.chains.values()
+        for tile in self.tile_leaves.values():
+            yield from tile.stored_chains()
 
     def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
         for box in tiles.boxes_of_range(self.spec.shape, first, stop):
@@ -160,12 +168,20 @@ class Tiled(Leaf):
 
     def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
         for overlap in tiles.overlaps(self.cuts, box):
-            spec = self.chains[overlap.number].spec
-            needed[spec.path].update(chunks_of_box(spec, overlap.in_tile))
+            self.tile_leaves[overlap.number].add_needed_box(overlap.in_tile, needed)
+
+    def computed_bytes(self, chunks: Sequence[int]) -> int:
+        # A tile that is computed takes memory beside that of the leaf; it is computed whole.
+        return chunk_bytes(self.spec, chunks) + sum(
+            tile.computed_bytes(range(tile.spec.chunk_count)) for tile in self.tile_leaves.values()
+        )
 
     def computed_box_bytes(self, box: Box) -> int:
         # A box is copied from the tiles directly, so it takes no whole chunks of the leaf.
-        return box_bytes(self.spec, box)
+        return box_bytes(self.spec, box) + sum(
+            self.tile_leaves[overlap.number].computed_box_bytes(overlap.in_tile)
+            for overlap in tiles.overlaps(self.cuts, box)
+        )
 
     def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
         # The tiles cover the leaf without gaps, so every element is written.
@@ -186,14 +202,8 @@ class Tiled(Leaf):
     def _fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
         """Copy a box from the tiles that it touches into ``out``, which has its shape."""
         for overlap in tiles.overlaps(self.cuts, box):
-            spec = self.chains[overlap.number].spec
-            tile = Loaded(spec, loaded.chunks[spec.path], loaded.data[spec.path])
-            # Most tiles are read whole. Indexing them is faster than a walk over their chunks.
-            out[overlap.in_box] = (
-                as_array(tile)[overlap.in_tile]
-                if len(tile.chunks) == spec.chunk_count
-                else cut_box(tile, overlap.in_tile)
-            )
+            tile = self.tile_leaves[overlap.number]
+            tile.fill_box(overlap.in_tile, out[overlap.in_box], loaded)
 
 
 @dataclass(frozen=True, slots=True)

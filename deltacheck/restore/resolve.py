@@ -10,6 +10,7 @@ from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFo
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore import read, replay
 from deltacheck.restore.chain import Chain, Held, resolve_chains
 from deltacheck.restore.content import check_budget
@@ -88,11 +89,6 @@ def resolve_leaves(
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):
         required_paths.setdefault(path)
-    numbers = {
-        path: _numbers(manifest.tiles[path].cuts, boxes.get(path))
-        for path in required_paths
-        if path in manifest.tiles
-    }
     names = {
         path: dict(
             zip(
@@ -101,10 +97,13 @@ def resolve_leaves(
                 strict=True,
             )
         )
-        for path, tile_numbers in numbers.items()
+        for path, tile_numbers in _needed_tiles(manifest, requested, required_paths, boxes).items()
     }
     stored_paths = [path for path in required_paths if path in manifest.leaves] + [
-        name for tile_names in names.values() for name in tile_names.values()
+        name
+        for path, tile_names in names.items()
+        for number, name in tile_names.items()
+        if manifest.tiles[path].stored_dtype(number) is not None
     ]
     chains = proven_chains(root, manifest, stored_paths, max_bytes, held)
     leaves: dict[str, Leaf] = {}
@@ -137,7 +136,7 @@ def _leaf_at(
             leaves[path] = Tiled(
                 manifest.spec(path),
                 manifest.tiles[path].cuts,
-                {number: chains[name] for number, name in names[path].items()},
+                {number: _tile_at(path, number, manifest, chains, names) for number in names[path]},
             )
         elif derived is None:
             leaves[path] = chains[path]
@@ -148,6 +147,22 @@ def _leaf_at(
             }
             leaves[path] = Formula(manifest.spec(path), derived, chains.get(path), sources)
     return leaves[path]
+
+
+def _tile_at(
+    path: str,
+    number: int,
+    manifest: Manifest,
+    chains: Mapping[str, Chain],
+    names: Mapping[str, Mapping[int, str]],
+) -> Leaf:
+    """Return one tile of a leaf; the arguments are those of ``_leaf_at``."""
+    name, rule = names[path][number], manifest.tiles[path].rule(number)
+    if rule is None:
+        return chains[name]
+    # The sources are cut alike, so the tile of the same number is the one at the same place.
+    sources = {source: _tile_at(source, number, manifest, chains, names) for source in rule.sources}
+    return Formula(LeafSpec.of(name, rule.shape, rule.dtype), rule, chains.get(name), sources)
 
 
 def proven_chains(
@@ -204,6 +219,42 @@ def proven_chains(
     return chains
 
 
+def _needed_tiles(
+    manifest: Manifest,
+    requested: Iterable[str],
+    required_paths: Iterable[str],
+    boxes: Mapping[str, tiles.Box],
+) -> dict[str, list[int]]:
+    """Return the numbers of the tiles that are needed of each leaf in tiles.
+
+    Args:
+        manifest: The step.
+        requested: The leaves that will be loaded.
+        required_paths: These and the leaves that they are computed from.
+        boxes: The boxes that will be loaded, as ``resolve_leaves`` takes them.
+    """
+    numbers: dict[str, set[int]] = {
+        path: set() for path in required_paths if path in manifest.tiles
+    }
+    # Leaves that follow from tiles need them all; tiles follow from those at the same place only.
+    whole = {
+        source
+        for path in required_paths
+        if path in manifest.derived
+        for source in manifest.derived[path].sources
+    }
+    pending = [
+        (path, _numbers(manifest.tiles[path].cuts, None if path in whole else boxes.get(path)))
+        for path in numbers
+        if path in whole or path in set(requested)
+    ]
+    while pending:
+        path, tile_numbers = pending.pop()
+        numbers[path].update(tile_numbers)
+        pending += [(source, tile_numbers) for source in manifest.tiles[path].sources]
+    return {path: sorted(tile_numbers) for path, tile_numbers in numbers.items()}
+
+
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
     """Return the tiles that a box touches; without a box, all tiles."""
     return (
@@ -221,7 +272,7 @@ def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
         path = pending.pop()
         if path not in required_paths:
             required_paths[path] = None
-            pending += manifest.derived[path].sources if path in manifest.derived else ()
+            pending += manifest.sources_of(path)
     return list(required_paths)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from deltacheck.codec.base import Codec
 from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.chain_state import ChainState
@@ -32,6 +33,7 @@ from deltacheck.save.pipeline import Pipeline
 from deltacheck.save.progress import Progress
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
+from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
@@ -107,7 +109,7 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
         replay: Replay | None = None,
         note: str = "",
-        abandon: Callable[[BaseException], None] | None = None,
+        agreed: Agreed | None = None,
     ) -> SaveHandle:
         """Begin to save. Return once every leaf that is not lazy is captured.
 
@@ -120,7 +122,7 @@ class Saver:
             replay: How leaves of ``tree`` are computed from those of ``sources``, if they are not
                 simply stored. Needs an exact policy.
             note: A remark for the report.
-            abandon: Called once, behind the training, if the save fails, also within ``commit``.
+            agreed: The agreement of the ranks that save together; ``None``: there are none.
 
         Returns:
             The handle. A failure of this save is on it, in the log, and raised by the next call.
@@ -130,12 +132,15 @@ class Saver:
                 not saved), or the saver is closed.
         """
         self.check_usable()
+        abandon = None if agreed is None else agreed.abandon
         request = SaveRequest(step, tree, commit, metrics or {}, replay, note, abandon)
         # The handler of a signal waits for saves, and would not find one that is only half begun.
         with undisturbed():
-            return self._save(request, sources)
+            return self._save(request, sources, agreed)
 
-    def _save(self, request: SaveRequest, sources: Mapping[str, LeafSource]) -> SaveHandle:
+    def _save(
+        self, request: SaveRequest, sources: Mapping[str, LeafSource], agreed: Agreed | None
+    ) -> SaveHandle:
         begin = time.perf_counter()
         # Made before the waits: a new handle starts the patience of its pulse anew.
         handle = SaveHandle(request.step, self._pulse)
@@ -162,7 +167,7 @@ class Saver:
         remarks = [remark for remark in (self._loss, request.note) if remark]
         request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
         stored_sources, terms = self._treatment.plan(
-            request.step, sources, request.tree, request.metrics
+            request.step, sources, request.tree, request.metrics, agreed
         )
         job = self._chains.begin(
             stored_sources.keys(),
@@ -182,6 +187,18 @@ class Saver:
             raise
         progress.add_blocking(time.perf_counter() - begin)
         return handle
+
+    def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
+        """Return the leaves that one rank should write, of all leaves of the ranks of a save."""
+        return [] if self.is_exact else self._treatment.groups(specs, tree)
+
+    def signals(self, step: int, held: HeldState) -> Signals | None:
+        """Return the signals that the ranks of a save agree on; ``None`` if there are none."""
+        return self._treatment.signals(step, held)
+
+    def resumed(self) -> None:
+        """Forget the course of the run, because a step was restored."""
+        self._treatment.resumed()
 
     def _shadow(self, path: str) -> Shadow | None:
         leaf = self._chains.leaves.get(path)

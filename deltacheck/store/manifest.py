@@ -21,13 +21,16 @@ from deltacheck.leaf.spec import LeafSpec
 
 # Hexadecimal digits of an xxh3_128.
 DIGEST_DIGITS = 32
+# Stands for the digest of a tile that has none (docs/reference/format.md, section 3).
+NO_DIGEST = "0" * DIGEST_DIGITS
 
 # The names of features and stages are permanent: existing roots hold them.
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
+TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
-FEATURES = (DERIVED, REPLAY, TILES, TYPES)
+FEATURES = (DERIVED, REPLAY, TILES, TILES_DERIVED, TYPES)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -154,61 +157,6 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
-class Tiles(msgspec.Struct, frozen=True):
-    """The promise of a step about a leaf that is stored in tiles, each under its own path.
-
-    Attributes:
-        dtype: Element type.
-        cuts: Per axis the positions of the cuts, from 0 to the size.
-        digests: Digests of the tiles in C order, 32 digits each.
-        lanes: Per tile, as in ``LeafRecord``.
-    """
-
-    dtype: str
-    cuts: tiles.Cuts
-    digests: str
-    lanes: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the leaf."""
-        return tiles.shape_of(self.cuts)
-
-    def names(self, path: str) -> list[str]:
-        """Return the stored paths of the tiles of the leaf ``path``, in C order."""
-        starts = (edges[:-1] for edges in self.cuts)
-        return [
-            # Only the start of each slice is part of a name.
-            tiles.name(path, tuple(slice(start, start) for start in origin))
-            for origin in itertools.product(*starts)
-        ]
-
-    def record(self, number: int) -> LeafRecord:
-        """Return the promise about one tile."""
-        shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
-        digest = self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
-        return LeafRecord(
-            self.dtype,
-            shape,
-            grid.chunk_shape(shape, dtype_named(self.dtype).item_bytes),
-            digest,
-            self.lanes[number],
-        )
-
-    def records(self) -> list[LeafRecord]:
-        """Return the promise about each tile, in C order."""
-        sizes = ([b - a for a, b in itertools.pairwise(edges)] for edges in self.cuts)
-        item_bytes = dtype_named(self.dtype).item_bytes
-        # A leaf has many tiles of few shapes, so each chunk shape is computed once.
-        records, chunks = [], {}
-        for number, shape in enumerate(itertools.product(*sizes)):
-            if shape not in chunks:
-                chunks[shape] = grid.chunk_shape(shape, item_bytes)
-            digest = self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
-            records.append(LeafRecord(self.dtype, shape, chunks[shape], digest, self.lanes[number]))
-        return records
-
-
 class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rule by which a leaf of the tree follows from stored leaves (``format.md``, section 3).
 
@@ -247,6 +195,116 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     def sources(self) -> tuple[str, ...]:
         """The leaves of the tree that this one is computed from."""
         return tuple(path for path in (self.of, self.first) if path)
+
+
+class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The promise of a step about a leaf that is stored in tiles, each under its own path.
+
+    Attributes:
+        dtype: Element type.
+        cuts: Per axis the positions of the cuts, from 0 to the size.
+        digests: Digests of the tiles in C order, 32 digits each: of what is stored. If nothing is
+            stored of a tile, of its content, or zeros if its content is not exact.
+        lanes: Per tile, as in ``LeafRecord``.
+        forms: The rules by which tiles follow from stored content. They name leaves; a tile follows
+            from the tiles of these at the same place. Their shape is that of the leaf.
+        codes: Per rule, the element type of its codes; empty if nothing is stored.
+        form: Per tile, the number of its rule, -1 for a tile that is stored as it is. Empty: all
+            tiles have the first rule, if there is one.
+        from_steps: Per tile of a reused leaf, the step whose values it has. Empty: all tiles have
+            those of the step that the leaf's contract names.
+    """
+
+    dtype: str
+    cuts: tiles.Cuts
+    digests: str
+    lanes: tuple[int, ...]
+    forms: tuple[Derived, ...] = ()
+    codes: tuple[str, ...] = ()
+    form: tuple[int, ...] = ()
+    from_steps: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        return tiles.shape_of(self.cuts)
+
+    @property
+    def is_content(self) -> bool:
+        """True if the digests are those of the leaf's bytes, tile by tile."""
+        return NO_DIGEST not in self.digests and not any(self.codes)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The leaves of the tree that tiles of this one are computed from."""
+        return tuple(dict.fromkeys(path for rule in self.forms for path in rule.sources))
+
+    def names(self, path: str) -> list[str]:
+        """Return the paths of the tiles of the leaf ``path``, stored or not, in C order."""
+        starts = (edges[:-1] for edges in self.cuts)
+        return [
+            # Only the start of each slice is part of a name.
+            tiles.name(path, tuple(slice(start, start) for start in origin))
+            for origin in itertools.product(*starts)
+        ]
+
+    def rule(self, number: int) -> Derived | None:
+        """Return the rule by which a tile follows from others, with the tile's shape and digest.
+
+        ``None`` for a tile that is stored as it is.
+        """
+        number_of_rule = self._rule_number(number)
+        if number_of_rule < 0:
+            return None
+        form = self.forms[number_of_rule]
+        shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
+        digest = "" if self.codes[number_of_rule] else self._digest(number)
+        return msgspec.structs.replace(
+            form, shape=shape, digest="" if digest == NO_DIGEST else digest
+        )
+
+    def stored_dtype(self, number: int) -> str | None:
+        """Return the element type of what is stored of a tile; ``None``: nothing is."""
+        number_of_rule = self._rule_number(number)
+        return self.dtype if number_of_rule < 0 else self.codes[number_of_rule] or None
+
+    def record(self, number: int) -> LeafRecord:
+        """Return the promise about what is stored of one tile.
+
+        Raises:
+            LookupError: Nothing is stored of the tile.
+        """
+        dtype = self.stored_dtype(number)
+        if dtype is None:
+            raise LookupError(number)
+        shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
+        chunk = grid.chunk_shape(shape, dtype_named(dtype).item_bytes)
+        return LeafRecord(dtype, shape, chunk, self._digest(number), self.lanes[number])
+
+    def records(self) -> list[LeafRecord | None]:
+        """Return the promise about each tile, in C order; ``None`` if nothing is stored of it."""
+        sizes = ([b - a for a, b in itertools.pairwise(edges)] for edges in self.cuts)
+        # A leaf has many tiles of few shapes, so each chunk shape is computed once.
+        records: list[LeafRecord | None] = []
+        chunks: dict[tuple[tuple[int, ...], str], tuple[int, ...]] = {}
+        for number, shape in enumerate(itertools.product(*sizes)):
+            dtype = self.stored_dtype(number)
+            if dtype is None:
+                records.append(None)
+                continue
+            if (shape, dtype) not in chunks:
+                chunks[shape, dtype] = grid.chunk_shape(shape, dtype_named(dtype).item_bytes)
+            digest = self._digest(number)
+            lane = self.lanes[number]
+            records.append(LeafRecord(dtype, shape, chunks[shape, dtype], digest, lane))
+        return records
+
+    def _rule_number(self, number: int) -> int:
+        """Return the number of the rule of a tile, -1 if it is stored as it is."""
+        return self.form[number] if self.form else 0 if self.forms else -1
+
+    def _digest(self, number: int) -> str:
+        return self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
 
 
 class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -320,10 +378,13 @@ class Stored(Mapping[str, LeafRecord]):
     def __iter__(self) -> Iterator[str]:
         yield from self._leaves
         for path, cut in self._cut.items():
-            yield from cut.names(path)
+            yield from stored_tiles(path, cut)
 
     def __len__(self) -> int:
-        return len(self._leaves) + sum(len(cut.lanes) for cut in self._cut.values())
+        return len(self._leaves) + sum(
+            sum(cut.stored_dtype(number) is not None for number in range(len(cut.lanes)))
+            for cut in self._cut.values()
+        )
 
     # The view of ``Mapping`` would search the tile of each name.
     def items(self) -> ItemsView[str, LeafRecord]:
@@ -333,7 +394,17 @@ class Stored(Mapping[str, LeafRecord]):
         """Yield all paths and records in order, without a search for each."""
         yield from self._leaves.items()
         for path, cut in self._cut.items():
-            yield from zip(cut.names(path), cut.records(), strict=True)
+            for name, record in zip(cut.names(path), cut.records(), strict=True):
+                if record is not None:
+                    yield name, record
+
+
+def stored_tiles(path: str, cut: Tiles) -> list[str]:
+    """Return the paths of those tiles of a leaf of which something is stored, in C order."""
+    names = cut.names(path)
+    if not cut.forms:
+        return names
+    return [name for number, name in enumerate(names) if cut.stored_dtype(number) is not None]
 
 
 class _StoredItems(ItemsView[str, LeafRecord]):
@@ -403,7 +474,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def names_of(self, path: str) -> list[str]:
         """Return the paths under which a leaf of the tree is stored: one, its tiles, or none."""
         cut = self.tiles.get(path)
-        return cut.names(path) if cut is not None else [path] if path in self.leaves else []
+        if cut is not None:
+            return stored_tiles(path, cut)
+        return [path] if path in self.leaves else []
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that its content needs: a reader that ignored one would misread it."""
+        has_forms = any(cut.forms for cut in self.tiles.values())
+        is_derived = bool(self.derived or self.contracts) or has_forms
+        needed = {
+            DERIVED: is_derived,
+            REPLAY: self.replay is not None,
+            TILES: bool(self.tiles or self.lanes),
+            TILES_DERIVED: bool(self.tiles) and is_derived,
+            TYPES: needs_types(self.tree, self.replay),
+        }
+        return tuple(name for name, is_used in needed.items() if is_used)
 
     def on(self, segments: Sequence[SegmentRef]) -> Manifest:
         """Return the same content on other segments, each of which may hold any of it."""
@@ -477,7 +564,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         ``None``: nothing tells.
         """
         cut = self.tiles.get(path)
-        return (self.digest_of(path) or None) if cut is None else (cut.dtype, cut.cuts, cut.digests)
+        if cut is None:
+            return self.digest_of(path) or None
+        return (cut.dtype, cut.cuts, cut.digests) if cut.is_content else None
+
+    def sources_of(self, path: str) -> tuple[str, ...]:
+        """Return the leaves of the tree that a leaf, or any tile of it, is computed from."""
+        rule = self.derived.get(path) or self.tiles.get(path)
+        return () if rule is None else rule.sources
 
 
 class Brief(NamedTuple):

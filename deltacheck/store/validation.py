@@ -15,17 +15,14 @@ from functools import lru_cache
 
 from deltacheck.codec.base import STREAMS
 from deltacheck.leaf import grid, tiles, tree
-from deltacheck.leaf.contracts import RANK, name_of
+from deltacheck.leaf.contracts import name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
-    DERIVED,
     DIGEST_DIGITS,
-    REPLAY,
     STAGES,
     TILES,
-    TYPES,
     Derived,
     LeafEntry,
     LeafRecord,
@@ -34,7 +31,6 @@ from deltacheck.store.manifest import (
     SegmentTable,
     Tag,
     Tiles,
-    needs_types,
 )
 
 # Elements have at most 16 bytes, so byte counts stay below 2^63.
@@ -63,7 +59,7 @@ def check_manifest(manifest: Manifest) -> None:
     specs = manifest.specs
     for path, derived in manifest.derived.items():
         _check_derived(path, derived, manifest.leaves.get(path), specs)
-    _check_order(manifest.derived)
+    _check_order(manifest)
     for path, promise in manifest.contracts.items():
         is_reused = name_of(promise.terms) == "reused"
         if (
@@ -72,24 +68,14 @@ def check_manifest(manifest: Manifest) -> None:
             or (promise.age_steps is not None and (promise.age_steps < 0 or not is_reused))
         ):
             raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
-    weakest = max(
-        (name_of(promise.terms) for promise in manifest.contracts.values()),
-        key=RANK.index,
-        default="exact",
-    )
+    weakest = weakest_of(manifest.contracts.values())
     if manifest.contract != weakest or manifest.stage not in STAGES:
         raise ValueError(
             f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves"
             f" is {weakest!r}"
         )
     # In both directions: an older reader would misread a step whose feature is not listed.
-    has = {
-        DERIVED: manifest.derived or manifest.contracts,
-        REPLAY: manifest.replay is not None,
-        TILES: manifest.tiles or manifest.lanes,
-        TYPES: needs_types(manifest.tree, manifest.replay),
-    }
-    if {feature for feature, is_used in has.items() if is_used} != set(manifest.must_understand):
+    if set(manifest.features) != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
 
 
@@ -118,15 +104,20 @@ def _check_segments(manifest: Manifest) -> None:
 
 
 def _check_tiles(manifest: Manifest) -> None:
-    if manifest.tiles and (manifest.derived or manifest.contracts or manifest.replay is not None):
-        raise ValueError("its leaves lie in tiles, and are derived, bounded or replayed")
+    if manifest.tiles and manifest.replay is not None:
+        raise ValueError("its leaves lie in tiles, and are replayed")
     lane_count = len(manifest.lanes)
     if any(not -1 <= record.lane < lane_count for record in manifest.leaves.values()):
         raise ValueError("a leaf lies in a lane that it does not have")
     if manifest.tiles and any(tiles.is_name(path) for path in (*manifest.leaves, *manifest.tiles)):
         raise ValueError("one of its leaves has the name of a tile")
     for path, cut in manifest.tiles.items():
-        if path in manifest.leaves or not tiles.is_possible(cut.cuts) or not _is_a_shape(cut.shape):
+        if (
+            path in manifest.leaves
+            or path in manifest.derived
+            or not tiles.is_possible(cut.cuts)
+            or not _is_a_shape(cut.shape)
+        ):
             raise ValueError(f"leaf {path!r} cannot be cut as it says")
         count = tiles.count(cut.cuts)
         if count > _MAX_TILES or len(cut.lanes) != count or not _is_digests(cut.digests, count):
@@ -136,9 +127,37 @@ def _check_tiles(manifest: Manifest) -> None:
             )
         if any(not -1 <= lane < lane_count for lane in cut.lanes):
             raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+        _check_forms(path, cut, count, manifest)
         # A check for each shape is enough, and a leaf may have millions of tiles.
         for record in _kinds(cut):
             _check_leaf(path, record)
+
+
+def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
+    """Check the rules by which the tiles of a leaf follow from stored content."""
+    if cut.form and (
+        len(cut.form) != count or any(not -1 <= number < len(cut.forms) for number in cut.form)
+    ):
+        raise ValueError(f"leaf {path!r} has tiles of rules that it does not have")
+    if len(cut.codes) != len(cut.forms):
+        raise ValueError(f"leaf {path!r} has {len(cut.forms)} rules and {len(cut.codes)} codes")
+    if cut.from_steps:
+        promise = manifest.contracts.get(path)
+        # The contract names the oldest of them, so that no tile is older than promised.
+        oldest = None if promise is None else promise.from_step
+        if len(cut.from_steps) != count or min(cut.from_steps) != oldest:
+            raise ValueError(f"leaf {path!r} has tiles of other steps than its contract names")
+    for rule, codes in zip(cut.forms, cut.codes, strict=True):
+        # A tile follows from tiles at the same place, so all of these leaves are cut alike.
+        if (
+            (rule.dtype, rule.shape, rule.digest) != (cut.dtype, cut.shape, "")
+            or not all(source in manifest.tiles for source in rule.sources)
+            or any(manifest.tiles[source].cuts != cut.cuts for source in rule.sources)
+        ):
+            raise ValueError(f"the tiles of leaf {path!r} cannot be derived as they say: {rule}")
+        record = LeafRecord(codes, cut.shape, (), "") if codes else None
+        sources = {source: manifest.spec(source) for source in rule.sources}
+        _check_derived(path, rule, record, sources)
 
 
 def _is_digests(text: str, count: int) -> bool:
@@ -146,28 +165,29 @@ def _is_digests(text: str, count: int) -> bool:
 
 
 def _kinds(cut: Tiles) -> list[LeafRecord]:
-    """Return the record of one tile of each shape that occurs."""
+    """Return the record of one tile of each shape and stored type that can occur."""
     sizes = [sorted({b - a for a, b in itertools.pairwise(edges)}) for edges in cut.cuts]
-    item_bytes = dtype_named(cut.dtype).item_bytes
+    stored_dtypes = {cut.dtype, *filter(None, cut.codes)}
     return [
-        LeafRecord(cut.dtype, shape, grid.chunk_shape(shape, item_bytes), "")
+        LeafRecord(dtype, shape, grid.chunk_shape(shape, dtype_named(dtype).item_bytes), "")
         for shape in itertools.product(*sizes)
+        for dtype in sorted(stored_dtypes)
     ]
 
 
-def _check_order(derived: Mapping[str, Derived]) -> None:
+def _check_order(manifest: Manifest) -> None:
     """Refuse leaves that follow from themselves, or from too long a row of others.
 
     A restore walks the sources of a leaf without remembering which it has visited.
     """
     depths: dict[str, int] = {}
     # A leaf that follows from itself raises CycleError, which is a ValueError.
-    for path in graphlib.TopologicalSorter(
-        {path: rule.sources for path, rule in derived.items()}
-    ).static_order():
+    sources = {path: rule.sources for path, rule in manifest.derived.items()}
+    sources |= {path: cut.sources for path, cut in manifest.tiles.items() if cut.forms}
+    for path in graphlib.TopologicalSorter(sources).static_order():
         depths[path] = (
-            1 + max((depths[source] for source in derived[path].sources), default=0)
-            if path in derived
+            1 + max((depths[source] for source in sources[path]), default=0)
+            if path in sources
             else 0
         )
         if depths[path] > _MAX_DERIVED_DEPTH:

@@ -30,7 +30,7 @@ from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.leaf import tree
 from deltacheck.maintain.compaction import compact
-from deltacheck.store.collect import collect
+from deltacheck.store.collect import collect, delete_checkpoint
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
@@ -297,6 +297,29 @@ def write_tiled(root: Path) -> dict[int, Any]:
     return saved
 
 
+def write_tiled_policy(root: Path) -> None:
+    """Two ranks, each with a part of every matrix: a lattice, reused moments, and an exact part."""
+    run = AdamRun((64, 96), parameters=1)
+    run.advance(100)
+    inexact: list[int] = []
+    with RankedRun(root, 2, policy=Policy.model_exact()) as ranks:
+        while len(inexact) < 2:
+            run.advance(10)
+            state = run.state()
+            if inexact:  # an infinity has no code
+                state["optimizer"]["state"][0]["master"][40, 7] = np.inf
+            for report in ranks.save(run.step, state):
+                assert not isinstance(report, BaseException), report
+            manifest = deltacheck.open(root).manifest()
+            inexact += [manifest.step] if manifest.contract != "exact" else []
+    opened = open_root(root)
+    for ref in opened.checkpoints():
+        if opened.read(ref.manifest_path).step != inexact[-1]:
+            delete_checkpoint(opened, ref.seq)
+    compact(opened)  # as ``write_policy``
+    collect(opened, grace_seconds=0, writer_is_dead=True)
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -304,6 +327,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "derived": write_derived,
     "gradients": write_log,
     "tiled": write_tiled,
+    "tiled_policy": write_tiled_policy,
 }
 
 

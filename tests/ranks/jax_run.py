@@ -195,6 +195,32 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
     return told
 
 
+def under_a_policy(rank: int, size: int, port: int, root: str, saves: int) -> dict[int, Any]:
+    """Train with a save every ten updates, from the newest step on; what was live at each."""
+    from tests.support.adam_run import AdamRun
+
+    start(rank, size, port)
+    on, run, live = mesh(4), AdamRun(), {}
+
+    def placed(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {key: placed(item) for key, item in values.items()}
+        return (
+            put(values, on, "x") if isinstance(values, np.ndarray) and values.ndim > 1 else values
+        )
+
+    with manager(root, policy=Policy.model_exact()) as m:
+        run.advance(100 if m.latest_step() is None else m.latest_step())
+        if m.latest_step() is not None:
+            m.restore(m.latest_step())
+        for _ in range(saves):
+            run.advance(10)
+            live[run.step] = run.state()
+            m.save(run.step, args=DeltaSaveArgs(placed(live[run.step])))
+            m.wait_until_finished()
+    return live
+
+
 def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[str, float]]:
     """One process fails where the other does not; the save after it goes well. What each was told,
     and after how many seconds.

@@ -24,6 +24,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from tests.ranks import jax_run
 from tests.ranks.launch import launch
+from tests.support.promises import broken
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_steps_of_two_processes_keep_the_promises_of_their_policy(tmp_path: Path) -> None:
+    root, live = tmp_path / "root", {}
+    for saves in (8, 6):
+        live |= launch(jax_run.under_a_policy, 2, str(root), saves)[0]
+        run = deltacheck.open(root)
+        for step, state in live.items():
+            manifest = run.manifest(step)
+            assert broken(state, run.restore(step), manifest, live.__getitem__, 1e-5) == []
+        # A tile on each device, all under one rule.
+        master = manifest.tiles["optimizer/state/0/master"]
+        assert len(master.lanes) == 4
+        assert (len(master.forms), master.form) == (1, ())
+        assert manifest.contract == "reused"
+    assert run.verify(deep=True) == []
 
 
 def test_two_processes_save_deltas_and_restore_them_under_another_mesh(

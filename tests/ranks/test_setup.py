@@ -21,7 +21,7 @@ def test_ranks_that_differ_are_refused_on_every_rank_and_nothing_is_left(tmp_pat
         assert "/proc/self/cwd/run" in found["machine"]
         for name, values in jobs.OPTIONS.items():
             assert f"{name}={values[1]!r} instead of {values[0]!r}" in found["options"]
-        assert "an exact policy" in found["unsupported"]
+        assert "need max_pending=1" in found["unsupported"]
         assert found["left"] == ["machine 0", "machine 1"]
         assert found["groups"] == 0
         assert "rank 1 saves while rank 0 restores" in found["first restores"]

@@ -413,6 +413,18 @@ def bounded(body: Any) -> None:
     body["must_understand"] = ["derived", "tiles"]
 
 
+def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
+    """Return an edit that derives the tiles of a leaf by a rule."""
+    rule = {"dtype": "float32", "shape": [8, 8]} | form_of_all
+
+    def edit(body: Any) -> None:
+        codes = "int32" if rule["how"] == "lattice" else ""
+        body["tiles"]["w"].update({"forms": [rule], "codes": [codes]} | fields)
+        body["must_understand"] = ["derived", "tiles", "tiles.derived"]
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -458,7 +470,19 @@ def bounded(body: Any) -> None:
         ),
         (both, "cannot be cut as it says"),
         (name_leaf_like_a_tile, "one of its leaves has the name of a tile"),
-        (bounded, "tiles, and are derived, bounded or replayed"),
+        (bounded, "features .'derived', 'tiles'. do not match"),
+        (rules({"how": "cast", "of": "b"}), "cannot be derived as they say"),  # not in tiles
+        (rules({"how": "cast", "of": "w"}), "cannot be derived|cycle"),  # of itself
+        (rules({"how": "zeros", "shape": [4, 8]}), "cannot be derived as they say"),
+        (rules({"how": "zeros", "dtype": "float64"}), "cannot be derived as they say"),
+        (rules({"how": "zeros", "digest": "0" * 32}), "cannot be derived as they say"),
+        (rules({"how": "lattice", "spacing": 0.0}), "cannot be derived as it says"),
+        (rules({"how": "zeros"}, codes=["int32"]), "cannot be derived as it says"),
+        (rules({"how": "zeros"}, codes=[]), "1 rules and 0 codes"),
+        (rules({"how": "zeros"}, form=[0]), "tiles of rules that it does not have"),
+        (rules({"how": "zeros"}, form=[0, 1]), "tiles of rules that it does not have"),
+        (rules({"how": "zeros"}, form=[0, -2]), "tiles of rules that it does not have"),
+        (rules({"how": "zeros"}, from_steps=[0, 1]), "tiles of other steps than its contract"),
     ],
 )
 def test_a_manifest_of_tiles_that_cannot_be_is_refused(good: Path, edit: Any, message: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,11 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_leaves
-from deltacheck.save.ranks.joint import Attempt, Joint
+from deltacheck.save.ranks.joint import AgreedSave, Attempt, Joint, RankTiles, cuts_of
+from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.save.treatment.signals import Agreed, HeldState
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
@@ -104,6 +106,7 @@ class RankedRun:
         layout: Layout = rows,
         depth: int = 16,
         durability: Durability = Durability.PROCESS,
+        policy: Policy | None = None,
         **options: Any,
     ) -> None:
         store, self.lease, next_seq = open_alone(root, durability)
@@ -112,11 +115,13 @@ class RankedRun:
         ranks = Threads(size, 60).ranks()
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
-        policy = Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
+        policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
         self.savers = [
             Saver(one, default_codec(), SaveOptions(policy=policy, **options), next_seq=next_seq)
             for one in self.stores
         ]
+        for joint, saver in zip(self.joints, self.savers, strict=True):
+            joint.groups = saver.groups
         self.commit: Callable[[Manifest], Written] = lambda manifest: commit(
             root, manifest, durability
         )
@@ -138,20 +143,17 @@ class RankedRun:
         flat = tree.flatten(state, describe_numpy)
         held = self.held(rank, flat)
         skeleton = tree.flatten(_only(state, held), describe_numpy).skeleton
-        begun = joint.begin(step, saver.standing()[1], held, skeleton, False)
+        state_held = self.held_state(rank, flat, held, skeleton, metrics or {})
+        signals = saver.signals(step, state_held)
+        begun = joint.begin(step, saver.standing()[1], held, skeleton, False, signals)
         assert begun is not None
         sources = {}
-        for path, (cuts, numbers) in begun.tiles.items():
-            array, leaf = np.asarray(flat.arrays[path]), flat.leaves[path]
-            boxes = (
-                [sharding.whole(leaf.shape)]
-                if cuts is None
-                else [tiles.box(cuts, number) for number in numbers]
-            )
-            for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
-                spec = LeafSpec.of(name, tuple(s.stop - s.start for s in box), leaf.dtype)
-                sources[name] = LeafSource(spec, partial(numpy_bytes, array[box]))
-        attempt = Attempt(joint)
+        for spec, part in parts_of(flat, begun.tiles):
+            sources[spec.path] = LeafSource(spec, partial(numpy_bytes, part))
+        digests: dict[str, str] = {}
+        attempt = Attempt(joint, self.copies(flat, begun), digests)
+        cuts = cuts_of(begun.tiles)
+        agreed = Agreed(state_held, begun.signals, cuts, attempt.abandon, digests)
         saver.number_from(begun.seq)
         commit = partial(attempt.commit, self.commit)
         return saver.save(
@@ -160,8 +162,31 @@ class RankedRun:
             dict(sorted(sources.items())),
             commit,
             metrics=metrics,
-            abandon=attempt.abandon,
+            agreed=agreed,
         )
+
+    def copies(self, flat: tree.Flat, begun: AgreedSave) -> bytes:
+        return digests_of(
+            [_Copy(spec, numpy_bytes(part)) for spec, part in parts_of(flat, begun.copies)],
+            begun.seq,
+        )
+
+    def held_state(
+        self,
+        rank: int,
+        flat: tree.Flat,
+        held: Mapping[str, Held],
+        skeleton: tree.Node,
+        metrics: Mapping[str, float],
+    ) -> HeldState:
+        """Return the part of a state that a rank holds, for the decisions of a policy."""
+        specs = {path: LeafSpec.of(path, one.shape, one.dtype) for path, one in held.items()}
+
+        def values(path: str) -> list[Any]:
+            array = np.asarray(flat.arrays[path])
+            return [array[box].reshape(-1) for box in held[path].boxes]
+
+        return HeldState.of(specs, skeleton, metrics, values)
 
     def held(self, rank: int, flat: tree.Flat) -> dict[str, Held]:
         found = {
@@ -211,6 +236,27 @@ class RankedRun:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Copy(NamedTuple):
+    spec: LeafSpec
+    data: Any
+
+    def content(self) -> Any:
+        return self.data
+
+
+def parts_of(flat: tree.Flat, of_rank: RankTiles) -> Iterator[tuple[LeafSpec, Any]]:
+    """Yield the spec and the values of some tiles."""
+    for path, (cuts, numbers) in of_rank.items():
+        array, leaf = np.asarray(flat.arrays[path]), flat.leaves[path]
+        boxes = (
+            [sharding.whole(leaf.shape)]
+            if cuts is None
+            else [tiles.box(cuts, number) for number in numbers]
+        )
+        for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
+            yield LeafSpec.of(name, tuple(s.stop - s.start for s in box), leaf.dtype), array[box]
 
 
 def _raise(error: BaseException) -> Any:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,10 +29,11 @@ from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.source import host_content_check
 from deltacheck.save.logbook import Plan
-from deltacheck.save.ranks.joint import Attempt
+from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, encode_manifest
 from deltacheck.store.files import arrays
@@ -202,9 +204,10 @@ class Item:
         # order, or report a failure in the place of one.
         with leaves.own_rules():
             with group.sharing_failure():
-                if log is not None or not self._options.policy.is_exact:
+                if log is not None:
                     raise ValueError(
-                        "several processes save with an exact policy and without a gradient log"
+                        "several processes save without a gradient log: its replay would need the"
+                        " gradients of all processes in each"
                     )
                 # Without a saver there was no save before that could be lost.
                 is_committed = self._saver is None or self._last_step_exists()
@@ -223,14 +226,20 @@ class Item:
             with group.sharing_failure():
                 # Creating the store can fail, too, and the others wait for the next exchange.
                 saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
-            # Process 0 decides for all: a step is no base for some processes only.
-            if not opened.is_committed:
-                saver.forget()
+                group.joint.groups = saver.groups
+                # Process 0 decides for all: a step is no base for some processes only.
+                if not opened.is_committed:
+                    saver.forget()
+                if opened.resumes and base is not None:
+                    # Before the signals: they are of the run that goes on.
+                    saver.resumed()
+                held = None if saver.is_exact else pieces.held_state(flat, metrics)
+                signals = None if held is None else saver.signals(place.step, held)
             if opened.resumes and base is not None:
                 # Before the plan: the tiles are cut as in the restored step, so that their chains
                 # continue.
                 group.joint.resume(base[1], None)
-            assignment = group.begin(place.step, opened.seq, flat)
+            assignment = group.begin(place.step, opened.seq, flat, signals)
             if opened.resumes and base is not None:
                 # After the plan: only now this process knows which of the tiles it writes.
                 self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
@@ -242,7 +251,8 @@ class Item:
                 else None
             )
             make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
-            attempt = Attempt(group.joint)
+            agreed = Agreed(held, assignment.signals, cuts_of(assignment.tiles))
+            attempt = Attempt(group.joint, contents=agreed.digests)
             try:
                 handle = saver.save(
                     place.step,
@@ -250,7 +260,7 @@ class Item:
                     pieces.sources(flat, assignment.tiles, self._lazy),
                     partial(attempt.commit, make),
                     metrics=metrics,
-                    abandon=attempt.abandon,
+                    agreed=replace(agreed, abandon=attempt.abandon),
                 )
             except Exception as error:
                 # The other processes have begun the save, and wait for what this one reports.

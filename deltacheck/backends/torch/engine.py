@@ -247,7 +247,9 @@ class Engine:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        attempt = self._session.begin(step, flat, is_whole=not extra_sources and replay is None)
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        is_whole = not extra_sources and replay is None
+        attempt = self._session.begin(step, flat, numbers, is_whole=is_whole)
         # A rank is busy, and all ranks skip the save. Nothing has begun.
         if attempt is None:
             return skipped(step)
@@ -264,15 +266,15 @@ class Engine:
                 # Sorted, so that the order in the files does not depend on the origin of a leaf.
                 {path: sources[path] for path in sorted(sources)},
                 attempt.commit,
-                metrics={name: float(value) for name, value in (metrics or {}).items()},
+                metrics=numbers,
                 replay=replay,
                 note=note,
-                abandon=attempt.abandon,
+                agreed=attempt.agreed,
             )
         except BaseException as error:
             # The other ranks have begun the save, and wait for what this one reports.
-            if attempt.abandon is not None:
-                attempt.abandon(error)
+            if attempt.agreed is not None and attempt.agreed.abandon is not None:
+                attempt.agreed.abandon(error)
             # torch has no class of its own for host memory that cannot be had.
             if isinstance(error, RuntimeError) and "allocate memory" in str(error):
                 raise as_save_failed(step, error) from error

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from deltacheck.leaf.contracts import RANK, Promise, name_of
+import msgspec
+
+from deltacheck.leaf.contracts import Promise, weakest_of
 from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node
 from deltacheck.save.job.leaf_state import LeafSave
@@ -18,16 +20,11 @@ from deltacheck.save.job.source import torn_between_reads
 from deltacheck.store import layout
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
-    DERIVED,
-    REPLAY,
-    TILES,
-    TYPES,
     Derived,
     LeafRecord,
     Manifest,
     Replay,
     SegmentRef,
-    needs_types,
 )
 
 
@@ -98,18 +95,7 @@ def build_manifest(
     # Two segments of one sequence number come from ranks that saved together, so this save goes on
     # from a step of several ranks.
     has_tiles = len({layout.seq_of(ref.id) for ref in segments}) < len(segments)
-    features = {
-        DERIVED: bool(terms.derived or terms.contracts),
-        REPLAY: request.replay is not None,
-        TILES: has_tiles,
-        TYPES: needs_types(request.tree, request.replay),
-    }
-    weakest = max(
-        (name_of(promise.terms) for promise in terms.contracts.values()),
-        key=RANK.index,
-        default="exact",
-    )
-    return Manifest(
+    manifest = Manifest(
         format=layout.FORMAT,
         version=layout.VERSION,
         seq=seq,
@@ -118,7 +104,7 @@ def build_manifest(
         nonce=secrets.token_hex(8),
         time=time.time(),
         writer=f"process {os.getpid()} on {socket.gethostname()}",
-        contract=weakest,
+        contract=weakest_of(terms.contracts.values()),
         segments=segments,
         # This process does not know the lanes of the earlier ranks, so one lane has all segments.
         lanes=(tuple(range(len(segments))),) if has_tiles else (),
@@ -129,8 +115,6 @@ def build_manifest(
             name: value if math.isfinite(value) else str(value)
             for name, value in request.metrics.items()
         },
-        # A reader that ignored one of these features would return other leaves, so it must refuse.
-        must_understand=tuple(name for name, is_used in features.items() if is_used),
         derived=dict(terms.derived),
         contracts=dict(terms.contracts),
         stage=terms.stage,
@@ -138,6 +122,7 @@ def build_manifest(
         durability=durability,
         failed_saves=failed_saves,
     )
+    return msgspec.structs.replace(manifest, must_understand=manifest.features)
 
 
 def leaf_reports(leaves: Iterable[LeafSave]) -> tuple[LeafReport, ...]:

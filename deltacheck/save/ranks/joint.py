@@ -21,6 +21,7 @@ import xxhash
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
+from deltacheck.leaf.contracts import weakest_of
 from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.structs import inspect_types
@@ -28,15 +29,21 @@ from deltacheck.leaf.tiles import Cuts
 from deltacheck.leaf.tree import Node
 from deltacheck.save.ranks.channel import Ranks, consult
 from deltacheck.save.ranks.replicas import require_equal_copies
+from deltacheck.save.ranks.rules import (
+    RankRules,
+    content_digests,
+    promises_of_leaves,
+    rules_of_tiles,
+    stored_digest,
+)
+from deltacheck.save.treatment.signals import Signals, combined
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
-    TILES,
-    TYPES,
+    Derived,
     LeafRecord,
     Manifest,
     SegmentRef,
     Tiles,
-    needs_types,
 )
 
 # Hexadecimal digits of a tile's digest.
@@ -55,6 +62,7 @@ class SaveProposal(msgspec.Struct, frozen=True):
         known: The rank holds what it held at the last save.
         tree: Digest of its tree.
         busy: It would rather skip this save.
+        signals: What it has seen of the run, if the policy needs that.
     """
 
     step: int
@@ -62,6 +70,7 @@ class SaveProposal(msgspec.Struct, frozen=True):
     known: bool
     tree: str
     busy: bool
+    signals: Signals | None = None
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -72,12 +81,14 @@ class Agreement(msgspec.Struct, frozen=True):
         skip: Some rank is busy, and all skip the save.
         holdings: Rank 0 needs what every rank holds.
         trees: Rank 0 needs the tree of every rank.
+        signals: The signals of all ranks.
     """
 
     seq: int
     skip: bool
     holdings: bool
     trees: bool
+    signals: Signals | None = None
 
 
 class Contribution(msgspec.Struct, frozen=True):
@@ -112,12 +123,14 @@ class Report(msgspec.Struct, frozen=True):
         segments: The segments that its tiles need.
         digests: Digests of its tiles in the order of the plan, 32 digits each.
         copies: Digests of tiles that it holds and another rank writes (``copies.digests_of``).
+        rules: The rules and the promises of its tiles that are not simply stored.
     """
 
     step: int
     segments: tuple[SegmentRef, ...]
     digests: str
     copies: bytes = b""
+    rules: RankRules = RankRules()
 
 
 inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
@@ -131,12 +144,14 @@ class AgreedSave(NamedTuple):
         tiles: The tiles that this rank writes.
         tree: The tree of all ranks.
         copies: The tiles that it holds and another rank writes.
+        signals: The signals of all ranks.
     """
 
     seq: int
     tiles: RankTiles
     tree: Node
     copies: RankTiles
+    signals: Signals | None = None
 
 
 @dataclass(slots=True)
@@ -166,18 +181,24 @@ class Attempt:
     """A save that the ranks have begun. Exactly one of its methods reports its end on this rank.
 
     ``copies`` are the digests of the copies that this rank holds of what other ranks write.
+    ``contents`` are the digests of the leaves and tiles that were read and not simply stored, by
+    stored path; they are complete when ``commit`` is called.
     """
 
-    def __init__(self, joint: Joint, copies: bytes = b"") -> None:
+    def __init__(
+        self, joint: Joint, copies: bytes = b"", contents: Mapping[str, str] | None = None
+    ) -> None:
         self._joint = joint
         self._copies = copies
+        # The mapping itself, which is filled later.
+        self._contents: Mapping[str, str] = {} if contents is None else contents
         self._lock = threading.Lock()
         self._is_reported = False
 
     def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
         """Report this rank's part, and wait for the step of all, as ``Joint.commit``."""
         self._claim_report()
-        return self._joint.commit(manifest, make, self._copies)
+        return self._joint.commit(manifest, make, self._copies, self._contents)
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part has failed: no step will exist.
@@ -201,12 +222,18 @@ class Joint:
 
     Every rank must call the same methods in the same order.
 
+    Attributes:
+        groups: Return the leaves that one rank should treat together, from the specs of all leaves
+            and the tree. ``None``: there are none.
+
     Args:
         ranks: The channels between the ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.groups: Callable[[Mapping[str, LeafSpec], Node], list[list[str]]] | None = None
+        self._tree: Node = {}
         self._plan: Plan | None = None
         self._copies: Copies | None = None
         self._exchange: _Exchange | None = None
@@ -225,6 +252,7 @@ class Joint:
         held: Mapping[str, Held],
         skeleton: Node,
         busy: bool,
+        signals: Signals | None = None,
     ) -> AgreedSave | None:
         """Agree on a save.
 
@@ -234,6 +262,7 @@ class Joint:
             held: What this rank holds of each leaf.
             skeleton: The structure of its tree. Other ranks may have other leaves.
             busy: True: this rank would rather skip the save.
+            signals: What this rank has seen of the run, if the policy needs that.
 
         Returns:
             The save; ``None`` if a rank is busy and all skip it.
@@ -242,11 +271,12 @@ class Joint:
             RankFailed: The ranks disagree. It is raised on every rank, and names a rank and the
                 cause.
         """
+        self._tree = skeleton
         # In the common case nothing has changed, and only the digest of the tree is sent.
         holdings = Holdings.of(held)
         is_known = self._exchange is not None and self._exchange.holdings == holdings
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
-        proposal = SaveProposal(step, seq, is_known, digest, busy)
+        proposal = SaveProposal(step, seq, is_known, digest, busy, signals)
         agreement = decoded(
             consult(self.ranks.begin, encoded(proposal), _agree, "saves"), Agreement
         )
@@ -266,7 +296,10 @@ class Joint:
             tree_of_all = assignment.tree or skeleton
         # If no holdings were asked for, every rank still has the exchange of an earlier save.
         assert self._exchange is not None
-        return AgreedSave(agreement.seq, self._exchange.tiles, tree_of_all, self._exchange.copies)
+        exchange = self._exchange
+        return AgreedSave(
+            agreement.seq, exchange.tiles, tree_of_all, exchange.copies, agreement.signals
+        )
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank cannot begin; raise ``RankFailed``, as the other ranks do."""
@@ -301,6 +334,7 @@ class Joint:
         Returns:
             The stored leaves and tiles of the step that this rank will write.
         """
+        self._tree = manifest.tree
         # The last exchange belongs to the save before, which may have been cut in other ways.
         self._exchange = None
         self._before = {path: Before(None) for path in manifest.leaves}
@@ -317,7 +351,11 @@ class Joint:
         return _Exchange(holdings, share.tiles(), share.copied_tiles(), self._plan, self._copies)
 
     def commit(
-        self, manifest: Manifest, make: Callable[[Manifest], Written], copies: bytes = b""
+        self,
+        manifest: Manifest,
+        make: Callable[[Manifest], Written],
+        copies: bytes = b"",
+        contents: Mapping[str, str] | None = None,
     ) -> Written:
         """Report this rank's part, and wait for the step of all ranks.
 
@@ -325,6 +363,8 @@ class Joint:
             manifest: This rank's part, its tiles as leaves.
             make: Make the step exist, on rank 0, from the manifest of all ranks.
             copies: The digests of tiles that this rank holds and another one writes.
+            contents: The digests of leaves and tiles that are not simply stored, as they were read,
+                by stored path.
 
         Raises:
             RankFailed: The part of some rank is missing, or copies differ, and no step exists.
@@ -334,8 +374,9 @@ class Joint:
         report = Report(
             manifest.step,
             manifest.segments,
-            "".join(manifest.leaves[name].digest for name in exchange.tile_names()),
+            "".join(stored_digest(manifest, name) for name in exchange.tile_names()),
             copies,
+            RankRules.of(manifest, contents or {}),
         )
 
         def decide(messages: list[bytes]) -> Sequence[bytes]:
@@ -366,6 +407,7 @@ class Joint:
         contributions = [decoded(message, Contribution) for message in messages]
         holdings = [c.holdings for c in contributions if c.holdings is not None]
         trees = [c.tree for c in contributions if c.tree is not None]
+        tree_of_all = tree.merged(trees) if trees else None
         shares: Sequence[Share | None] = [None] * len(contributions)
         if holdings:
             before = self._before
@@ -374,10 +416,15 @@ class Joint:
                     path: Before(leaf_plan.cuts, leaf_plan.owners)
                     for path, leaf_plan in self._exchange.plan.items()
                 }
-            self._plan = sharding.plan(holdings, before)
+            # Without trees, that of rank 0 is the tree of all.
+            groups = (
+                []
+                if self.groups is None
+                else self.groups(sharding.specs(holdings), tree_of_all or self._tree)
+            )
+            self._plan = sharding.plan(holdings, before, groups)
             self._copies = sharding.copies(self._plan, holdings)
             shares = sharding.shares(self._plan, len(contributions), self._copies)
-        tree_of_all = tree.merged(trees) if trees else None
         # Only rank 0 writes the tree, so the others need not receive it.
         return [
             encoded(Assignment(share, tree_of_all if rank == 0 else None))
@@ -401,6 +448,10 @@ def _agree(messages: list[bytes]) -> Sequence[bytes]:
         any(proposal.busy for proposal in proposals),
         not all(proposal.known for proposal in proposals),
         any(proposal.tree != first.tree for proposal in proposals),
+        # The policy is the same on every rank, so all of them have signals or none.
+        combined([proposal.signals for proposal in proposals if proposal.signals is not None])
+        if first.signals is not None
+        else None,
     )
     return [encoded(agreement)] * len(proposals)
 
@@ -438,27 +489,36 @@ def merged(
                 f" {tile_numbers.size}"
             )
         digests[tile_numbers] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
+    rules = [report.rules for report in reports]
     if copies is not None:
         by_rank = [report.copies for report in reports]
-        require_equal_copies(manifest.step, plan, copies, by_rank, digests)
+        contents = content_digests(digests, plan, rules)
+        require_equal_copies(manifest.step, plan, copies, by_rank, contents)
     refs = {ref.id: ref for report in reports for ref in report.segments}
     # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
     # to their positions.
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
     leaves, tiles, first = {}, {}, 0
+    derived: dict[str, Derived] = {}
     for path, leaf_plan in plan.items():
         stop = first + leaf_plan.owners.size
         leaf_digests = digests[first:stop].tobytes().decode("ascii")
         first = stop
         if leaf_plan.cuts is None:
-            spec = LeafSpec.of(path, leaf_plan.shape, leaf_plan.dtype)
             owner = int(leaf_plan.owners[0])
-            leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf_digests, owner)
+            rule = rules[owner].derived.get(path)
+            dtype = leaf_plan.dtype
+            if rule is not None:
+                derived[path] = rule
+                dtype = rules[owner].codes.get(path, "")
+            if dtype:
+                spec = LeafSpec.of(path, leaf_plan.shape, dtype)
+                leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf_digests, owner)
         else:
-            tiles[path] = Tiles(
-                leaf_plan.dtype, leaf_plan.cuts, leaf_digests, tuple(leaf_plan.owners.tolist())
-            )
-    # A reader that does not know tiles would find leaves missing, so it must refuse the step.
+            owners_of_tiles = tuple(leaf_plan.owners.tolist())
+            tiled = Tiles(leaf_plan.dtype, leaf_plan.cuts, leaf_digests, owners_of_tiles)
+            tiles[path] = rules_of_tiles(tiled, path, owners_of_tiles, rules, manifest.step)
+    contracts = promises_of_leaves(rules, manifest.step)
     manifest_of_all: Manifest = msgspec.structs.replace(
         manifest,
         segments=tuple(refs[name] for name in segment_numbers),
@@ -467,9 +527,13 @@ def merged(
         lanes=tuple(
             tuple(sorted(segment_numbers[ref.id] for ref in report.segments)) for report in reports
         ),
-        must_understand=(TILES, TYPES) if needs_types(manifest.tree, None) else (TILES,),
+        derived=derived,
+        contracts=contracts,
+        contract=weakest_of(contracts.values()),
     )
-    return manifest_of_all
+    # A reader that does not know tiles would find leaves missing, so it must refuse the step.
+    features = manifest_of_all.features
+    return msgspec.structs.replace(manifest_of_all, must_understand=features)
 
 
 def stored_names(tiles: RankTiles) -> list[str]:
@@ -479,6 +543,11 @@ def stored_names(tiles: RankTiles) -> list[str]:
         for path, (cuts, numbers) in tiles.items()
         for name in sharding.names_of(path, cuts, numbers)
     ]
+
+
+def cuts_of(tiles: RankTiles) -> dict[str, Cuts | None]:
+    """Return the cuts of each leaf of which a rank writes tiles; ``None``: it is whole."""
+    return {path: cuts for path, (cuts, _) in tiles.items()}
 
 
 def encoded(value: object) -> bytes:

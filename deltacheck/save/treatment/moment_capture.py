@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec import octaves
+from deltacheck.leaf import tiles
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
@@ -112,7 +113,7 @@ class MomentCapture:
         age = stored_pair.age(save.step, group.situation.step)
         # The limits of the parameters are staggered, so that their moments are not all stored by
         # one save.
-        if age is None or age > staggered(second, terms.max_age_steps):
+        if age is None or age > staggered(tiles.leaf_of(second), terms.max_age_steps):
             return None
         specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
         codes: dict[str, Array] = {}

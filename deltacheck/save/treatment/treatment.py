@@ -14,23 +14,33 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
 from deltacheck.policy import Policy, roles
+from deltacheck.policy.activity import Activity
 from deltacheck.policy.decide import Decision, Situation, decide
-from deltacheck.policy.events import Event, RunObservation
+from deltacheck.policy.events import Detector, Event, RunObservation
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
-from deltacheck.policy.stage import STABLE, SaveObservation, advance
+from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
 from deltacheck.restore import derive
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource
+from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.error_measures import sample
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
 from deltacheck.save.treatment.run_state import LeafReader, RunState, Shadow
+from deltacheck.save.treatment.signals import (
+    Agreed,
+    HeldState,
+    Signals,
+    layout_text,
+    scale_of,
+)
 from deltacheck.save.treatment.weight_capture import WeightCapture
 
 log = logging.getLogger("deltacheck")
@@ -61,16 +71,72 @@ class Treatment:
         """Forget the course of the run, because a step was restored."""
         self._run.reset()
 
+    def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
+        """Return the leaves of each parameter, which one rank should write if several hold them.
+
+        Args:
+            specs: The specs of all leaves of all ranks.
+            tree: The structure of the state, with its scalars.
+        """
+        return [
+            [path for path in parameter.leaves if path in specs]
+            for parameter in roles.find(specs, dict(scalars(tree))).parameters
+        ]
+
+    def signals(self, step: int, state: HeldState) -> Signals | None:
+        """Return the signals of this process, which the ranks of a save agree on.
+
+        Args:
+            step: The training step.
+            state: The state of which this process holds a part.
+
+        Returns:
+            The signals; ``None`` if the policy needs none.
+        """
+        if self._policy.hidden is None:
+            return None
+        leaf_roles, rates, numbers = self._roles_and_rates(state)
+        metrics, run = state.metrics, self._run
+        constants = tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items())
+        signals = Signals(
+            loss=metrics.get("loss"),
+            gradient_norm=next((metrics[name] for name in _NORMS if name in metrics), None),
+            learning_rates=tuple(rate.lr for rate in rates.values() if rate.lr is not None),
+            optimizer=layout_text(constants, state.specs),
+            # The captures of the last save have measured these.
+            drifts=tuple(run.drifts),
+            events=tuple(
+                (event.what, event.size)
+                for event in self._count(step, leaf_roles, numbers, state)[1]
+            ),
+        )
+        if self._advanced(step, signals)[1].name != STABLE and run.stage.name != STABLE:
+            return signals
+        # Sampled once and not before it is needed, because a master may begin as zeros.
+        weights = map(self._wide_weight, leaf_roles.parameters)
+        scales = {
+            path: scale_of(state.values(path))
+            for path in weights
+            if path in state.specs and path not in run.scales
+        }
+        return msgspec.structs.replace(signals, scales=scales)
+
     def plan(
-        self, step: int, sources: Mapping[str, LeafSource], tree: Node, metrics: Mapping[str, float]
+        self,
+        step: int,
+        sources: Mapping[str, LeafSource],
+        tree: Node,
+        metrics: Mapping[str, float],
+        agreed: Agreed | None = None,
     ) -> tuple[dict[str, LeafSource], Callable[[], Terms]]:
         """Decide how the leaves of one save are kept.
 
         Args:
             step: The training step.
-            sources: The leaves by path.
+            sources: The leaves, or the tiles that this rank writes, by stored path.
             tree: The structure of the state, with its scalars.
             metrics: Values that the caller reports.
+            agreed: The agreement of the ranks that save together; ``None``: there are none.
 
         Returns:
             The sources that store the leaves as decided, and a function that returns the terms for
@@ -79,39 +145,72 @@ class Treatment:
         # The common case must not read a single leaf on the training thread.
         if self._policy.is_exact:
             return dict(sources), Terms
+        agreed = agreed or Agreed()
+        state = agreed.held or self._held(sources, tree, metrics)
+        leaf_roles, rates, numbers = self._roles_and_rates(state)
+        # Before any decision: an event of this very step must already end the stable stage.
+        signals = agreed.signals or self.signals(step, state)
+        if signals is not None:
+            self._observe(step, signals)
+            self._run.activity, _ = self._count(step, leaf_roles, numbers, state)
+            self._run.zeroed.clear()
+        stage = self._run.stage.name
+        stored_specs = {name: source.spec for name, source in sources.items()}
+        layout = Layout(stored_specs, agreed.cuts)
+        if stage == STABLE:
+            leaf_roles = self._prove(leaf_roles, layout, sources)
+        save = LossySave(self._policy, step, stage, self._run, self._reader, agreed.digests)
+        replacements = save.share_equal(
+            {path: sources[path] for path in state.numbers if path in sources}
+        )
+        for parameter in leaf_roles.parameters:
+            wide_weight = self._wide_weight(parameter)
+            situation = Situation(
+                rates[parameter.group or ""],
+                # Without a count, the step is the best estimate of the number of updates.
+                _as_count(numbers.get(parameter.count or "", step)),
+                self._run.spacings.get(wide_weight),
+                self._run.scales.get(wide_weight, 0.0),
+            )
+            decisions = decide(self._policy, stage, parameter, state.specs, situation)
+            for cell in layout.cells(parameter.leaves):
+                cell_parameter = cell.parameter(parameter)
+                replacements |= self._parameter_sources(
+                    save, cell_parameter, situation, cell.decisions(parameter, decisions), sources
+                )
+                if cell.suffix and wide_weight in decisions:
+                    # As decided and not as captured, so that it is the same on every rank.
+                    spacing = decisions[wide_weight].spacing
+                    if spacing:
+                        self._run.spacings[wide_weight] = spacing
+        return dict(sources) | replacements, save.terms
+
+    def _wide_weight(self, parameter: Parameter) -> str:
+        """Return the float32 weight that may lie on a lattice: the master, if there is one."""
+        hidden = self._policy.hidden
+        has_wide_weights = hidden is not None and hidden.float32_weights == "bounded"
+        return parameter.master or (parameter.weight if has_wide_weights else None) or ""
+
+    def _held(
+        self, sources: Mapping[str, LeafSource], tree: Node, metrics: Mapping[str, float]
+    ) -> HeldState:
+        """Return the state of a process that saves alone."""
         specs = {path: source.spec for path, source in sources.items()}
-        numbers = dict(scalars(tree)) | self._numbers(sources)
-        leaf_roles = self._find_roles(specs, numbers)
-        metric_rate = next((metrics[name] for name in _RATES if name in metrics), None)
+        return HeldState.of(specs, tree, metrics, lambda path: [self._reader.live(sources[path])])
+
+    def _roles_and_rates(
+        self, state: HeldState
+    ) -> tuple[Roles, dict[str, Hyperparameters], dict[str, object]]:
+        """Return the roles of the leaves, the hyperparameters of each group, and all numbers."""
+        numbers = dict(scalars(state.tree)) | dict(state.numbers)
+        leaf_roles = self._find_roles(state.specs, numbers)
+        metric_rate = next((state.metrics[name] for name in _RATES if name in state.metrics), None)
         groups = hyperparameters(leaf_roles, numbers) | {"": Hyperparameters()}
         rates = {
             group: values if values.lr is not None else replace(values, lr=metric_rate)
             for group, values in groups.items()
         }
-        # Before any decision: an event of this very step must already end the stable stage.
-        counted_events = self._count(step, leaf_roles, numbers, specs)
-        self._observe(step, rates, metrics, specs, counted_events)
-        stage = self._run.stage.name
-        if stage == STABLE:
-            leaf_roles = self._prove(leaf_roles, sources)
-        save = LossySave(self._policy, step, stage, self._run, self._reader)
-        replacements = save.share_equal(
-            {path: sources[path] for path in numbers if path in sources}
-        )
-        hidden = self._policy.hidden
-        has_wide_weights = hidden is not None and hidden.float32_weights == "bounded"
-        for parameter in leaf_roles.parameters:
-            wide_weight = parameter.master or (parameter.weight if has_wide_weights else None)
-            situation = Situation(
-                rates[parameter.group or ""],
-                # Without a count, the step is the best estimate of the number of updates.
-                _as_count(numbers.get(parameter.count or "", step)),
-                self._run.spacings.get(wide_weight or ""),
-                self._scale(wide_weight, sources),
-            )
-            decisions = decide(self._policy, stage, parameter, specs, situation)
-            replacements |= self._parameter_sources(save, parameter, situation, decisions, sources)
-        return dict(sources) | replacements, save.terms
+        return leaf_roles, rates, numbers
 
     def _parameter_sources(
         self,
@@ -122,8 +221,7 @@ class Treatment:
         sources: Mapping[str, LeafSource],
     ) -> dict[str, LeafSource]:
         """Return the sources of those leaves of one parameter that are not simply stored."""
-        paths = (parameter.weight, parameter.master, parameter.first, parameter.second)
-        group_sources = {path: sources[path] for path in paths if path is not None}
+        group_sources = {path: sources[path] for path in parameter.leaves}
         group = ParameterSave(save, parameter, situation, decisions, group_sources)
         weights, moments = WeightCapture(group), MomentCapture(group)
         members = list(group_sources.values())
@@ -144,32 +242,10 @@ class Treatment:
             replacements[second] = save.watch(sources[second], rescale)
         return replacements
 
-    def _observe(
-        self,
-        step: int,
-        rates: Mapping[str, Hyperparameters],
-        metrics: Mapping[str, float],
-        specs: Mapping[str, LeafSpec],
-        counted_events: tuple[Event, ...],
-    ) -> None:
+    def _observe(self, step: int, signals: Signals) -> None:
         """Bring the stage of the run to this save."""
-        hidden, run = self._policy.hidden, self._run
-        if hidden is None:
-            return
-        learning_rates = tuple(rate.lr for rate in rates.values() if rate.lr is not None)
-        optimizer = (
-            tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items()),
-            tuple(specs.values()),
-        )
-        observation = RunObservation(
-            step,
-            loss=metrics.get("loss"),
-            gradient_norm=next((metrics[name] for name in _NORMS if name in metrics), None),
-            learning_rate=learning_rates or None,
-            optimizer=optimizer,
-        )
-        run.detector, run_events = run.detector.advance(observation)
-        run_events += counted_events
+        run = self._run
+        run.detector, run.stage, run_events = self._advanced(step, signals)
         for event in run_events:
             log.info(
                 "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again",
@@ -177,56 +253,54 @@ class Treatment:
                 event.what,
                 event.size,
             )
-        # The captures of the last save have measured these. Each drift counts once.
-        drifts, run.drifts = run.drifts, []
-        drift = float(np.median(drifts)) if drifts else None
-        rate = max(learning_rates, default=None)
-        run.stage = advance(
+        # Each drift counts once.
+        run.drifts = []
+        for path, (squares, count) in signals.scales.items():
+            run.scales[path] = math.sqrt(squares / count) if count else 0.0
+
+    def _advanced(self, step: int, signals: Signals) -> tuple[Detector, Stage, tuple[Event, ...]]:
+        """Return the detector and the stage after some signals, and the events that they show."""
+        hidden, run = self._policy.hidden, self._run
+        assert hidden is not None  # there are no signals without it
+        observation = RunObservation(
+            step,
+            loss=signals.loss,
+            gradient_norm=signals.gradient_norm,
+            learning_rate=signals.learning_rates or None,
+            optimizer=signals.optimizer,
+        )
+        detector, run_events = run.detector.advance(observation)
+        run_events += tuple(Event(step, name, size) for name, size in signals.events)
+        drift = float(np.median(signals.drifts)) if signals.drifts else None
+        rate = max(signals.learning_rates, default=None)
+        stage = advance(
             run.stage,
             SaveObservation(step, rate, drift, tuple(event.what for event in run_events)),
             hidden.max_drift_octaves,
             hidden.stable_from,
             hidden.steady_from,
         )
+        return detector, stage, run_events
 
     def _count(
-        self,
-        step: int,
-        leaf_roles: Roles,
-        numbers: Mapping[str, object],
-        specs: Mapping[str, LeafSpec],
-    ) -> tuple[Event, ...]:
-        """Return the events that the step counts and the stored moments show."""
+        self, step: int, leaf_roles: Roles, numbers: Mapping[str, object], state: HeldState
+    ) -> tuple[Activity, tuple[Event, ...]]:
+        """Return the activity with the step counts of a save, and the events that it shows."""
         run = self._run
-        if self._policy.hidden is None:
-            return ()
         counts, sizes = {}, {}
         for parameter in leaf_roles.parameters:
             count = numbers.get(parameter.count or "")
             if isinstance(count, int | float) and math.isfinite(count):
                 counts[parameter.name] = int(count)
-                spec = specs.get(parameter.first or parameter.master or "")
+                spec = state.specs.get(parameter.first or parameter.master or "")
                 sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
-        run.activity, events = run.activity.advance(step, counts, sizes)
+        activity, events = run.activity.advance(step, counts, sizes)
+        # The stored moments show a new optimizer that keeps no counts.
         if run.zeroed and not events:
             events = (Event(step, "optimizer"),)
-        run.zeroed.clear()
-        return events
+        return activity, events
 
-    def _numbers(self, sources: Mapping[str, LeafSource]) -> dict[str, float]:
-        """Return the leaves of one number: step counts, and rates that are kept as arrays."""
-        numbers = {}
-        for path, source in sources.items():
-            spec = source.spec
-            if (
-                # A leaf of one element, whatever its shape.
-                spec.raw_bytes == spec.element.item_bytes
-                and np.dtype(spec.element.numpy).kind in "iuf"
-            ):
-                numbers[path] = float(self._reader.live(source)[0])
-        return numbers
-
-    def _prove(self, leaf_roles: Roles, sources: Mapping[str, LeafSource]) -> Roles:
+    def _prove(self, leaf_roles: Roles, layout: Layout, sources: Mapping[str, LeafSource]) -> Roles:
         """Return the roles with each master's weight, found by content.
 
         The proof is repeated while a master has no weight, and after a capture has found a weight
@@ -235,29 +309,28 @@ class Treatment:
         run = self._run
         if run.proof is not None and run.proof[0] == leaf_roles:
             return run.proof[1]
-        proven = roles.prove(leaf_roles, partial(self._is_cast, sources))
+        proven = roles.prove(leaf_roles, partial(self._is_cast, layout, sources))
         is_complete = all(p.proven or p.master is None for p in proven.parameters)
         run.proof = (leaf_roles, proven) if is_complete else None
         return proven
 
-    def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
-        """Return true if a sample of a weight is the rounded master.
+    def _is_cast(
+        self, layout: Layout, sources: Mapping[str, LeafSource], weight: str, master: str
+    ) -> bool:
+        """Return true if a sample of a weight is the rounded master, as far as they are here.
 
         A sample is enough: every value is checked again when the weight is captured.
         """
-        weights, masters = (sample(self._reader.live(sources[path])) for path in (weight, master))
-        restored = derive.cast(masters, weights.dtype)
-        return bool(np.array_equal(weights.view(np.uint8), restored.view(np.uint8)))
-
-    def _scale(self, master: str | None, sources: Mapping[str, LeafSource]) -> float:
-        """Return the root mean square of a master, sampled once: it hardly changes in a run."""
-        run = self._run
-        if run.stage.name != STABLE or master is None or master not in sources:
-            return 0.0
-        if master not in run.scales:
-            values = sample(self._reader.live(sources[master])).astype(np.float64)
-            run.scales[master] = float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
-        return run.scales[master]
+        for cell in layout.cells([weight, master]):
+            if len(cell.names) < 2:  # cut in different ways
+                return False
+            weights, masters = (
+                sample(self._reader.live(sources[cell.names[path]])) for path in (weight, master)
+            )
+            restored = derive.cast(masters, weights.dtype)
+            if not np.array_equal(weights.view(np.uint8), restored.view(np.uint8)):
+                return False
+        return True
 
 
 def _capture_of(

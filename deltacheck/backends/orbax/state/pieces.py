@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.save.job.source import LeafSource, host_content_check
 from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
+from deltacheck.save.treatment.signals import HeldState
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -82,6 +83,22 @@ def alike(flat: Flat) -> dict[str, str]:
         for path, value in flat.arrays.items()
         if not isinstance(value, jax.Array)
     }
+
+
+def held_state(flat: Flat, metrics: Mapping[str, float]) -> HeldState:
+    """Return the state of which this process holds a part, for the decisions of a policy.
+
+    Args:
+        flat: The state of this process.
+        metrics: Values that the caller reports.
+    """
+    specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
+
+    def values(path: str) -> Iterator[NDArray[Any]]:
+        for piece in pieces(flat.arrays[path], flat.leaves[path].shape):
+            yield leaves.bytes_of(piece.values).view(specs[path].element.numpy)
+
+    return HeldState.of(specs, flat.skeleton, metrics, values)
 
 
 def sources(

@@ -22,7 +22,7 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
     ``"datastates_ckpt"``.
 
     Raises:
-        ValueError: A section is not a mapping, or an option is unknown.
+        ValueError: A section is not a mapping, an option is unknown, or the policy is not exact.
     """
     section = config.get(_SECTION, {})
     if not isinstance(section, Mapping):
@@ -42,6 +42,12 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
                 f"{_SECTION} has the option {name!r}, which is not one of"
                 f" {', '.join(sorted(accepted))}; leave it out"
             )
+    policy = merged.get("policy")
+    if policy is not None and not policy.is_exact:
+        raise ValueError(
+            "DeepSpeed's checkpoints need an exact policy, such as Policy.exact(): their tree has"
+            " other names, in which a policy does not find the leaves of a parameter"
+        )
     return merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +20,12 @@ from deltacheck.restore import damage
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract
 from deltacheck.save.ranks.group import Group
-from deltacheck.save.ranks.joint import Attempt
+from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
+from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
@@ -95,12 +97,20 @@ class RankGroup(Group):
         with self.sharing_failure():
             return leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
-    def begin(self, saver: Saver, step: int, flat: Flat) -> tuple[Flat, Attempt] | None:
+    def begin(
+        self, saver: Saver, step: int, flat: Flat, metrics: Mapping[str, float]
+    ) -> tuple[Flat, Attempt, Agreed] | None:
         """Agree on a save with the other ranks.
 
+        Args:
+            saver: The saver of this rank.
+            step: The training step.
+            flat: The state of this rank.
+            metrics: Values that the caller of this rank reports.
+
         Returns:
-            The tiles that this rank writes, as leaves, and the save that has begun; ``None`` if a
-            rank is busy and all skip the save.
+            The tiles that this rank writes, as leaves, the save that has begun, and the agreement;
+            ``None`` if a rank is busy and all skip the save.
 
         Raises:
             RankFailed: A rank failed, or the ranks disagree.
@@ -115,7 +125,11 @@ class RankGroup(Group):
             busy = bool(saver.pending())
             saver.raise_unseen()
             holdings = shards.held(flat)
-        agreed_save = self.joint.begin(step, saver.standing()[1], holdings, flat.skeleton, busy)
+            held = None if saver.is_exact else shards.held_state(flat, metrics)
+            signals = None if held is None else saver.signals(step, held)
+        agreed_save = self.joint.begin(
+            step, saver.standing()[1], holdings, flat.skeleton, busy, signals
+        )
         if agreed_save is None:
             return None
         try:
@@ -128,7 +142,10 @@ class RankGroup(Group):
             # The other ranks wait for what this one reports.
             Attempt(self.joint).abandon(error)
             raise
-        return local, Attempt(self.joint, copies)
+        digests: dict[str, str] = {}
+        attempt = Attempt(self.joint, copies, digests)
+        cuts = cuts_of(agreed_save.tiles)
+        return local, attempt, Agreed(held, agreed_save.signals, cuts, attempt.abandon, digests)
 
     def restore(
         self,

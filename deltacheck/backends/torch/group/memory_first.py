@@ -61,7 +61,9 @@ class MemoryFirstSession(SingleProcessSession):
         self.tier = Tier(self._memory, self.writer, options)
         return self.tier.root
 
-    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+    def begin(
+        self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
+    ) -> Attempt | None:
         """Begin a save that is committed in memory."""
         return Attempt(flat, self._tier.commit)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class ProcessGroupSession(SingleProcessSession):
         except BaseException:
             self.group.close()
             raise
+        self.group.joint.groups = self.saver.groups
         # The saver of rank 0 does not know the segments of other ranks, which a collection must
         # spare.
         self.writer.protect(lambda: self.group.segments)
@@ -66,18 +67,20 @@ class ProcessGroupSession(SingleProcessSession):
         """Return the leaves and the skeleton of a state with sharded leaves."""
         return self.group.flatten(state)
 
-    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+    def begin(
+        self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
+    ) -> Attempt | None:
         """Agree with the other ranks on a save, or return ``None`` if one of them is busy."""
         if not is_whole:
             raise ValueError(
                 "a gradient log is of one process; it cannot be kept by a process group"
             )
-        begin_result = self.group.begin(self.saver, step, flat)
+        begin_result = self.group.begin(self.saver, step, flat, metrics)
         if begin_result is None:
             return None
-        tiles, attempt = begin_result
+        tiles, attempt, agreed = begin_result
         make = self.group.maker(self.writer.commit, self.root.store.path)
-        return Attempt(tiles, partial(attempt.commit, make), attempt.abandon)
+        return Attempt(tiles, partial(attempt.commit, make), agreed)
 
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action on rank 0; every rank waits for it and raises its failure."""
@@ -116,7 +119,5 @@ class ProcessGroupSession(SingleProcessSession):
 def _require_supported(options: SaveOptions) -> None:
     # The ranks agree on one save at a time and on the tiles that it writes. A compaction would
     # write leaves outside of this agreement.
-    if not options.policy.is_exact or options.max_pending != 1 or options.compact_after is not None:
-        raise ValueError(
-            "ranks that save together need an exact policy, max_pending=1 and no compact_after"
-        )
+    if options.max_pending != 1 or options.compact_after is not None:
+        raise ValueError("ranks that save together need max_pending=1 and no compact_after")

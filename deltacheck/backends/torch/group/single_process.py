@@ -30,6 +30,7 @@ from deltacheck.restore.resolve import require_contract
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import tags
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
@@ -38,18 +39,17 @@ from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root
 
 Commit = Callable[[Manifest], Written]
-Abandon = Callable[[BaseException], None]
 
 
 class Attempt(NamedTuple):
-    """A save that may begin: the leaves that this process writes, and the calls that end it.
+    """A save that may begin: the leaves that this process writes, and the call that commits it.
 
-    ``abandon`` reports a failure to the other ranks; ``None`` if there are none.
+    ``agreed`` is the agreement with other ranks; ``None`` if there are none.
     """
 
     flat: Flat
     commit: Commit
-    abandon: Abandon | None = None
+    agreed: Agreed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ class SingleProcessSession:
         """Return the leaves and the skeleton of a state."""
         return leaves.flatten(state)
 
-    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+    def begin(
+        self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
+    ) -> Attempt | None:
         """Begin a save, or return ``None`` if all ranks skip it.
 
         ``is_whole``: ``flat`` is the whole state, not the part that a gradient log leaves.

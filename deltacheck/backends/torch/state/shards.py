@@ -23,6 +23,7 @@ from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore.fill import leaf_of_box
 from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
+from deltacheck.save.treatment.signals import HeldState
 
 
 # Without equality: a comparison of tensors has no single truth value.
@@ -179,6 +180,22 @@ def pieces(value: object) -> Iterator[Piece]:
 def held(flat: Flat) -> dict[str, Held]:
     """Return the boxes of each leaf of a state that this process holds."""
     return pieces_held(flat, lambda path: pieces(flat.arrays[path]))
+
+
+def held_state(flat: Flat, metrics: Mapping[str, float]) -> HeldState:
+    """Return the state of which this process holds a part, for the decisions of a policy.
+
+    Args:
+        flat: The state of this rank.
+        metrics: Values that the caller reports.
+    """
+    specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
+
+    def values(path: str) -> Iterator[NDArray[Any]]:
+        for piece in pieces(flat.arrays[path]):
+            yield leaves.bytes_of(piece.values).view(specs[path].element.numpy)
+
+    return HeldState.of(specs, flat.skeleton, metrics, values)
 
 
 def local_flat(

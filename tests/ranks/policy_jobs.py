@@ -1,0 +1,158 @@
+"""Define the jobs of the torch ranks that save under a lossy policy: FSDP2 weights in bfloat16, and
+an AdamW that keeps float32 masters.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+from deltacheck.errors import SaveFailed
+from tests.ranks.jobs import world
+
+WIDTH = 131  # no number of ranks divides it
+RATE, BETAS = 1e-5, (0.9, 0.999)
+
+
+class MasterRun:
+    """A training whose gradients depend on the step alone."""
+
+    def __init__(self, size: int) -> None:
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(
+            torch.nn.Linear(67, WIDTH, bias=False),
+            torch.nn.LayerNorm(WIDTH),
+            torch.nn.Linear(WIDTH, WIDTH, bias=False),
+        ).to(torch.bfloat16)
+        fully_shard(made, mesh=init_device_mesh("cpu", (size,)))
+        self.model, self.step = made, 0
+        self.parameters = list(made.parameters())
+        self.kept = {
+            number: {
+                "master": parameter.detach().float(),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+                "step": torch.zeros(()),
+            }
+            for number, parameter in enumerate(self.parameters)
+        }
+
+    def advance(self, steps: int) -> None:
+        b1, b2 = BETAS
+        for _ in range(steps):
+            self.step += 1
+            for number, parameter in enumerate(self.parameters):
+                kept = self.kept[number]
+                kept["step"] += 1
+                count = float(kept["step"])
+                generator = torch.Generator().manual_seed(1000 * self.step + number)
+                whole = torch.randn(parameter.shape, generator=generator) * 1e-3
+                mesh, placements = parameter.device_mesh, parameter.placements
+                g = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                master, m, v = (kept[n].to_local() for n in ("master", "exp_avg", "exp_avg_sq"))
+                m.lerp_(g, 1 - b1)
+                v.lerp_(g * g, 1 - b2)
+                hat = m / (1 - b1**count) / ((v / (1 - b2**count)).sqrt() + 1e-8)
+                master.sub_(RATE * hat)
+                parameter.to_local().data.copy_(master)
+
+    def state(self) -> dict[str, Any]:
+        group = {"lr": RATE, "betas": BETAS, "eps": 1e-8, "params": list(self.kept)}
+        return {
+            "model": {f"w{number}": p.detach() for number, p in enumerate(self.parameters)},
+            "optimizer": {"state": self.kept, "param_groups": [group]},
+            "step": self.step,
+        }
+
+
+def gathered(value: Any) -> Any:
+    """Return a state with whole NumPy arrays, bfloat16 as ``ml_dtypes``; a collective call."""
+    if isinstance(value, Mapping):
+        return {key: gathered(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [gathered(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    import ml_dtypes
+
+    tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().copy().view(ml_dtypes.bfloat16)
+    return tensor.numpy().copy()
+
+
+def train(
+    rank: int, size: int, port: int, root: Path, saves: int, killed_at: str
+) -> dict[int, Any]:
+    """Restore the newest step if there is one, and train with a save every ten steps.
+
+    Rank 1 kills itself in the last save: ``durable`` when its segment is, ``capture`` before.
+
+    Returns:
+        What was live at each save, and what this rank restored, under the key -1.
+    """
+    live: dict[int, Any] = {}
+    with (
+        world(rank, size) as group,
+        Engine(root, process_group=group, policy=Policy.model_exact(), on_error="log") as engine,
+    ):
+        run = MasterRun(size)
+        if engine.steps():
+            restored = engine.restore(into=run.state())
+            run.step = restored["step"]
+            live[-1] = gathered(restored)
+        else:
+            run.advance(100)
+        for number in range(saves):
+            run.advance(10)
+            live[run.step] = gathered(run.state())
+            if killed_at and number == saves - 1 and rank == 1:
+                arm(killed_at)
+            handle = engine.save(run.step, run.state())
+            try:
+                handle.result(60)
+            except SaveFailed:
+                assert killed_at
+                assert number == saves - 1
+    return live
+
+
+def arm(killed_at: str) -> None:
+    """Let this process kill itself at a point of its next save."""
+    from deltacheck.save.job.segment_builder import SegmentBuilder
+
+    def kill(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if killed_at == "capture":
+        SegmentBuilder.put_keyframes = kill  # type: ignore[method-assign]
+        return
+    finish = SegmentBuilder.finish
+
+    def finish_and_kill(builder: Any) -> None:
+        finish(builder)
+        kill()
+
+    SegmentBuilder.finish = finish_and_kill  # type: ignore[method-assign, assignment]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return true if two states of NumPy arrays have the same bits."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if hasattr(one, "tobytes"):
+        return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    return bool(one == other)

@@ -1,0 +1,136 @@
+"""An independent check of what a restored state promises, written from docs/reference/format.md.
+
+It shares no code with the saver or with ``eval``: only the manifest's contracts are read, in plain
+NumPy and float64, and the rate comes from the live state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+SLACK = 1 + 1e-5
+TINY = 2.0**-100  # first moments below count as zero
+SAMPLED = 1.15  # a drift is the median of a sample, here that of every element is compared
+
+
+def flat(state: Any, at: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts and lists by path."""
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    leaves: dict[str, Any] = {}
+    for key, value in pairs:
+        if isinstance(value, dict | list | tuple):
+            leaves |= flat(value, f"{at}{key}/")
+        else:
+            leaves[f"{at}{key}"] = value
+    return leaves
+
+
+def broken(
+    live: Any, restored: Any, manifest: Any, live_at: Callable[[int], Any], rate: float
+) -> list[str]:
+    """Return the leaves of a restored state that do not keep the contract of the manifest.
+
+    Args:
+        live: The state when it was saved.
+        restored: The state that came back.
+        manifest: The manifest of the step.
+        live_at: Return the live state of an earlier step.
+        rate: The learning rate.
+    """
+    before, after = flat(live), flat(restored)
+    problems = [f"{path}: not in both" for path in before.keys() ^ after.keys()]
+    for path in before.keys() & after.keys():
+        problem = _problem(path, before, after, manifest, live_at, rate)
+        if problem:
+            problems.append(f"{path}: {problem}")
+    return problems + _casts(before, after, manifest)
+
+
+def _problem(
+    path: str, before: Any, after: Any, manifest: Any, live_at: Callable[[int], Any], rate: float
+) -> str:
+    old, new = np.asarray(before[path]), np.asarray(after[path])
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return f"was {old.dtype}{old.shape}, is {new.dtype}{new.shape}"
+    promise = manifest.contracts.get(path)
+    if promise is None:
+        return "" if old.tobytes() == new.tobytes() else "exact, but its bits differ"
+    terms = promise.terms
+    a, b = old.astype(np.float64), new.astype(np.float64)
+    if hasattr(terms, "norm"):
+        error = {
+            # Equal bits have no error: the elements of an exact tile may be NaN.
+            "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / rate,
+            "octaves": lambda: _octaves(a, b).max(),
+            "l2": lambda: np.linalg.norm(a - b) / np.linalg.norm(a),
+        }[terms.norm]()
+        if not error <= terms.limit * SLACK:
+            return f"{error} {terms.norm}, promised {terms.limit}"
+        return "" if error <= promise.measured * SLACK else f"measured {promise.measured} < {error}"
+    return _reused(path, a, b, promise, manifest, live_at)
+
+
+def _reused(
+    path: str, a: Any, b: Any, promise: Any, manifest: Any, live_at: Callable[[int], Any]
+) -> str:
+    terms, cut = promise.terms, manifest.tiles.get(path)
+    boxes = [(tuple(slice(None) for _ in a.shape), promise.from_step, True)]
+    if cut is not None:
+        grid = np.ndindex(*(len(edges) - 1 for edges in cut.cuts))
+        boxes = [
+            (
+                tuple(slice(e[i], e[i + 1]) for e, i in zip(cut.cuts, cell, strict=True)),
+                cut.from_steps[number] if cut.from_steps else promise.from_step,
+                not cut.form or cut.form[number] >= 0,
+            )
+            for number, cell in enumerate(grid)
+        ]
+    for box, from_step, is_reused in boxes:
+        if not is_reused:
+            if not np.array_equal(a[box], b[box], equal_nan=True):
+                return f"the exact tile {box} differs"
+            continue
+        age = manifest.step - from_step
+        if from_step < promise.from_step or not 0 <= age <= terms.max_age_steps:
+            return f"{age} steps old, promised {terms.max_age_steps} from {promise.from_step}"
+        if not np.isfinite(b[box]).all():
+            return "not finite"
+        if terms.max_drift is None:
+            earlier = np.asarray(flat(live_at(from_step))[path])[box].astype(np.float64)
+            if not _octaves(earlier, b[box]).max(initial=0.0) <= 0.6:
+                return f"the tile {box} is not that of step {from_step}"
+        else:
+            drift = float(np.median(_octaves(a[box], b[box])))
+            if not drift <= terms.max_drift * SAMPLED:
+                return f"drift {drift} of {box}, promised {terms.max_drift}"
+    return ""
+
+
+def _equal(old: Any, new: Any) -> Any:
+    return old.view(np.uint32) == new.view(np.uint32)
+
+
+def _octaves(a: Any, b: Any) -> Any:
+    sizes = [np.maximum(np.abs(values), TINY) for values in (a, b)]
+    flipped = (np.sign(a) * np.sign(b) < 0) & (sizes[0] > TINY) & (sizes[1] > TINY)
+    return np.where(flipped, np.inf, np.abs(np.log2(sizes[1] / sizes[0])))
+
+
+def _casts(before: Any, after: Any, manifest: Any) -> list[str]:
+    """Check that a weight that is exact is still the cast of its bounded master."""
+    problems = []
+    for path in manifest.contracts:
+        number = path.removeprefix("optimizer/state/").removesuffix("/master")
+        weight = f"model/w{number}"
+        if not path.endswith("/master") or weight not in after or weight in manifest.contracts:
+            continue
+        cast = np.asarray(after[path]).astype(ml_dtypes.bfloat16)
+        was = np.asarray(before[path]).astype(ml_dtypes.bfloat16)
+        is_cast = was.tobytes() == np.asarray(before[weight]).tobytes()
+        if is_cast and cast.tobytes() != np.asarray(after[weight]).tobytes():
+            problems.append(f"{path}: does not round to {weight}")
+    return problems
