@@ -153,6 +153,7 @@ def check(
     chains = survey(root, manifests)
     findings += _check_tables(root, manifests, chains)
     if not deep and subset is None and resume is None:
+        findings += _check_sizes(root, chains)
         return Verified.of(findings, manifests)
     if seed is None and subset is not None:
         # The operating system's numbers: a training may have seeded Python's generator, and every
@@ -263,6 +264,26 @@ def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> 
             harmed = (use for use in lineage.uses if use.links > len(digests))
             findings += _judged(lineage, harmed, error)
     return findings
+
+
+def _check_sizes(root: Root, chains: Survey) -> Iterator[Finding]:
+    """Yield the damage to files of segments that have other sizes than when they were committed.
+
+    Only the sum of the sizes of a segment is recorded, and a repair may have changed redundant
+    files. So the leaves of such a segment are read, each with its chain.
+    """
+    resized = {
+        ref.id
+        for ref in chains.segments
+        if root.store.segment_bytes(ref.id) not in (None, ref.stored_bytes)
+    }
+    for lineage in chains.lineages:
+        if resized.isdisjoint(segment.id for segment, _ in lineage.links):
+            continue
+        for _, error in _read([lineage], _Derived.of(())):
+            if error is not None:
+                segment_id = _segment_of(error.file, lineage)
+                yield from _judged(lineage, lineage.harmed(segment_id), error)
 
 
 def _judged(lineage: Lineage, uses: Iterable[Use], error: Damaged) -> list[Finding]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.restore import receipt
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.adaptive_effort import EffortChoice
+from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
@@ -71,6 +74,7 @@ class Pipeline:
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
+        self._base = BaseCheck()
         self._look = Background(1, "deltacheck-look")
         self._looking: Future[None] | None = None
         loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
@@ -94,12 +98,18 @@ class Pipeline:
         A storage that does not answer soon is not waited for; the commit looks again.
         """
         names = self._chains.base_segments()
-        if not names or (self._looking is not None and not self._looking.done()):
+        # On an object store, the commit alone looks: each look is a request.
+        if (
+            not isinstance(store.path, Path)
+            or not names
+            or (self._looking is not None and not self._looking.done())
+        ):
             return []
         missing: list[str] = []
 
         def look() -> None:
-            missing.extend(store.missing_segments(names))
+            # Without time for more than the oldest data files: training waits.
+            missing.extend(self._base.lost(store, names))
             if missing:
                 # The directories may be gone with the segments.
                 store.renew_folders()
@@ -210,6 +220,8 @@ class Pipeline:
         ref = self._on_disk(job, job.finish_segment)
         self.effort.adapt(job.begin, *job.setup.store.take_spent())
         refs = self._chains.durable(job, ref)
+        if ref is not None:
+            self._base.wrote(ref)
         progress.advance("durable")
         # The caller may have acted on the failure already, so the step must not appear now.
         if progress.done():
@@ -224,12 +236,12 @@ class Pipeline:
             )
         # The last moment before the step is acknowledged: others, such as a purge of old files, may
         # have removed what it stands on.
-        missing = self._on_disk(job, partial(job.setup.store.missing_segments, refs))
+        missing = self._on_disk(job, partial(self._lost_base, job, refs))
         if missing:
             raise SaveFailed(
                 f"the save of step {step} needs {len(missing)} segments of {job.setup.store.path}"
-                f" that are gone, the first {missing[0]}: another program has removed files of the"
-                " root. The next save writes whole leaves"
+                f" that are gone or have lost files, the first {missing[0]}: another program has"
+                " removed files of the root. The next save writes whole leaves"
             )
         job.may_be_committed = True
         if verify == "receipt":
@@ -244,6 +256,14 @@ class Pipeline:
         self._release(job)
         if verify == "receipt":
             self._to_check.put((job, manifest))
+
+    def _lost_base(self, job: SaveJob, refs: Iterable[str]) -> list[str]:
+        """Return the segments that a step needs and that are gone, or have lost files."""
+        store = job.setup.store
+        if not isinstance(store.path, Path):
+            # What this save has just written was acknowledged by the store.
+            return self._base.lost_objects(store, set(refs) - {job.writer.id})
+        return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.begin))
 
     def _receipt_loop(self) -> None:
         while (item := self._to_check.get()) is not None:

@@ -257,7 +257,7 @@ class Saver:
         self._chains.start_over()
         self._loss = (
             f"whole leaves are written: {len(missing)} segments that the save would have gone on"
-            f" from are gone, the first {missing[0]}"
+            f" from are gone or have lost files, the first {missing[0]}"
         )
         log.warning(
             "%s: %s. Another program has removed files of the root; earlier steps that need them"

@@ -120,10 +120,8 @@ class Store:
         """Return those of some committed segments that have no table any more, ascending.
 
         This costs one look at a name for each segment, on a local file system. On an object store
-        each look is a request, so none is made and nothing is reported.
+        each look is a request: ``listed_losses`` takes fewer.
         """
-        if not storage_of(self.path).has_files:
-            return []
         folder = self.path / layout.SEGMENTS
 
         def is_there(name: str) -> bool:
@@ -133,6 +131,31 @@ class Store:
                 return False
 
         return [name for name in sorted(names) if not is_there(name)]
+
+    def listed_losses(self, names: Sequence[str]) -> tuple[list[str], int]:
+        """Return the segments of an object store that are gone, and the number of keys listed.
+
+        Args:
+            names: The segments, ascending. One listing takes all between the first and the last. A
+                table that it lacks is asked for by name, since a listing may lag.
+        """
+        folder = self.path / layout.SEGMENTS
+        if not names or isinstance(folder, Path):
+            return [], 0
+        keys = folder.keys(names[0], names[-1])
+        listed = {key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")}
+        tables = {name for name in names if str((folder / name).key) in listed}
+        return self.missing_segments(set(names) - tables), len(keys)
+
+    def segment_bytes(self, name: str) -> int | None:
+        """Return the bytes of the files of a segment; ``None`` if that cannot be told.
+
+        For a local file system: a listing of an object store has no sizes.
+        """
+        try:
+            return storage_of(self.path / layout.SEGMENTS / name).bytes_below()
+        except OSError:  # it is being removed
+            return None
 
     def renew_folders(self) -> None:
         """Make the directories of the root again that were deleted, and sync their names.

@@ -86,6 +86,30 @@ def test_a_damaged_delta_harms_the_steps_from_it_to_the_next_keyframe(
     assert deltacheck.open(root).verify(5, deep=True) == []
 
 
+@pytest.mark.parametrize("lost_bytes", [1, 100, None])
+def test_a_data_file_that_was_cut_is_found_without_a_deep_check(
+    run: tuple[Path, dict[int, Any]], lost_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = run
+    reads: list[Any] = []
+    original = read.follow_links
+    monkeypatch.setattr(
+        read, "follow_links", lambda *args, **more: reads.append(args) or original(*args, **more)
+    )
+    assert deltacheck.open(root).verify() == []
+    assert not reads  # no data is read while the sizes are right
+    (segment,) = (root / "segments").glob("s0000000005-*")
+    (stream,) = (segment / "delta" / "0" / "values").glob("c*")
+    if lost_bytes is None:
+        stream.unlink()
+    else:
+        stream.write_bytes(stream.read_bytes()[:-lost_bytes])
+    assert {finding.step for finding in deltacheck.open(root).verify()} == {5, 6, 7}
+    assert {finding.leaf for finding in deltacheck.open(root).verify()} <= {
+        f"leaf{n}" for n in range(LEAVES)
+    }
+
+
 def test_a_sample_is_drawn_by_its_seed_and_a_scrub_goes_through_all_of_them(
     run: tuple[Path, dict[int, Any]], tmp_path: Path
 ) -> None:

@@ -18,7 +18,9 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
+from deltacheck.store.root import Store, open_root
 from tests.support.states import assert_same
 
 
@@ -35,7 +37,19 @@ def everything(root: Path) -> None:
     shutil.rmtree(root / "segments")
 
 
-PURGES = [oldest, tables, everything]
+def data_of_the_oldest(root: Path) -> None:
+    """Remove the data files and leave every document, as a purge by age of access may do."""
+    for path in min((root / "segments").glob("s*")).rglob("*"):
+        if path.is_file() and path.name != "zarr.json":
+            path.unlink()
+
+
+def end_of_a_data_file(root: Path) -> None:
+    path = max(min((root / "segments").glob("s*")).rglob("c*"), key=lambda p: p.stat().st_size)
+    os.truncate(path, path.stat().st_size - 100)
+
+
+PURGES = [oldest, tables, everything, data_of_the_oldest, end_of_a_data_file]
 
 
 @pytest.mark.parametrize("purge", PURGES)
@@ -92,6 +106,33 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
     assert deltacheck.open(tmp_path / "run").steps() == [0, 2]
 
 
+def test_data_files_of_a_long_chain_are_looked_at_in_turn(tmp_path: Path) -> None:
+    """A save that has no time for more looks at the oldest segment and at one of the others."""
+    check, store = BaseCheck(), Store.create(tmp_path / "run")
+    weights = torch.randn(300, 300)
+    with Engine(tmp_path / "run") as engine:
+        for step in range(5):
+            weights[step] += 1
+            engine.save(step, {"weights": weights}).result(60)
+    names = store.segment_ids()
+    assert len(names) == 5
+    for _ in names:
+        assert check.lost(store, names) == []
+    victim = max((tmp_path / "run" / "segments" / names[3]).rglob("c*"), key=_size)
+    os.truncate(victim, _size(victim) - 1)
+    assert {name for _ in names for name in check.lost(store, names)} == {names[3]}
+    assert check.lost(store, names, seconds=60) == [names[3]]
+    # A segment that this process has written has the size that it was written with.
+    fresh = BaseCheck()
+    for ref in open_root(tmp_path / "run").manifest().segments:
+        fresh.wrote(ref)
+    assert fresh.lost(store, names, seconds=60) == [names[3]]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
 def test_a_gradient_log_stores_the_state_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 48)
@@ -118,7 +159,6 @@ def test_a_save_does_not_wait_for_a_storage_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deltacheck.save import pipeline
-    from deltacheck.store.root import Store
 
     weights = torch.randn(100)
     with Engine(tmp_path / "run") as engine:
@@ -182,6 +222,51 @@ def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
         assert _older(root, old + 10) == []
     assert outside.stat().st_mtime < old + 10
     assert torch.equal(Engine(root).restore(0)["weights"], weights)
+
+
+def test_a_manager_re_dates_its_steps_and_its_segments(tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    import numpy as np
+
+    from deltacheck.backends import orbax as backend
+
+    root, weights = tmp_path / "run", np.ones((300, 300), np.float32)
+    with backend.manager(root) as manager:
+        manager.save(0, args=backend.DeltaSaveArgs({"weights": weights}))
+        manager.wait_until_finished()
+    old = _age_by_days(root)
+    with backend.manager(root, redate_after_seconds=3600) as manager:
+        manager.save(1, args=backend.DeltaSaveArgs({"weights": weights + 1}))
+        manager.wait_until_finished()
+        _await_re_dating(root, old)
+    assert (deltacheck.open(root).restore(0)["weights"] == weights).all()
+
+
+def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> None:
+    root, memory, weights = tmp_path / "run", tmp_path / "memory", torch.randn(300, 300)
+    with Engine(root, memory=memory) as engine:
+        engine.save(0, {"weights": weights}).result(60)
+        engine.persist(60)
+    old = _age_by_days(root)
+    with Engine(root, memory=memory, redate_after_seconds=3600) as engine:
+        engine.save(1, {"weights": weights + 1}).result(60)
+        engine.persist(60)
+        _await_re_dating(root, old)
+    assert (deltacheck.open(root).restore(0)["weights"] == weights.numpy()).all()
+
+
+def _age_by_days(root: Path) -> float:
+    old = time.time() - 2 * 86400
+    for path in root.rglob("*"):
+        os.utime(path, (old, old))
+    return old
+
+
+def _await_re_dating(root: Path, old: float) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _older(root, old + 10):
+        time.sleep(0.01)
+    assert _older(root, old + 10) == []
 
 
 def _older(root: Path, seconds: float) -> list[Path]:

@@ -159,6 +159,29 @@ def run(runs: Runs) -> Run:
 # --- writing --------------------------------------------------------------------------------------
 
 
+def test_a_commit_finds_a_lost_base_by_one_listing(address: str, s3_server: S3) -> None:
+    """A rule of the bucket has removed the oldest objects under a live writer."""
+    weights = torch.randn(300, 300)
+    with Engine(address, storage=STORAGE) as engine:
+        for step in range(4):
+            weights[step] += 1
+            with s3_server.failing():  # the log of requests begins here
+                engine.save(step, {"w": weights}).result(60)
+                requests = [(method, done) for method, _, done in s3_server.seen()]
+            assert requests.count(("LIST", "ok")) == (step > 0)
+        min((engine.root / "segments").iterdir()).remove_tree()
+        with pytest.raises(SaveFailed, match="are gone"):
+            engine.save(4, {"w": weights}).result(60)
+        weights[5] += 1
+        report = engine.save(5, {"w": weights}).result(60)
+        assert [leaf.kind.value for leaf in report.leaves] == ["keyframe"]
+        weights[6] += 1
+        # A listing that lags is no proof of a loss.
+        with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden="segments")):
+            engine.save(6, {"w": weights}).result(60)
+    assert (deltacheck.open(address, storage=STORAGE).restore(6)["w"] == weights.numpy()).all()
+
+
 @pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
 def test_a_save_outlives_a_fault_that_passes(
     run: Run, s3_server: S3, kind: str, where: str

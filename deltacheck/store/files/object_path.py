@@ -208,10 +208,16 @@ class ObjectPath:
         for name in sorted({key[len(prefix) :].partition("/")[0] for key in self.keys()}):
             yield self / name
 
-    def keys(self) -> list[str]:
-        """Return every key below, in full, ascending. A listing may lag behind writes."""
+    def keys(self, first: str = "", last: str = "") -> list[str]:
+        """Return every key below, in full, ascending. A listing may lag behind writes.
+
+        Args:
+            first: Only keys from this name on are listed.
+            last: Only keys up to this name, and below it; empty: to the end.
+        """
         prefix = self._prefix
-        keys = self._await(self._bucket.list(ts.KvStore.KeyRange(prefix, _after(prefix))), "list")
+        ends = ts.KvStore.KeyRange(prefix + first, _after(f"{prefix}{last}/" if last else prefix))
+        keys = self._await(self._bucket.list(ends), "list")
         # Another program may have written keys that are not UTF-8. They must not break a listing.
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
