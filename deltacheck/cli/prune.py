@@ -18,6 +18,7 @@ from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, open_root, p
 
 if TYPE_CHECKING:
     from deltacheck.policy import KeepBest
+    from deltacheck.store.lock.lease import Lease
     from deltacheck.store.root import Root
 
 _RUN_GC = "run gc to remove the segments that no step needs any more"
@@ -27,7 +28,7 @@ DryRun: TypeAlias = Annotated[
 
 
 @contextlib.contextmanager
-def _open_for_writing(words: list[str] | None) -> Iterator[Root]:
+def _open_for_writing(words: list[str] | None) -> Iterator[tuple[Root, Lease]]:
     """Open a root and hold its lease, so that no training writes to it meanwhile."""
     from deltacheck.store.files.storage import take_lease
 
@@ -35,7 +36,7 @@ def _open_for_writing(words: list[str] | None) -> Iterator[Root]:
     root = open_root(words)
     lease = take_lease(root.store.path)
     try:
-        yield root
+        yield root, lease
     finally:
         # The store is closed first: after the release another process may write to the root.
         root.store.close()
@@ -78,8 +79,8 @@ def prune(
             "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
             " deleted"
         )
-    with _open_for_writing(words) as root:
-        result = root_writer.prune(root, retention, dry_run=dry_run)
+    with _open_for_writing(words) as (root, lease):
+        result = root_writer.prune(root, retention, dry_run=dry_run, still_ours=lease.check)
     if as_json:
         output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
         return
@@ -119,8 +120,8 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
     # ``latest`` and a tag may mean another step by the time that the lease is held.
     if not isinstance(step, int):
         raise typer.BadParameter("name the step to delete by its number")
-    with _open_for_writing([selection.root]) as root:
-        deleted = root_writer.delete(root, step)
+    with _open_for_writing([selection.root]) as (root, lease):
+        deleted = root_writer.delete(root, step, still_ours=lease.check)
     if as_json:
         output.print_json(
             {"root": str(root.path), "deleted": [asdict(checkpoint) for checkpoint in deleted]}
@@ -227,7 +228,7 @@ def gc(
     from deltacheck.store.collect import collect
 
     rewritten: tuple[compaction.Rewritten, ...] = ()
-    with _open_for_writing(words) as root:
+    with _open_for_writing(words) as (root, lease):
         if compact:
             # Segments are rewritten before the collection, which can then remove the old ones in
             # the same run.
@@ -235,7 +236,11 @@ def gc(
         # The writer of a manager root may be another library. Segments that are newer than every
         # step may then belong to a save in progress.
         result = collect(
-            root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root
+            root,
+            grace_seconds=grace,
+            dry_run=dry_run,
+            writer_is_dead=not root.is_manager_root,
+            still_ours=lease.check,
         )
     if as_json:
         output.print_json(
@@ -275,7 +280,7 @@ def compact(words: RootOnly = None, as_json: Json = False) -> None:
     """
     from deltacheck.maintain import compaction
 
-    with _open_for_writing(words) as root:
+    with _open_for_writing(words) as (root, _):
         result = compaction.compact(root)
     if as_json:
         output.print_json(

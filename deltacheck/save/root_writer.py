@@ -160,6 +160,7 @@ class RootWriter:
             grace_seconds=self._grace_seconds if grace_seconds is None else grace_seconds,
             protected=protected,
             newest=newest,
+            still_ours=None if self.lease is None else self.lease.check,
         )
 
     def release(self) -> None:

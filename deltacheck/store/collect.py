@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,7 @@ def collect(
     dry_run: bool = False,
     writer_is_dead: bool = False,
     newest: int = -1,
+    still_ours: Callable[[], None] | None = None,
 ) -> Collected:
     """Remove segments that are not needed.
 
@@ -90,6 +91,7 @@ def collect(
             removed only if a second collection finds it unneeded again.
         newest: A sequence number that was committed, if its step may be deleted by now. Segments up
             to it are of no save under way.
+        still_ours: Raises an error if the right to write has been lost.
 
     Returns:
         The removed and the remaining unneeded segments.
@@ -97,6 +99,7 @@ def collect(
     Raises:
         Damaged: A manifest cannot be read, so it is unknown which segments it needs. Nothing is
             removed.
+        RootBusy: The right to write has been lost. The segments that are left stay.
         OSError: A segment could not be removed; every other one was.
     """
     # An object store's listing may lag behind: of what one does not show, nothing is concluded
@@ -140,6 +143,10 @@ def collect(
     in_use: list[str] = []
     failed: list[OSError] = []
     for name in due:
+        # Checked before each: another process may take the root over while this one hangs, and go
+        # on from a segment that no step needs yet.
+        if still_ours is not None:
+            still_ours()
         try:
             segment = inside(store, store / layout.SEGMENTS / name)
             is_removed = _remove(segment, root.store.durability)
@@ -199,6 +206,10 @@ def _remove_unfinished(root: Root) -> bool:
     if root.is_manager_root:
         return False
     with tags.lock(root.store.path):
+        # Not without the lock: another process may be writing a tag.
+        folder = root.store.path / layout.CONTROL / layout.TAGS
+        for directory in (folder, *subdirectories(folder)):
+            storage_of(directory).remove_unfinished()
         tags.sweep(root.store.path)
         briefs = sorted(root.briefs()[0].values(), key=lambda brief: brief.seq)
         newest = {brief.nonce: brief.seq for brief in briefs}
@@ -209,13 +220,14 @@ def _remove_unfinished(root: Root) -> bool:
 
 
 def _document_folders(store: Place) -> list[Place]:
-    """Return the directories of a store that hold documents, those of segments left out."""
+    """Return the directories of a store that hold documents, but for segments and tags."""
     folders = [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS]
     folders += subdirectories(store / layout.CHECKPOINTS)
     inner = [store / layout.CONTROL]
     while inner:
         folders += inner
         inner = [entry for folder in inner for entry in subdirectories(folder)]
+        inner = [entry for entry in inner if entry != store / layout.CONTROL / layout.TAGS]
     return folders
 
 

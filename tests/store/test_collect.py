@@ -20,8 +20,10 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
+from deltacheck.store.tags import lock, put
 from tests.support.states import assert_same, nudge, training_state
 
 
@@ -299,3 +301,50 @@ def test_what_is_not_ours_is_never_removed(
     collect.collect(opened, grace_seconds=0, writer_is_dead=True)
     assert all((folder / "file").exists() for folder in foreign)
     assert (root / "README.txt").exists()
+
+
+def test_a_collection_ends_when_another_process_takes_the_root(
+    run: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As happens where locks do not work: the holder is checked before each segment."""
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    for seq in (0, 1, 2, 3):
+        collect.delete_checkpoint(open_root(root), seq)
+    unneeded = collect.collect(open_root(root), grace_seconds=0, dry_run=True).removed
+    assert len(unneeded) > 1
+    remove = collect._remove
+
+    def then_lost(path: Any, durability: Any) -> bool:
+        (root / "control" / "zarr.json").write_bytes(b"another")
+        return remove(path, durability)
+
+    monkeypatch.setattr(collect, "_remove", then_lost)
+    assert main(["gc", str(root), "--grace", "0"]) == 5
+    assert "lost" in capsys.readouterr().err
+    assert segments(root) & set(unneeded) == set(unneeded[1:])
+
+
+def test_a_tag_that_is_being_written_is_left_alone(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    put(open_root(root), 3, "best")
+    unfinished = root / "control" / "tags" / "best" / "zarr.json.__lock"
+    unfinished.write_bytes(b"{")
+
+    def gc() -> None:
+        collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
+
+    thread = threading.Thread(target=gc)
+    with lock(root):  # as the process that writes the tag does
+        thread.start()
+        thread.join(0.5)
+        assert unfinished.exists()
+    thread.join(30)
+    assert not unfinished.exists()
+    assert deltacheck.open(root).restore("best") is not None
