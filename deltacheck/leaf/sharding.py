@@ -304,12 +304,16 @@ def copies(planned: Plan, holdings: Sequence[Holdings]) -> Copies:
     """Return the tiles of a plan that ranks hold while other ranks write them.
 
     Args:
-        planned: The plan that was made from ``holdings``.
-        holdings: The shards of each rank, by rank.
+        planned: The plan.
+        holdings: The shards of each rank, by rank. Of leaves that none of them names, there are no
+            copies.
     """
     by_leaf, first = _by_leaf(holdings), 0
     pairs: list[tuple[I64, I64]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     for path, leaf in planned.items():
+        start, first = first, first + leaf.owners.size
+        if path not in by_leaf:
+            continue
         _, shape, ranks, boxes = by_leaf[path]
         present = (boxes[:, :, 0] < boxes[:, :, 1]).all(axis=1) | (0 in shape)
         if leaf.cuts is None:
@@ -318,8 +322,7 @@ def copies(planned: Plan, holdings: Sequence[Holdings]) -> Copies:
         else:
             numbers, holders = _cells(leaf.cuts, ranks[present], boxes[present])
         is_copy = holders != leaf.owners[numbers]
-        pairs.append((holders[is_copy], numbers[is_copy] + first))
-        first += leaf.owners.size
+        pairs.append((holders[is_copy], numbers[is_copy] + start))
     holders, numbers = (np.concatenate(column) for column in zip(*pairs, strict=True))
     # Stable: the tiles of a rank stay ascending.
     order = np.argsort(holders, kind="stable")

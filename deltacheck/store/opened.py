@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+from deltacheck.store import layout
+from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
@@ -38,3 +41,31 @@ def open_alone(path: Place, durability: Durability) -> Opened:
     except BaseException:
         lease.release()
         raise
+
+
+def remove_unused(root: Root) -> None:
+    """Remove the files of a local root that holds neither steps nor segments.
+
+    The directory of the root stays, because it may have been there before. The caller holds the
+    lease, and has made the root.
+    """
+    path = root.path
+    if not isinstance(path, Path):
+        return
+    documents = {"zarr.json"}
+    expected = {
+        layout.SEGMENTS: documents,
+        layout.CHECKPOINTS: documents,
+        # Last, because the lock is in it. A collection makes the group of tags.
+        layout.CONTROL: documents | {f"{layout.TAGS}/zarr.json"},
+    }
+    for name, files in expected.items():
+        folder = path / name
+        inside(path, folder)
+        present = {file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
+        if not {str(file.relative_to(folder)) for file in present} <= files:
+            return
+    # First, because a root may lack this file before it is complete, but no other.
+    (path / "zarr.json").unlink()
+    for name in expected:
+        remove_tree(path, path / name)

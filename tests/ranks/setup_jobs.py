@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from deltacheck.backends.torch import DeltaStorageWriter, Engine, Shard
 from deltacheck.policy import Policy
@@ -104,17 +106,61 @@ def differ_under_dcp(rank: int, size: int, port: int, folder: Path) -> Any:
             1, folder / "run", durability=("power", "process")[rank], keep_last=3 + rank
         )
         dist.barrier()
-        # What rank 0 has written is no step, and the next writer collects it.
-        found["left"] = [str(path) for path in folder.rglob("probe-*")] + [
-            step
-            for root in (folder / "of rank 0", folder / "machine 0" / "run")
-            for step in open_root(root).steps()
-        ]
-        found["rank 1"] = (folder / "of rank 1").exists() or bool(os.listdir(folder / "machine 1"))
+        found["left"] = [str(path) for path in folder.rglob("*") if path.is_file()]
         dist.barrier()
         found["same"] = refused(1, folder / "run")
         found["steps"] = open_root(folder / "run").steps()
         return found
+
+
+def copies_under_dcp(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Save states with DCP of which the ranks hold copies that differ in turn."""
+    with world(rank, size), closing_writer(folder / "run") as writer:
+        torch.manual_seed(1)
+        mesh = init_device_mesh("cpu", (size,))
+        # The first is all that rank 1 saves if rank 0 saves the others, or nothing.
+        state: dict[str, Any] = {
+            "generator": torch.get_rng_state(),
+            "large": torch.zeros(500_000),
+            "rows": distribute_tensor(torch.zeros(10, 3), mesh, [Replicate()]),
+            "object": {"rank": rank},
+        }
+
+        def error_of(step: int, planner: Any = None) -> str:
+            return message(
+                lambda: dcp.save(state, checkpoint_id=step, storage_writer=writer, planner=planner)
+            )
+
+        found = {"equal": error_of(0)}
+        state["generator"][17] += rank
+        found["generator"] = error_of(1)
+        state["generator"][17] -= rank
+        found["equal again"] = error_of(2)
+        state["rows"].to_local()[5, 1] = rank
+        found["rows"] = error_of(3)
+        state["rows"].to_local()[5, 1] = 0
+        state["large"][77] = rank
+        errors = [error_of(step) for step in range(4, 4 + LARGE_EVERY)]
+        found["large"] = next((error for error in errors if error), "")
+        found["refused"] = str(sum(map(bool, errors)))
+        state["large"][77] = 0
+        # Plans that DCP caches come to the coordinator without items.
+        for step in (50, 51):
+            found[f"cached {step}"] = error_of(
+                step, dcp.DefaultSavePlanner(enable_plan_caching=True)
+            )
+        state["generator"][17] += rank
+        found["cached"] = error_of(52, dcp.DefaultSavePlanner(enable_plan_caching=True))
+        state["generator"][17] -= rank
+        found["equal at the end"] = error_of(99)
+        return found
+
+
+def copies_of_a_rank_without_parts(rank: int, size: int, port: int, folder: Path) -> Any:
+    """Save one replicated tensor, which only one rank writes, while the copies differ."""
+    with world(rank, size), closing_writer(folder / "run") as writer:
+        state = {"generator": torch.full((8,), float(rank))}
+        return message(lambda: dcp.save(state, checkpoint_id=0, storage_writer=writer))
 
 
 @contextlib.contextmanager

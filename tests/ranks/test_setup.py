@@ -45,7 +45,6 @@ def test_ranks_that_differ_are_refused_under_dcp(tmp_path: Path) -> None:
         assert "durability='process' instead of 'power'" in found["options"]
         assert "keep_last=4 instead of 3" in found["options"]
         assert found["left"] == []
-        assert not found["rank 1"]
         assert found["same"] == ""
         assert found["steps"] == [1]
 
@@ -75,3 +74,29 @@ def test_copies_that_differ_between_ranks_are_refused_at_every_save(tmp_path: Pa
             assert ours != theirs
         assert found["refused"] == "1"  # a large copy is compared at one of so many saves
     assert deltacheck.open(tmp_path / "run").verify(deep=True) == []
+
+
+def test_copies_that_differ_between_ranks_are_refused_under_dcp(tmp_path: Path) -> None:
+    for found in launch(jobs.copies_under_dcp, 2, tmp_path):
+        for name in ("equal", "equal again", "cached 50", "cached 51", "equal at the end"):
+            assert found[name] == ""
+        for name, leaf in (
+            ("generator", "generator"),
+            ("rows", "rows"),
+            ("large", "large"),
+            ("cached", "generator"),
+        ):
+            assert "RankFailed" in found[name], found[name]
+            assert f"copies of leaf '{leaf}' on rank" in found[name]
+        assert found["refused"] == "1"
+    reader = deltacheck.open(tmp_path / "run")
+    assert {0, 2, 50, 51, 99} <= set(reader.steps())
+    assert not {1, 3, 52} & set(reader.steps())
+    assert reader.verify(deep=True) == []
+
+
+def test_a_rank_that_only_holds_copies_compares_them_under_dcp(tmp_path: Path) -> None:
+    for error in launch(jobs.copies_of_a_rank_without_parts, 2, tmp_path):
+        assert "copies of leaf 'generator' on rank" in error
+    # A refused first save leaves nothing.
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

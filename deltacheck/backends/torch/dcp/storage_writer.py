@@ -7,13 +7,13 @@ import dataclasses
 import io
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -24,12 +24,13 @@ from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
-from deltacheck.leaf.sharding import Held
+from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
+from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
@@ -167,15 +168,14 @@ class DeltaStorageWriter(StorageWriter):
         self._next_step = None if checkpoint_id is None else names.step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. The coordinator takes the root.
+        """Begin a save.
 
         Args:
-            is_coordinator: True on the rank that commits.
+            is_coordinator: Ignored. The coordinator takes the root when it has compared the plans.
             *args: Ignored.
             **kwargs: ``use_collectives``, which must not be false. Others are ignored.
 
         Raises:
-            RootBusy: Another process writes to the root.
             ValueError: There are no collectives, or the step is not known.
         """
         if not kwargs.get("use_collectives", True):
@@ -192,12 +192,9 @@ class DeltaStorageWriter(StorageWriter):
                 " number, or the writer a step="
             )
         self._step, self._planned_save = step, None
-        if is_coordinator:
-            # Here already, so that ``RootBusy`` is raised before any rank has written.
-            self._stream.lead()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan with the setup of this rank, which the coordinator compares.
+        """Return the plan with the setup and the tensors of this rank, for the coordinator.
 
         The items stay: DCP has not yet decided which rank saves replicated tensors.
 
@@ -206,8 +203,19 @@ class DeltaStorageWriter(StorageWriter):
 
         Returns:
             The plan.
+
+        Raises:
+            UnsupportedLeaf: A tensor cannot be kept exactly.
         """
-        intent = Intent(self._step, RankSetup.of(self._path, self._options))
+        holdings = None
+        # A plan that DCP has cached comes without items. They are those of the save before.
+        if getattr(plan, "usable", True):
+            tensors = dataclasses.replace(
+                plan, items=[item for item in plan.items if item.tensor_data is not None]
+            )
+            self._stream.held_items = tensors.items
+            holdings = Holdings.of(_held(tensors, {}))
+        intent = Intent(self._step, RankSetup.of(self._path, self._options), holdings)
         return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -221,10 +229,12 @@ class DeltaStorageWriter(StorageWriter):
 
         Raises:
             RankFailed: The ranks have other options, or their parts do not fit together.
+            RootBusy: Another process writes to the root.
             UnsupportedLeaf: A tensor cannot be kept exactly.
             SaveFailed: DCP sent cached plans of another root.
         """
-        setups = _setups(plans, self._step)
+        intents = _intents(plans, self._step)
+        setups = {rank: intent.setup for rank, intent in intents.items()}
         require_same_options({rank: setup.options for rank, setup in setups.items()})
         roots = [setups[rank].root if rank in setups else "its root" for rank in range(len(plans))]
         plans = _made_usable(plans, self._stream.plans)
@@ -234,7 +244,10 @@ class DeltaStorageWriter(StorageWriter):
             (content.keys, names.OBJECT if content.shape is None else None)
             for content in kinds.values()
         )
-        tasks = self._stream.plan(self._step, boxes_by_rank)
+        local_holdings = {
+            rank: intent.holdings for rank, intent in intents.items() if intent.holdings is not None
+        }
+        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings)
         self._planned_save = _PlannedSave(kinds, tree, roots)
         # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
@@ -251,7 +264,7 @@ class DeltaStorageWriter(StorageWriter):
             planner: The planner, which resolves the data.
 
         Returns:
-            A future that is done: one result for each item of the plan.
+            A future that is done: one result for each item of the plan, at least one.
 
         Raises:
             SaveFailed: The plan is not of this save, or the storage failed.
@@ -274,12 +287,13 @@ class DeltaStorageWriter(StorageWriter):
         # Before this rank makes a root of its own there.
         if task.probe:
             require_probe(self._path, task.probe, task.root)
-        part = self._stream.save(task, _local(plan, planner, task))
+        copies = digests_of(self._copies(plan, planner, task), task.seq)
+        part = self._stream.save(task, _local(plan, planner, task), copies)
+        results = [WriteResult(item.index, _bytes_of(item), None) for item in plan.items]
+        # The first result has the report of all items. A rank that holds copies only reports, too.
+        first = results[0] if results else WriteResult(MetadataIndex(""), 0, None)
         report: Any = msgspec.msgpack.encode(part)
-        results = []
-        for item in plan.items:
-            results.append(WriteResult(item.index, _bytes_of(item), report))
-            report = None  # the first result has the report of all items
+        results[:1] = [dataclasses.replace(first, storage_data=report)]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -321,24 +335,34 @@ class DeltaStorageWriter(StorageWriter):
         """
         return names.is_step(checkpoint_id)
 
+    def _copies(self, plan: SavePlan, planner: SavePlanner, task: Task) -> Iterator[shards.Copy]:
+        """Return the tiles that this rank holds and others write."""
+        tiles = task.share.copied_tiles()
+        items = [
+            item
+            for item in self._stream.held_items
+            if names.path_of(names.keys_of(item.index.fqn, plan.planner_data)) in tiles
+        ]
+        return shards.copies(_flat(items, plan.planner_data, planner), tiles)
+
     @property
     def _stream(self) -> Stream:
         return stream_of(self._path, self._options)
 
 
-def _setups(plans: list[SavePlan], step: int) -> dict[int, RankSetup]:
-    """Return the setups of the ranks, by rank, as far as their plans have one of this step.
+def _intents(plans: list[SavePlan], step: int) -> dict[int, Intent]:
+    """Return the intents of the ranks, by rank, as far as their plans have one of this step.
 
     With ``enable_plan_caching``, DCP may leave out the plan of a rank or give an earlier one.
     """
-    setups: dict[int, RankSetup] = {}
+    intents: dict[int, Intent] = {}
     for rank, plan in enumerate(plans):
         if isinstance(plan.storage_data, bytes):
             with contextlib.suppress(msgspec.DecodeError):
                 intent = msgspec.msgpack.decode(plan.storage_data, type=Intent)
                 if intent.step == step:
-                    setups[rank] = intent.setup
-    return setups
+                    intents[rank] = intent
+    return intents
 
 
 def _made_usable(plans: list[SavePlan], before: list[weakref.ref[SavePlan]]) -> list[SavePlan]:
@@ -415,11 +439,24 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
 
     Raises ``SaveFailed`` if the planner resolves an item to data that it has not planned.
     """
+    flat = _flat(plan.items, plan.planner_data, planner)
+    tiles = task.share.tiles()
+    # Cached plans may be older than the task.
+    if tiles.keys() - flat.arrays.keys():
+        raise SaveFailed(
+            f"step {task.step}: this rank was to write {min(tiles.keys() - flat.arrays.keys())!r},"
+            " which is not in its plan"
+        )
+    return shards.local_flat(flat, tiles, _NO_TREE)
+
+
+def _flat(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner) -> Flat:
+    """Return the data of items of this rank, as leaves that it holds in parts."""
     parts: dict[str, list[shards.Shard]] = {}
     arrays: dict[str, object] = {}
     array_leaves: dict[str, ArrayLeaf] = {}
-    for item in plan.items:
-        content = _content(item, plan.planner_data)
+    for item in items:
+        content = _content(item, planner_data)
         path = names.path_of(content.keys)
         data = planner.resolve_data(item)
         if content.shape is None:
@@ -440,14 +477,7 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
         )
         arrays[path] = shards.Shards(tuple(parts[path]))
         array_leaves[path] = ArrayLeaf(content.shape, content.dtype)
-    tiles = task.share.tiles()
-    # Cached plans may be older than the task.
-    if tiles.keys() - arrays.keys():
-        raise SaveFailed(
-            f"step {task.step}: this rank was to write {min(tiles.keys() - arrays.keys())!r}, which"
-            " is not in its plan"
-        )
-    return shards.local_flat(Flat(_NO_TREE, arrays, array_leaves), tiles, _NO_TREE)
+    return Flat(_NO_TREE, arrays, array_leaves)
 
 
 def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int]) -> torch.Tensor:

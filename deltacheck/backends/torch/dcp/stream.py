@@ -10,21 +10,22 @@ as the base of the next one, and drops it if the next task says that the step wa
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.codec.base import U8
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.leaf import sharding
-from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
+from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
@@ -34,12 +35,15 @@ from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
+from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
 from deltacheck.store.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.root import Root, Store
+from deltacheck.store.opened import Opened, open_alone, remove_unused
+from deltacheck.store.root import Root, Store, is_root_or_fresh
+
+log = logging.getLogger("deltacheck")
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -59,10 +63,15 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A rank's message to the coordinator when a save begins: its step and its setup."""
+    """A rank's message to the coordinator when a save begins: its step and its setup.
+
+    ``holdings``: the tensors that it holds, also those that DCP lets another rank save. ``None``:
+    the same as at its save before.
+    """
 
     step: int
     setup: RankSetup
+    holdings: Holdings | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -90,6 +99,20 @@ class Restored(NamedTuple):
     stored: dict[str, U8]
 
 
+class _Planned(NamedTuple):
+    """The plan of the newest save, on the coordinator.
+
+    ``holdings``: the boxes that each rank saves. ``local_holdings``: those that it holds,
+    by rank. ``copies`` is ``None`` if nothing is compared.
+    """
+
+    holdings: list[Holdings]
+    local_holdings: dict[int, Holdings]
+    tiling: Plan
+    copies: Copies | None
+    shares: list[Share]
+
+
 class Stream:
     """The saves of one process to one root. ``stream_of`` makes one for each root.
 
@@ -104,11 +127,12 @@ class Stream:
         self.capture = Capture(options.shadow, options.host_cache_bytes, in_order=True)
         self._writer: RootWriter | None = None
         self._saver: Saver | None = None
-        self._holdings: list[Holdings] = []
-        self._plan: Plan = {}
-        self._shares: list[Share] = []
+        # The tensors of this rank's plan, also those that DCP lets another rank save.
+        self.held_items: list[WriteItem] = []
+        self._planned = _Planned([], {}, {}, None, [])
         self._last_seq = -1
         self._committed = -1
+        self._is_new = False  # this stream has made the root
         # The sequence number of the save that the shadow is of; -1 if there is none.
         self._last_written = -1
         self._manifest: Manifest | None = None
@@ -117,6 +141,7 @@ class Stream:
     def lead(self) -> None:
         """Take the lease of the root if this process does not have it. Raises ``RootBusy``."""
         if self._saver is None:
+            self._is_new = not is_root_or_fresh(self.path)
             self._begin(open_alone(self.path, self.options.durability))
         elif self._root_writer.lease is None:
             self._root_writer.lease = take_lease(self.path)
@@ -153,16 +178,25 @@ class Stream:
         assert self._writer is not None
         return self._writer
 
-    def plan(self, step: int, boxes_by_rank: Sequence[Mapping[str, Held]]) -> list[Task]:
-        """Return the task of each rank. The coordinator calls this.
+    def plan(
+        self,
+        step: int,
+        boxes_by_rank: Sequence[Mapping[str, Held]],
+        local_holdings: Mapping[int, Holdings],
+    ) -> list[Task]:
+        """Take the root, and return the task of each rank. The coordinator calls this.
 
-        ``boxes_by_rank``: the boxes that each rank has of each leaf. Raises ``RankFailed`` if they
-        do not fit together.
+        ``boxes_by_rank``: the boxes that each rank saves of each leaf. ``local_holdings``: those
+        that ranks hold, by rank, as far as they have changed. Raises ``RankFailed`` if they do not
+        fit together, and ``RootBusy``.
         """
         holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
+        previous = self._planned
+        local_by_rank = previous.local_holdings | dict(local_holdings)
+        tiling = previous.tiling
         # An old plan leaves the tiles on the ranks that have their bases, so it is used while it
         # fits.
-        if holdings != self._holdings:
+        if holdings != previous.holdings:
             restored = _restored.get(str(self.path))
             before = (
                 {}
@@ -170,11 +204,21 @@ class Stream:
                 else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
             )
             before |= {
-                path: Before(tiling.cuts, tiling.owners) for path, tiling in self._plan.items()
+                path: Before(leaf.cuts, leaf.owners) for path, leaf in previous.tiling.items()
             }
-            self._plan = sharding.plan(holdings, before)
-            self._shares = sharding.shares(self._plan, len(holdings))
-            self._holdings = holdings
+            tiling = sharding.plan(holdings, before)
+        if (holdings, local_by_rank) != (previous.holdings, previous.local_holdings):
+            of_ranks = [
+                local_by_rank[rank] for rank in range(len(holdings)) if rank in local_by_rank
+            ]
+            # Without what every rank holds, as with plans that DCP has cached for another root,
+            # nothing is compared.
+            copies = sharding.copies(tiling, of_ranks) if len(of_ranks) == len(holdings) else None
+            shares = sharding.shares(tiling, len(holdings), copies)
+            self._planned = _Planned(holdings, local_by_rank, tiling, copies, shares)
+        # After all that may refuse the save, which then leaves no files, and before any rank has
+        # written.
+        self.lead()
         # The number of a failed save is not used again: even if this process wrote nothing for it,
         # others may have.
         self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
@@ -185,7 +229,7 @@ class Stream:
         probe = "" if self._probe is None else self._probe.name
         return [
             Task(step, self._last_seq, self._committed, share, probe, full_name(self.path))
-            for share in self._shares
+            for share in self._planned.shares
         ]
 
     def _remove_probe(self) -> None:
@@ -193,10 +237,11 @@ class Stream:
             self._probe.remove()
             self._probe = None
 
-    def save(self, task: Task, flat: Flat) -> Part:
+    def save(self, task: Task, flat: Flat, copies: bytes) -> Part:
         """Write the tiles of this rank, and return once they are durable.
 
-        ``flat``: the tiles as leaves. Raises ``SaveFailed``.
+        ``flat``: the tiles as leaves. ``copies``: the digests of the tiles that other ranks write.
+        Raises ``SaveFailed``.
         """
         saver = self.follow()
         # All ranks write the segments of a save under one number.
@@ -238,13 +283,13 @@ class Stream:
         self._manifest = manifest = manifests[0]
         digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
-        return Part(Report(task.step, manifest.segments, digests), sizes)
+        return Part(Report(task.step, manifest.segments, digests, copies), sizes)
 
     def commit(self, parts: Sequence[Part], tree: Node, roots: Sequence[str]) -> None:
         """Make the step of all ranks exist. The coordinator calls this once all parts are durable.
 
         ``roots``: the address of the root on each rank.
-        Raises ``RankFailed``, ``RootBusy``.
+        Raises ``RankFailed`` (among others if copies differ), ``RootBusy``.
         """
         # Every rank has written its part, so it has seen the probe.
         self._remove_probe()
@@ -254,10 +299,11 @@ class Stream:
         # The plan was made before the objects were pickled, and had no sizes of them.
         plan = {
             path: dataclasses.replace(tiling, shape=(sizes[path],)) if path in sizes else tiling
-            for path, tiling in self._plan.items()
+            for path, tiling in self._planned.tiling.items()
         }
         manifest = msgspec.structs.replace(
-            merged(own_manifest, plan, [part.report for part in parts]), tree=tree
+            merged(own_manifest, plan, [part.report for part in parts], self._planned.copies),
+            tree=tree,
         )
         # Before the commit, which may collect segments: the saver protects those of this rank only.
         self._newest = frozenset(ref.id for ref in manifest.segments)
@@ -281,7 +327,20 @@ class Stream:
             self._saver.close(timeout)
             self._root_writer.root.store.close()
         finally:
-            self._saver.when_stopped(self._root_writer.release)
+            self._saver.when_stopped(self._release)
+
+    def _release(self) -> None:
+        """Give the root back. Remove its files if this stream has made it, and no step."""
+        writer = self._root_writer
+        try:
+            if self._is_new and self._committed < 0 and writer.lease is not None:
+                writer.check()
+                collect.collect(writer.root, grace_seconds=0, writer_is_dead=True)
+                remove_unused(writer.root)
+        except (DeltacheckError, OSError):
+            log.warning("%s holds no step and could not be removed", self.path, exc_info=True)
+        finally:
+            writer.release()
 
 
 def _names(share: Share) -> list[str]:
