@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -18,7 +16,6 @@ from deltacheck.policy.presets import RESTORE_RATIO
 if TYPE_CHECKING:
     from deltacheck.profile.planner import Machine, Plan, Run
     from deltacheck.profile.rates import Rates
-    from deltacheck.report.data import Record
 
 # The fields of ``Machine``, in the order of the options below.
 _MACHINE = ("write", "read", "encode", "apply", "copy")
@@ -33,12 +30,16 @@ def plan(  # noqa: PLR0913 - one argument per option
         ),
     ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="exact|model_exact",
-            help="With a profile: keep every bit, or use the contracts that it recommends.",
+            metavar="NAME",
+            help=(
+                "Plan for this policy, as `simulate` names it: the checkpoints of RUN are saved"
+                " again under it. With a profile: exact, or a policy that it was measured for."
+                " Default: that of the root; exact with a profile."
+            ),
         ),
-    ] = "exact",
+    ] = None,
     mtbf_hours: Annotated[
         float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
     ] = 24.0,
@@ -156,13 +157,13 @@ def plan(  # noqa: PLR0913 - one argument per option
     from deltacheck.profile import planner
     from deltacheck.profile.rates import scaled
 
-    if policy not in ("exact", "model_exact"):
-        raise typer.BadParameter(f"--policy is exact or model_exact, not {policy!r}")
-    if profile is None and policy != "exact":
-        raise typer.BadParameter(
-            "--policy needs a --profile: the bytes of a root are those of the policy that wrote it"
-        )
-    observed = _observe_root(words, item) if profile is None else _observe_profile(profile, policy)
+    if profile is not None:
+        observed = _observe_profile(profile, policy or "exact")
+    elif policy is None:
+        observed = _observe_root(words, item)
+    else:
+        limits = _limits(policy, max_chain_depth, max_restore_ratio)
+        observed = _observe_replay(words, item, limits, interval_steps)
     # A given step time wins: the plan may be for another machine than that of the saves.
     seconds = step_seconds or observed.step_seconds
     if not seconds:
@@ -191,7 +192,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         output.print_json(
             {
                 "source": observed.source,
-                "policy": policy if profile else None,
+                "policy": policy or ("exact" if profile else None),
                 "observed_interval_steps": rates.interval_steps,
                 "run": asdict(run),
                 "machine": asdict(machine),
@@ -224,67 +225,69 @@ class _Observation(NamedTuple):
 
 def _observe_root(words: list[str] | None, item: str | None) -> _Observation:
     from deltacheck.report.data import collect
+    from deltacheck.report.root_rates import rates_of, step_seconds_of
 
     record = collect(parse(words).root, item)
-    return _Observation(record.root, _rates(record), _step_seconds(record))
+    return _Observation(record.root, rates_of(record), step_seconds_of(record))
 
 
 def _observe_profile(file: Path, policy: str) -> _Observation:
-    from deltacheck.profile.rates import from_profile
+    from deltacheck.profile.rates import from_profile, from_sizes
     from deltacheck.profile.record import Profile
 
-    rates = from_profile(Profile.read(file), exact=policy == "exact")
-    return _Observation(str(file), rates, None)
-
-
-def _rates(record: Record) -> Rates:
-    """Return the cost of the saves of a root.
-
-    Leaves that were always written whole count as changed altogether, because a keyframe does not
-    show what changed.
-    """
-    from deltacheck.errors import StepNotFound
-    from deltacheck.profile.rates import LeafRate, Rates
-
-    # Damaged steps lack some of their sizes and would make saves look too cheap.
-    steps = [step for step in record.steps if step.problem is None]
-    # A resumed run goes back to an earlier step. Such a pair is no interval.
-    intervals = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
-    if not intervals:
-        raise StepNotFound(
-            f"{record.root} has fewer than two steps that can be compared; give a --profile, or"
-            " save twice"
+    profile = Profile.read(file)
+    measured = {sizes.policy: sizes for sizes in profile.sizes}
+    if policy in measured:
+        return _Observation(str(file), from_sizes(measured[policy]), None)
+    # No formula predicts refreshes, lattices and guards, so nothing is planned without a
+    # measurement.
+    if policy != "exact":
+        known_policies = f"; it has {', '.join(measured)}" if measured else ""
+        raise typer.BadParameter(
+            f"{file} has no measurement of {policy}{known_policies}. Plan from recorded"
+            f" checkpoints, deltacheck plan RUN --policy {policy}, or measure it with deltacheck"
+            f" profile RUN --policy {policy}"
         )
-    leaves = tuple(
-        LeafRate(
-            leaf.raw_bytes,
-            leaf.word_bytes,
-            leaf.density / leaf.saves if leaf.saves else 1.0,
-            leaf.delta_bytes / leaf.saves if leaf.saves else leaf.key_bytes,
-            leaf.key_bytes,
-        )
-        for leaf in record.leaves.values()
-    )
-    # The rest of the state is computed at a restore, or stored as smaller codes.
-    computed_bytes = steps[-1].raw_bytes - sum(leaf.raw_bytes for leaf in leaves)
-    if computed_bytes > 0:
-        leaves += (LeafRate(computed_bytes, 1, 0.0, 0.0, 0.0),)
-    # The table of the first save describes all leaves, and later ones only those that changed.
-    tables = statistics.fmean(step.written["tables"] for step in steps[1:])
-    return Rates(statistics.median(intervals), leaves, tables)
+    return _Observation(str(file), from_profile(profile), None)
 
 
-def _step_seconds(record: Record) -> float | None:
-    """Return the median time of a training step, from the times of neighbouring saves.
+def _limits(policy: str, max_chain_depth: int, max_restore_ratio: float) -> str:
+    """Return the description of a policy with the limits of its chains, unless it names them."""
+    limits = {
+        "max_chain_depth": max_chain_depth,
+        "max_restore_ratio": max_restore_ratio or None,
+    }
+    words = [f"{name}={value}" for name, value in limits.items() if name not in policy]
+    if policy.partition(":")[0] == "whole":
+        words = words[1:]
+    return policy + (":" if ":" not in policy else ",") + ",".join(words) if words else policy
 
-    The median ignores pauses between two runs, which take far longer than any step.
-    """
-    durations = [
-        (b.time - a.time) / (b.step - a.step)
-        for a, b in itertools.pairwise(record.steps)
-        if b.step > a.step and b.time > a.time
-    ]
-    return statistics.median(durations) if durations else None
+
+def _observe_replay(
+    words: list[str] | None, item: str | None, policy: str, interval_steps: int | None
+) -> _Observation:
+    """Save recorded checkpoints again under a policy, and return what it wrote."""
+    from deltacheck.cli.profiling import measured_rates, run_steps
+
+    source = str(parse(words).root)
+    try:
+        only = run_steps(source, item, interval_steps)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    rates, _ = measured_rates(source, item, [policy], only=only)[policy]
+    return _Observation(source, rates, _step_seconds_of(source, item))
+
+
+def _step_seconds_of(source: str, item: str | None) -> float | None:
+    """Return the time of a training step as the saves of a root show it, if they do."""
+    from deltacheck.errors import NotACheckpointRoot
+    from deltacheck.report.data import collect
+    from deltacheck.report.root_rates import step_seconds_of
+
+    try:
+        return step_seconds_of(collect(source, item))
+    except NotACheckpointRoot:
+        return None
 
 
 def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:

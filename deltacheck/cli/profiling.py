@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,9 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.recorded import Recorded
+    from deltacheck.policy import Policy
     from deltacheck.profile import LeafProfile, Profile
+    from deltacheck.profile.rates import Rates
     from deltacheck.profile.record import AdamRule
 
 # Names that training frameworks give to the loss and to the gradient norm in their metrics.
@@ -24,7 +27,7 @@ _LOSS = ("loss", "train_loss", "train/loss")
 _NORM = ("gradient_norm", "grad_norm", "train/grad_norm")
 
 
-def profile(
+def profile(  # noqa: PLR0913 - one argument per option
     source: Annotated[
         str,
         typer.Argument(
@@ -64,11 +67,23 @@ def profile(
             ),
         ),
     ] = 64,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "Also measure the bytes of this policy, as `simulate` names it, for"
+                " `plan --profile`. May be repeated."
+            ),
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Write a profile of a run: its frozen, sparse, derived and stable leaves."""
+    from msgspec import to_builtins
+
     from deltacheck import Profiler
     from deltacheck.errors import StepNotFound
 
@@ -94,6 +109,8 @@ def profile(
             " ten or more"
         )
     result = profiler.profile(tolerance)
+    if policy:
+        result = _with_sizes(result, source, item, policy)
     result.write(out)
     rows = _rows(result)
     if not as_json:
@@ -114,8 +131,22 @@ def profile(
                 {"step": event.step, "what": event.what, "size": event.size}
                 for event in result.events
             ],
+            "sizes": [to_builtins(sizes) for sizes in result.sizes],
             "classes": rows,
         }
+    )
+
+
+def _with_sizes(profile: Profile, source: str, item: str | None, names: Sequence[str]) -> Profile:
+    """Return a profile with the measured bytes of policies."""
+    from msgspec.structs import replace
+
+    from deltacheck.profile.rates import sizes_of
+
+    measured = measured_rates(source, item, names, profile)
+    return replace(
+        profile,
+        sizes=tuple(sizes_of(name, rates, saves) for name, (rates, saves) in measured.items()),
     )
 
 
@@ -138,14 +169,77 @@ def _rule(betas: str | None) -> AdamRule | None:
     return AdamRule(beta1, beta2)
 
 
-def steps_of(source: str, item: str | None) -> Iterator[Recorded]:
+def steps_of(
+    source: str, item: str | None, only: Container[int] | None = None
+) -> Iterator[Recorded]:
     """Yield the recorded checkpoints of a run; two of one step are wrong usage."""
     from deltacheck.evaluate.offline.recorded import recorded
 
     try:
-        yield from recorded(source, item)
+        yield from recorded(source, item, only=only)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
+
+
+def run_steps(source: str, item: str | None, interval_steps: int | None) -> Collection[int] | None:
+    """Return the recorded steps to replay for an interval, ``None`` for all of them."""
+    from deltacheck.evaluate.offline.measured import chosen_steps
+
+    return chosen_steps(source, item, interval_steps)
+
+
+def measured_rates(
+    source: str,
+    item: str | None,
+    names: Sequence[str],
+    run_profile: Profile | None = None,
+    only: Container[int] | None = None,
+) -> dict[str, tuple[Rates, int]]:
+    """Save recorded checkpoints again under policies.
+
+    Args:
+        source: The run.
+        item: The item of a manager's steps.
+        names: The policies, as ``simulate`` names them.
+        run_profile: The profile for policies that need one, ``None`` to make it.
+        only: The steps to save, ``None`` for all.
+
+    Returns:
+        The rates of each policy, with the measured mean, and the number of saves behind it.
+    """
+    from deltacheck.evaluate.offline.measured import rates_under
+    from deltacheck.evaluate.offline.policy_replay import replay
+
+    policies = policies_of(names, run_profile, source, item)
+    with tempfile.TemporaryDirectory(prefix="deltacheck-measure-") as folder:
+        replays = replay(steps_of(source, item, only), policies, Path(folder))
+        return {
+            result.policy: (rates_under(result), result.sizes.steady_saves) for result in replays
+        }
+
+
+def policies_of(
+    names: Sequence[str], run_profile: Profile | None, source: str, item: str | None
+) -> dict[str, Policy]:
+    """Return the named policies; those that need a profile get it, or that of the checkpoints."""
+    from deltacheck.evaluate.offline.policy_replay import needs_profile, policy_of
+
+    if run_profile is None and any(map(needs_profile, names)):
+        run_profile = _profile_of(source, item)
+    try:
+        return {name: policy_of(name, run_profile) for name in names}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _profile_of(source: str, item: str | None) -> Profile:
+    """Return the profile of the recorded checkpoints themselves."""
+    from deltacheck import Profiler
+
+    profiler = Profiler(interval_steps=1, source=Path(source).resolve().name)
+    for step in steps_of(source, item):
+        profiler.observe(step.step, step.state)
+    return profiler.profile()
 
 
 def _rows(profile: Profile) -> list[Row]:
@@ -197,6 +291,11 @@ def _print(profile: Profile, rows: list[Row]) -> None:
     else:
         output.print_line(
             f"stable from step {profile.stable_start}, confidence {profile.confidence:.2f}"
+        )
+    for sizes in profile.sizes:
+        output.print_line(
+            f"{sizes.policy}: a save of {output.size(sizes.mean_bytes)}, mean of {sizes.saves};"
+            f" a state of {output.size(sizes.raw_bytes)}"
         )
     for event in profile.events:
         output.print_line(f"event at step {event.step}: {event.what} {event.size:.3g}")

@@ -14,13 +14,11 @@ import typer
 from deltacheck.cli import output
 from deltacheck.cli.arguments import Item, Json
 from deltacheck.cli.output import Column, Row
-from deltacheck.cli.profiling import steps_of
+from deltacheck.cli.profiling import policies_of, steps_of
 
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.policy_replay import Replay
     from deltacheck.evaluate.offline.recorded import Recorded
-    from deltacheck.policy import Policy
-    from deltacheck.profile import Profile
     from deltacheck.profile.sensitivity import Verdict
 
 _EXACT = "exact"
@@ -79,8 +77,10 @@ def simulate(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Save recorded checkpoints again under several policies, and compare them."""
     from deltacheck.evaluate.offline.policy_replay import replay
+    from deltacheck.profile import Profile
 
-    policies = _policies(policy or [_EXACT, "model_exact"], profile, source, item)
+    names = policy or [_EXACT, "model_exact"]
+    policies = policies_of(names, None if profile is None else Profile.read(profile), source, item)
     with _scratch(keep) as folder:
         if factory is None:
             replays = replay(steps_of(source, item), policies, folder)
@@ -93,7 +93,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
         with _workload_folder(folder):
             like = create_workload(create, seed).state()
             # An exact root keeps the states that the trials compare with.
-            extra = {} if _EXACT in policies else _policies([_EXACT], None, source, item)
+            extra = {} if _EXACT in policies else policies_of([_EXACT], None, source, item)
             checkpoints = _as(like, source, item)
             replays = replay(checkpoints, policies | extra, folder)
             exact = next(result for result in replays if result.policy == _EXACT)
@@ -105,31 +105,6 @@ def simulate(  # noqa: PLR0913 - one argument per option
                 like,
             )
         _show(source, replays, step, verdicts, as_json)
-
-
-def _policies(
-    names: Sequence[str], profile: Path | None, source: str, item: str | None
-) -> dict[str, Policy]:
-    from deltacheck.evaluate.offline.policy_replay import needs_profile, policy_of
-    from deltacheck.profile import Profile
-
-    run_profile: Profile | None = None
-    if any(map(needs_profile, names)):
-        run_profile = _profile_of(source, item) if profile is None else Profile.read(profile)
-    try:
-        return {name: policy_of(name, run_profile) for name in names}
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _profile_of(source: str, item: str | None) -> Profile:
-    """Return the profile of the recorded checkpoints themselves."""
-    from deltacheck import Profiler
-
-    profiler = Profiler(interval_steps=1, source=Path(source).resolve().name)
-    for step in steps_of(source, item):
-        profiler.observe(step.step, step.state)
-    return profiler.profile()
 
 
 def _as(like: object, source: str, item: str | None) -> Iterator[Recorded]:
@@ -193,8 +168,9 @@ def _show(
     rows = [_row(result) for result in replays]
     first = replays[0].sizes
     output.print_line(
-        f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; means are of the"
-        " saves in the stable stage, and of all after the first under an exact policy"
+        f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; MEAN, LARGEST and"
+        " causes are of steady saves: without the first one, and those that begin a stable stage or"
+        " follow an event"
     )
     output.print_line("")
     output.print_table(_SIZES, rows)
@@ -219,6 +195,7 @@ _SIZES = (
     Column("POLICY", "policy", left=True),
     Column("STABLE FROM", "stable_from"),
     Column("ALL SAVES", "mean_bytes", output.size),
+    Column("STEADY", "steady_saves"),
     Column("MEAN", "steady_bytes", output.size),
     Column("OF RAW", "share", output.share),
     Column("LARGEST", "most_bytes", output.size),

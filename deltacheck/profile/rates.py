@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.profile.record import LeafProfile, Profile
+from deltacheck.profile.record import LeafProfile, PolicySizes, Profile
 
 # Growth of the share of changed words with the steps between two checkpoints. The exponent is below
 # 1 because the same words change again. Fitted to our own runs, see planning.md.
@@ -61,11 +60,14 @@ class Rates:
         interval_steps: The number of steps between two observations.
         leaves: The rates of its leaves.
         tables_bytes: The bytes of manifest, tables, indexes and digests of each save.
+        measured_bytes: The measured mean of whole saves under the planned policy, ``None`` if there
+            is none. It includes keyframes, refreshes and new lattices, which no formula predicts.
     """
 
     interval_steps: float
     leaves: tuple[LeafRate, ...]
     tables_bytes: float
+    measured_bytes: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -76,57 +78,57 @@ class Rates:
 # --- sources of rates -----------------------------------------------------------------------------
 
 
-def from_profile(profile: Profile, *, exact: bool = True) -> Rates:
-    """Return the rates that a profile predicts.
+def from_profile(profile: Profile) -> Rates:
+    """Return the rates that a profile predicts if every bit is stored.
 
     Keyframes count as raw, because a profile does not hold how well they compress.
 
     Args:
         profile: The profile of a run.
-        exact: If True (default), every bit is stored. If False, leaves are stored under the
-            contracts that the profile recommends, which takes fewer bytes.
 
     Raises:
         ValueError: If the profile has no leaves.
     """
     if not profile.leaves:
         raise ValueError("the profile has no leaves; observe the run at two steps at least")
-    leaves = tuple(
-        _leaf_rate(leaf, profile.interval_steps, exact) for leaf in profile.leaves.values()
-    )
+    leaves = tuple(_leaf_rate(leaf) for leaf in profile.leaves.values())
     raw = sum(leaf.raw_bytes for leaf in leaves)
     return Rates(
         profile.interval_steps, leaves, len(leaves) * _LEAF_BYTES + raw / _CHUNK_BYTES * _ROW_BYTES
     )
 
 
-def _leaf_rate(leaf: LeafProfile, interval_steps: int, exact: bool) -> LeafRate:
+def _leaf_rate(leaf: LeafProfile) -> LeafRate:
     element = dtype_named(leaf.dtype)
     count = math.prod(leaf.shape)
     raw = count * element.item_bytes
     density = _last(leaf.density.values)
-    lossless = LeafRate(
+    return LeafRate(
         raw, element.word_bytes, density, count * leaf.exact_bytes if density > 0 else 0.0, raw
     )
-    if exact:
-        return lossless
-    if leaf.derived_from:
-        return replace(lossless, density=0.0, delta_bytes=0.0, key_bytes=0.0)
-    terms = leaf.recommended
-    if isinstance(terms, Bounded) and terms.norm == leaf.drift_unit and terms.limit > 0:
-        spread = _last(leaf.drift.values) / (2 * terms.limit)
-        bits = code_bits(spread)
-        changed = min(1.0, math.sqrt(2 / math.pi) * spread)
-        return replace(
-            lossless, density=changed, delta_bytes=min(count * bits / 8, lossless.delta_bytes)
-        )
-    if isinstance(terms, Reused) and leaf.refresh_steps:
-        # Written whole, or as a delta of the same size, once in this number of steps.
-        return replace(
-            lossless,
-            delta_bytes=lossless.delta_bytes * min(1.0, interval_steps / leaf.refresh_steps),
-        )
-    return lossless
+
+
+def from_sizes(sizes: PolicySizes) -> Rates:
+    """Return the rates of a policy whose saves were measured."""
+    leaf = LeafRate(sizes.raw_bytes, 1, sizes.density, sizes.delta_bytes, sizes.keyframe_bytes)
+    return Rates(sizes.interval_steps, (leaf,), sizes.tables_bytes, sizes.mean_bytes)
+
+
+def sizes_of(policy: str, rates: Rates, saves: int) -> PolicySizes:
+    """Return the record of measured saves, see ``PolicySizes``."""
+    state = rates.state_bytes
+    density = sum(leaf.raw_bytes * leaf.density for leaf in rates.leaves) / state if state else 0.0
+    return PolicySizes(
+        policy,
+        rates.interval_steps,
+        saves,
+        state,
+        mean_bytes(rates, 0) if rates.measured_bytes is None else rates.measured_bytes,
+        sum(leaf.key_bytes for leaf in rates.leaves),
+        sum(leaf.delta_bytes for leaf in rates.leaves),
+        rates.tables_bytes,
+        density,
+    )
 
 
 def _last(values: Sequence[float]) -> float:
@@ -147,7 +149,13 @@ def scaled(rates: Rates, state_bytes: int) -> Rates:
         )
         for leaf in rates.leaves
     )
-    return replace(rates, leaves=leaves, tables_bytes=rates.tables_bytes * factor)
+    measured = None if rates.measured_bytes is None else rates.measured_bytes * factor
+    return replace(
+        rates,
+        leaves=leaves,
+        tables_bytes=rates.tables_bytes * factor,
+        measured_bytes=measured,
+    )
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -169,11 +177,16 @@ def at_interval(rates: Rates, interval_steps: float) -> Rates:
     This is an extrapolation; planning.md shows its accuracy.
     """
     factor = interval_steps / rates.interval_steps
-    return replace(
+    projected = replace(
         rates,
         interval_steps=interval_steps,
         leaves=tuple(_leaf_at(leaf, factor) for leaf in rates.leaves),
     )
+    if rates.measured_bytes is None:
+        return projected
+    # What was measured grows as the changes do.
+    growth = delta_bytes(projected) / delta_bytes(rates)
+    return replace(projected, measured_bytes=rates.measured_bytes * growth)
 
 
 def _leaf_at(leaf: LeafRate, factor: float) -> LeafRate:
@@ -212,6 +225,8 @@ def mean_bytes(rates: Rates, max_chain_depth: int, max_restore_ratio: float | No
         max_chain_depth: As in ``Policy``.
         max_restore_ratio: As in ``Policy``.
     """
+    if rates.measured_bytes is not None:
+        return rates.measured_bytes
     chain = mean_chain(max_chain_depth)
     total = rates.tables_bytes
     for leaf in (leaf for leaf in rates.leaves if leaf.density > 0):
@@ -233,22 +248,3 @@ def chain_within(leaf: LeafRate, max_restore_ratio: float | None, share: float =
         if max_restore_ratio is None or not decoded
         else math.ceil(share * max_restore_ratio / decoded)
     )
-
-
-def code_bits(spread: float) -> float:
-    """Return the bits per element that a change of codes takes.
-
-    Below one spacing, a code with a random phase changes with the probability ``E|change| /
-    spacing``, which is 0.8 ``spread`` for a normally distributed change. It takes the entropy of
-    this event and a sign. Above one spacing, it takes the entropy of a quantised normal variable,
-    ``log2(spread sqrt(2 pi e))`` (Cover & Thomas, "Elements of Information Theory", section 8.3).
-
-    Args:
-        spread: The root mean square change over the spacing of the codes.
-    """
-    if spread <= 0:
-        return 0.0
-    # sqrt(2 / pi) is the mean absolute value of a standard normal variable.
-    p = min(1.0, math.sqrt(2 / math.pi) * spread)
-    entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) if p < 1 else 0.0
-    return max(entropy + p, math.log2(spread * math.sqrt(2 * math.pi * math.e)))

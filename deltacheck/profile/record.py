@@ -95,6 +95,33 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
     refresh_steps: int = 0
 
 
+class PolicySizes(msgspec.Struct, frozen=True):
+    """The bytes that one policy wrote for recorded checkpoints of the run, saved again.
+
+    Args:
+        policy: The policy, as ``deltacheck simulate`` names it.
+        interval_steps: The number of steps between two checkpoints.
+        saves: The number of saves in the stable stage; of all after the first one under an exact
+            policy.
+        raw_bytes: The size of the state.
+        mean_bytes: The mean of these saves, with everything that they wrote.
+        keyframe_bytes: The stored size of all leaves, written whole.
+        delta_bytes: The stored size of the changes of all leaves from save to save.
+        tables_bytes: The size of manifest, tables, indexes and digests of a save.
+        density: The share of the words that change from save to save.
+    """
+
+    policy: str
+    interval_steps: float
+    saves: int
+    raw_bytes: int
+    mean_bytes: float
+    keyframe_bytes: float
+    delta_bytes: float
+    tables_bytes: float
+    density: float
+
+
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of observing a run, as ``Profiler.profile`` returns it.
 
@@ -112,6 +139,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         loss: The loss, as the run reported it.
         gradient_norm: The gradient norm before clipping, as the run reported it.
         events: The events that ended stable stages.
+        sizes: The measured bytes of policies, if they were asked for.
     """
 
     format: str
@@ -126,6 +154,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     loss: Curve = Curve()
     gradient_norm: Curve = Curve()
     events: tuple[Event, ...] = ()
+    sizes: tuple[PolicySizes, ...] = ()
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, replacing ``path`` atomically.

@@ -86,8 +86,7 @@ class Sizes:
         raw_bytes: The size of the state.
         first_bytes: The size of the first save, which writes every leaf whole.
         mean_bytes: The mean of all saves.
-        steady_bytes: The mean of the saves in the stable stage; of all but the first one under an
-            exact policy. ``None`` if there was none.
+        steady_bytes: The mean of the steady saves (``steady_steps``), ``None`` if there were none.
         most_bytes: The largest of these.
         steady_saves: The number of these.
         causes: Cause (``policy.causes``) -> bytes of these saves, in the mean.
@@ -179,10 +178,27 @@ def replayed(text: str, root: Path) -> Replay:
     return Replay(text, root, min(stable, default=None), sizes_of(steps), steps, _worst_of(steps))
 
 
+def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the saves that show the steady state of a policy.
+
+    Under an exact policy these are all but the first one. Under any other they are in the stable
+    stage, and as many bytes as ever are under a contract that is not exact, as already at the save
+    before: the save that begins the stage, or ends an event, stores everything anew, once.
+    """
+    if not any(step.stage for step in steps):
+        return list(steps[1:])
+    promised = [step.bounded_bytes + step.reused_bytes for step in steps]
+    most_promised = max(promised)
+    return [
+        step
+        for step, before, now in zip(steps[1:], promised, promised[1:], strict=False)
+        if step.stage == STABLE and 0 < most_promised == before == now
+    ]
+
+
 def sizes_of(steps: Sequence[StepRecord]) -> Sizes:
     """Return the bytes of at least one save."""
-    is_lossy = any(step.stage for step in steps)
-    steady = [step for step in steps[1:] if not is_lossy or step.stage == STABLE]
+    steady = steady_steps(steps)
     sizes = [step.written_bytes for step in steady]
     causes = {
         cause: fmean(step.causes.get(cause, 0) for step in steady) if steady else 0.0

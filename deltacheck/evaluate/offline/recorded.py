@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,26 @@ class Recorded:
         return next((self.metrics[name] for name in names if name in self.metrics), None)
 
 
-def recorded(source: str, item: str | None = None, *, as_torch: bool = False) -> Iterator[Recorded]:
+def steps_in(source: str, item: str | None = None) -> list[int]:
+    """Return the steps of the recorded checkpoints, ascending, without reading any state.
+
+    Raises:
+        NotACheckpointRoot: There are no checkpoints.
+        ValueError: Two files have the same step.
+    """
+    try:
+        return list(open_root(source, item=item).steps())
+    except NotACheckpointRoot as error:
+        return [step for step, _ in _places(Path(source), error)]
+
+
+def recorded(
+    source: str,
+    item: str | None = None,
+    *,
+    as_torch: bool = False,
+    only: Container[int] | None = None,
+) -> Iterator[Recorded]:
     """Yield the checkpoints of a run in ascending order. One of them is in memory at a time.
 
     Args:
@@ -37,6 +56,7 @@ def recorded(source: str, item: str | None = None, *, as_torch: bool = False) ->
             ``CheckpointManager``.
         item: The item of a manager's steps, if they have several.
         as_torch: If True, the leaves of a root are torch tensors; if False, NumPy arrays.
+        only: The steps to yield, ``None`` for all.
 
     Raises:
         NotACheckpointRoot: There are no checkpoints.
@@ -49,9 +69,13 @@ def recorded(source: str, item: str | None = None, *, as_torch: bool = False) ->
     except NotACheckpointRoot as error:
         # A root is tried first. Only a folder that is certainly none is searched for files of
         # others.
-        yield from _foreign(Path(source), item, error)
+        for checkpoint in _foreign(Path(source), item, error):
+            if only is None or checkpoint.step in only:
+                yield checkpoint
         return
     for step in checkpoints.steps():
+        if only is not None and step not in only:
+            continue
         metrics = checkpoints.manifest(step).metrics
         numbers = {name: float(value) for name, value in metrics.items()}
         if as_torch:
@@ -65,15 +89,38 @@ def recorded(source: str, item: str | None = None, *, as_torch: bool = False) ->
 
 def _foreign(source: Path, item: str | None, error: Exception) -> Iterator[Recorded]:
     """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
-    # Suffixes and names decide which framework is imported, as only one of them may be installed.
-    entries = list(source.iterdir()) if source.is_dir() else []
-    if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in entries):
+    # Only the framework of the files is imported, as only one of them may be installed.
+    if _holds_torch_files(source):
         from deltacheck.backends.torch.state import sampling as torch_files
 
         yield from (Recorded(step, state) for step, state in torch_files.states(source))
-    elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in entries):
+    elif _holds_orbax_steps(source):
         from deltacheck.backends.orbax.state import sampling as orbax_steps
 
         yield from (Recorded(step, state) for step, state in orbax_steps.states(source, item))
     else:
         raise error
+
+
+def _places(source: Path, error: Exception) -> list[tuple[int, Path]]:
+    """Return step and path of each file or folder; raise ``error`` if there are none."""
+    if _holds_torch_files(source):
+        from deltacheck.backends.torch.state import sampling as torch_files
+
+        return torch_files.files(source)
+    if _holds_orbax_steps(source):
+        from deltacheck.backends.orbax.state import sampling as orbax_steps
+
+        return orbax_steps.steps(source)
+    raise error
+
+
+def _holds_torch_files(source: Path) -> bool:
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+    return source.is_dir() and any(path.suffix in suffixes for path in source.iterdir())
+
+
+def _holds_orbax_steps(source: Path) -> bool:
+    return source.is_dir() and any(
+        path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in source.iterdir()
+    )
