@@ -47,7 +47,9 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     ] = "sft",
     policy: Annotated[
         str,
-        typer.Option(metavar="exact|model_exact|post_training", help="Policy of the checkpoints."),
+        typer.Option(
+            metavar="exact|model_exact|auto|post_training", help="Policy of the checkpoints."
+        ),
     ] = "exact",
     profile: Annotated[
         Path | None,
@@ -97,6 +99,17 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = 6,
+    chain: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help=(
+                "Also kill one run of each killed seed N times, each time when a restore would"
+                " test every contract of the policy."
+            ),
+        ),
+    ] = 0,
     first_seed: Annotated[
         int, typer.Option(min=0, metavar="N", help="The first seed; the others follow it.")
     ] = 1,
@@ -147,6 +160,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         max(seeds, noise_seeds),
         first_seed,
         "" if profile is None else str(profile.resolve()),
+        chain=chain,
     )
     # This plan is short and still passes every phase. It replaces the options for the number of
     # steps, kills and seeds.
@@ -218,6 +232,16 @@ def document(
         "recoveries": [
             recovery | {"ending": without_digests(recovery["ending"])}
             for recovery in content["recoveries"]
+        ],
+        "contracts": content["contracts"],
+        "chains": [
+            chain
+            | {
+                "links": [
+                    link | {"ending": without_digests(link["ending"])} for link in chain["links"]
+                ]
+            }
+            for chain in content["chains"]
         ],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],

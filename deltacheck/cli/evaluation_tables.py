@@ -171,11 +171,10 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
             " apart): the steps after a restore are not compared in bits"
         )
     # Otherwise a run that never left the exact stage would look like a proof of the policy.
-    if evidence.plan.policy != "exact" and not correctness.inexact_leaves:
-        lines.append(
-            "every leaf was still exact at every kill, so the policy was not tested; give more"
-            " --steps"
-        )
+    if evidence.plan.policy != "exact":
+        lines.append(f"contracts tested at a restore: {', '.join(correctness.exercised) or 'none'}")
+        if correctness.unexercised:
+            lines.append(f"NOT tested: {', '.join(correctness.unexercised)}")
     return (
         "3. Recovery: killed, restored in a fresh process, compared leaf by leaf",
         columns,
@@ -191,6 +190,7 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
         Column("FINAL LOSS", "loss", _loss),
         Column("UNKILLED", "unkilled", _loss),
         Column("DIFFERENCE", "gap", lambda gap: f"{gap:+.3g}"),
+        Column("LOST PROGRESS", "missing", lambda steps: f"{steps:.2f} steps"),
         Column("STEPS", "steps"),
         Column("EQUAL BITS", "equal"),
         Column("LARGEST LOSS GAP", "largest_gap", output.number),
@@ -204,7 +204,8 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
         if recovery.ending is not None:
             loss, reference = recovery.ending.evaluation, unkilled[recovery.kill.seed]
             row: Row = {"name": recovery.kill.name, "loss": loss, "unkilled": reference}
-            rows.append(row | {"gap": loss - reference, **asdict(curve)})
+            row |= {"gap": loss - reference, "missing": recovery.missing_steps}
+            rows.append(row | asdict(curve))
     lines = [
         f"noise floor: the final loss of {final.noise_seeds} unkilled seeds has a standard"
         f" deviation of {final.noise_sd:.3g}"
@@ -218,6 +219,21 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
         ),
     }
     lines.append(verdict.get(final.verdict, quality.reason))
+    if quality.missing_steps is not None:
+        spread = quality.missing_steps
+        lines.append(
+            f"lost progress: {spread.median:.2f} of {evidence.plan.every} steps in the first"
+            f" interval after a restore ({spread.least:.2f} to {spread.most:.2f})"
+        )
+    if quality.chains is not None:
+        chains = quality.chains
+        lines.append(
+            f"chains of kills: {chains.inexact} of {chains.links} resumes were from an inexact"
+            f" step; the final loss differs by {chains.mean:+.3g} in the mean, the noise is"
+            f" {chains.noise_sd:.3g}"
+        )
+        if chains.missing_steps is not None:
+            lines.append(f"lost progress of a link: {chains.missing_steps.median:.2f} steps")
     return "4. Quality of the model", columns, rows, lines
 
 

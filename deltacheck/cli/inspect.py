@@ -45,6 +45,7 @@ _CHANGE = (
     Column("DENSITY", "density", output.share),
 )
 _WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
+_REASON = Column("DECISION", "stage_reason", left=True)
 _REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
 _SURVIVES = Column(
@@ -131,6 +132,8 @@ def log(
             "stored_bytes": step.stored_bytes,
             "written_bytes": step.stored_bytes + step.manifest_bytes,
             "failed_saves": step.manifest.failed_saves,
+            "stage": step.manifest.stage,
+            "stage_reason": step.manifest.stage_reason,
         }
         previous_time = time
         try:
@@ -152,7 +155,9 @@ def log(
         columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE, _WHY)
     # Most runs have no failed saves.
     failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
-    _print_steps(root, rows, (*columns, *failures), as_json, problems)
+    # Exact policies have no stages.
+    stages = [_REASON] if any(row["stage_reason"] for row in rows) else []
+    _print_steps(root, rows, (*columns, *failures, *stages), as_json, problems)
 
 
 def _cause_counter(root: Root) -> CauseCounter | None:
@@ -302,6 +307,7 @@ def show(
             "contract": manifest.contract,
             "durability": manifest.durability,
             "stage": manifest.stage,
+            "stage_reason": manifest.stage_reason,
             "raw_bytes": manifest.raw_bytes,
             "stored_bytes": history.stored_bytes(manifest),
             "metrics": dict(manifest.metrics),
@@ -411,6 +417,8 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
         f" {output.size(needed_bytes)}"
     )
+    if manifest.stage_reason:
+        output.print_line(manifest.stage_reason)
     if manifest.replay is not None:
         output.print_line(
             f"stored as gradients: a restore replays {_replayed_steps(manifest)} updates of"

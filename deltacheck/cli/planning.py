@@ -271,10 +271,10 @@ def _observe_replay(
 
     source = str(parse(words).root)
     try:
-        only = run_steps(source, item, interval_steps)
+        step_set = run_steps(source, item, interval_steps)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
-    rates, _ = measured_rates(source, item, [policy], only=only)[policy]
+    rates, _ = measured_rates(source, item, [policy], step_set=step_set)[policy]
     return _Observation(source, rates, _step_seconds_of(source, item))
 
 

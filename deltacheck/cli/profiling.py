@@ -170,13 +170,13 @@ def _rule(betas: str | None) -> AdamRule | None:
 
 
 def steps_of(
-    source: str, item: str | None, only: Container[int] | None = None
+    source: str, item: str | None, step_set: Container[int] | None = None
 ) -> Iterator[Recorded]:
     """Yield the recorded checkpoints of a run; two of one step are wrong usage."""
     from deltacheck.evaluate.offline.recorded import recorded
 
     try:
-        yield from recorded(source, item, only=only)
+        yield from recorded(source, item, step_set=step_set)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
 
@@ -193,7 +193,7 @@ def measured_rates(
     item: str | None,
     names: Sequence[str],
     run_profile: Profile | None = None,
-    only: Container[int] | None = None,
+    step_set: Container[int] | None = None,
 ) -> dict[str, tuple[Rates, int]]:
     """Save recorded checkpoints again under policies.
 
@@ -202,7 +202,7 @@ def measured_rates(
         item: The item of a manager's steps.
         names: The policies, as ``simulate`` names them.
         run_profile: The profile for policies that need one, ``None`` to make it.
-        only: The steps to save, ``None`` for all.
+        step_set: The steps to save, ``None`` for all.
 
     Returns:
         The rates of each policy, with the measured mean, and the number of saves behind it.
@@ -212,7 +212,7 @@ def measured_rates(
 
     policies = policies_of(names, run_profile, source, item)
     with tempfile.TemporaryDirectory(prefix="deltacheck-measure-") as folder:
-        replays = replay(steps_of(source, item, only), policies, Path(folder))
+        replays = replay(steps_of(source, item, step_set), policies, Path(folder))
         return {
             result.policy: (rates_under(result), result.sizes.steady_saves) for result in replays
         }

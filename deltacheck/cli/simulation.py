@@ -39,7 +39,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
         typer.Option(
             metavar="NAME[:KEY=VALUE,...]",
             help=(
-                "A policy: whole, exact, derive, model_exact, post_training or bounded, with"
+                "A policy: whole, exact, derive, model_exact, auto, post_training or bounded, with"
                 " arguments of its preset. May be repeated. Default: exact and model_exact."
             ),
         ),

@@ -11,13 +11,16 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
-from deltacheck.leaf.contracts import Bounded, Promise, Reused
-from deltacheck.policy import roles
-from deltacheck.policy.parameters import hyperparameters
+from deltacheck.leaf import tree
+from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
+from deltacheck.policy import adam, roles
+from deltacheck.policy.parameters import Parameter, Roles, hyperparameters
 from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
+from deltacheck.store.manifest import Manifest
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
@@ -46,7 +49,13 @@ def check(
     rates = learning_rates(live)
     state_at = cache(lambda earlier: live if earlier == step else live_at(earlier))
     counts_at = cache(lambda earlier: step_counts(state_at(earlier)))
-    checks = []
+    assignment = roles.prove(
+        roles.find(live.specs, live.numbers),
+        lambda weight, master: not _outside_cells(live.arrays[master], live.arrays[weight]),
+    )
+    roles_of = assignment.of()
+    related = _related_problems(assignment, restored, promises, state_at, step)
+    checks: list[LeafCheck] = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
         if path not in restored.ties or path not in live.ties:
@@ -72,7 +81,10 @@ def check(
                 if not result.problem:
                     problem = _earlier(state_at(from_step).arrays.get(owner), values, promise)
                     result = replace(result, problem=problem)
-            checks.append(result)
+                result = replace(result, age_steps=age)
+            problem = result.problem or related.get(owner, "")
+            role = roles_of[owner][0] if owner in roles_of else "other"
+            checks.append(replace(result, problem=problem, role=role))
         else:
             checks.append(
                 LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[restored_owner]))
@@ -86,6 +98,22 @@ def check(
         problem = "" if equal else f"was {value}, came back as {restored_value}"
         checks.append(LeafCheck(path, "exact", problem))
     return tuple(checks)
+
+
+def used_contracts(manifest: Manifest) -> set[str]:
+    """Return the contracts that a step uses, as ``LeafCheck.exercise`` names them."""
+    numbers = _numbers(manifest)
+    roles_of = roles.find(manifest.specs, numbers).of()
+    used = set()
+    for path, promise in manifest.contracts.items():
+        role = roles_of[path][0] if path in roles_of else "other"
+        age = promise.age(manifest.step)
+        used.add(LeafCheck(path, name_of(promise.terms), role=role, age_steps=age).exercise)
+    return used - {""}
+
+
+def _numbers(manifest: Manifest) -> dict[str, object]:
+    return dict(tree.scalars(manifest.tree))
 
 
 def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple[str, ...]:
@@ -106,6 +134,14 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
             paths = (parameter.master, parameter.weight)
             rates |= {path: rate for path in paths if path is not None}
     return rates
+
+
+def trained_weights(state: Snapshot) -> dict[str, NDArray[np.float32]]:
+    """Return the weights that an optimizer updates, masters if there are any, by path."""
+    assignment = roles.find(state.specs, state.numbers)
+    paths = [parameter.master or parameter.weight for parameter in assignment.parameters]
+    present = [path for path in paths if path is not None] or list(assignment.weights)
+    return {path: state.arrays[path].astype(np.float32) for path in present}
 
 
 def step_counts(live: Snapshot) -> dict[str, float]:
@@ -191,6 +227,104 @@ def _earlier(earlier_values: Array | None, restored: Array, promise: Promise) ->
         ""
         if error <= _REUSED_MEAN_OCTAVES
         else f"it is {error:.4g} octaves from its values of step {promise.from_step}"
+    )
+
+
+def _related_problems(
+    assignment: Roles,
+    restored: Snapshot,
+    promises: Mapping[str, Promise],
+    state_at: Callable[[int], Snapshot],
+    step: int,
+) -> dict[str, str]:
+    """Check what the leaves of a parameter promise together, element by element.
+
+    Returns:
+        Leaf path -> description of its problem, for leaves that have one.
+    """
+    problems = {}
+    for parameter in assignment.parameters:
+        second, master, weight = parameter.second, parameter.master, parameter.weight
+        terms = promises[second].terms if second is not None and second in promises else None
+        if isinstance(terms, Reused) and parameter.first in restored.arrays:
+            from_step = promises[str(second)].from_step
+            earlier = state_at(step if from_step is None else from_step)
+            problem = _second_moment(parameter, restored, earlier, state_at(step))
+            if problem:
+                problems[str(second)] = problem
+        live = state_at(step)
+        is_exact = weight in restored.arrays and weight not in promises and parameter.proven
+        if (
+            master in promises
+            and master in restored.arrays
+            and is_exact
+            # A weight of that name may be something else, such as an average.
+            and not _outside_cells(live.arrays[str(master)], live.arrays[str(weight)])
+        ):
+            problem = _outside_cells(restored.arrays[str(master)], restored.arrays[str(weight)])
+            if problem:
+                problems[str(master)] = problem
+    return problems
+
+
+def _second_moment(
+    parameter: Parameter, restored: Snapshot, earlier: Snapshot, live: Snapshot
+) -> str:
+    """Check that a reused second moment is its earlier value, scaled to the present.
+
+    It may be larger, where the law m^2 <= C v raised it. The median drift alone would not see a few
+    wrong elements.
+    """
+    path, first = str(parameter.second), str(parameter.first)
+    if path not in earlier.arrays or path not in restored.arrays:
+        return ""  # reported already
+    before = earlier.arrays[path].astype(np.float64)
+    after = restored.arrays[path].astype(np.float64)
+    if before.shape != after.shape:
+        return ""
+    constants = _constants(parameter, live)
+    least = np.zeros_like(after)
+    if constants is not None:
+        counts = [step_counts(state).get(path) for state in (live, earlier)]
+        if counts[0] and counts[1] and 1 <= counts[1] <= counts[0]:
+            before *= adam.bias_rescale(int(counts[0]), int(counts[1]), constants[1])
+        mean = restored.arrays[first].astype(np.float64)
+        least = mean * mean / adam.moment_limit(*constants)
+    low, high = 2.0**-_REUSED_MEAN_OCTAVES, 2.0**_REUSED_MEAN_OCTAVES
+    expected_high = np.maximum(before * high, least * (1 + 1e-3))
+    # Values that are too small for a code count as zero.
+    wrong = (after > np.maximum(expected_high, _ZERO_MOMENT)) | (
+        after < np.where(before > _ZERO_MOMENT, before * low, 0)
+    )
+    if not wrong.any():
+        return ""
+    number = int(np.flatnonzero(wrong)[0])
+    return (
+        f"{int(wrong.sum())} elements are not those of the step whose values it should have, first"
+        f" element {number}: {after[number]:.4g} for {before[number]:.4g}"
+    )
+
+
+def _constants(parameter: Parameter, live: Snapshot) -> tuple[float, float] | None:
+    groups = hyperparameters(roles.find(live.specs, live.numbers), live.numbers)
+    group = groups.get(parameter.group or "")
+    if group is None or group.beta1 is None or group.beta2 is None:
+        return None
+    return group.beta1, group.beta2
+
+
+def _outside_cells(master: Array, weight: Array) -> str:
+    """Check that an exact narrow weight is the cast of its bounded master."""
+    if weight.dtype.itemsize != 2 or weight.shape != master.shape:
+        return "they are not a float32 master and a narrow weight"
+    cast = master.astype(weight.dtype)
+    wrong = np.flatnonzero(cast.view(np.uint16) != weight.view(np.uint16))
+    if not wrong.size:
+        return ""
+    number = int(wrong[0])
+    return (
+        f"{wrong.size} elements lie outside the cells of the exact weight, first element {number}:"
+        f" {master[number]!s} for {weight[number]!s}"
     )
 
 

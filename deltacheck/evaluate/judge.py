@@ -6,8 +6,10 @@ prints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from deltacheck.evaluate import significance as statistics
 from deltacheck.evaluate.contract import differences
@@ -81,6 +83,8 @@ class Correctness:
     lost_steps: Spread | None
     restore_seconds: Spread | None
     reasons: tuple[str, ...]
+    exercised: tuple[str, ...] = ()
+    unexercised: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,35 @@ class Quality:
     """The quality of the resumed models.
 
     ``holds``: the verdict of ``Equivalence`` is ``equal`` or ``within``. ``reason``: why it is not.
+    ``missing_steps``: the progress that resumed runs lack after their first interval, in steps;
+    ``None`` if it was not measured. ``chains``: the runs that were killed again after each resume.
     """
 
     holds: bool
     final: Equivalence
     curves: tuple[Curve, ...]
     reason: str
+    missing_steps: Spread | None = None
+    chains: ChainQuality | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainQuality:
+    """The ends of runs that were killed again after each resume.
+
+    ``links``: resumes of all runs together; ``inexact``: those from a step that was not exact.
+    ``mean``: of the final losses minus those of the unkilled runs, above 0 is worse.
+    ``noise_sd``: of the final loss over the orders of the data, of unkilled seeds. ``holds``: every
+    chain came to its end, every link was inexact and correct, and ``mean`` is at most ``noise_sd``.
+    """
+
+    holds: bool
+    links: int
+    inexact: int
+    mean: float
+    noise_sd: float
+    missing_steps: Spread | None
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +147,8 @@ def judge(evidence: Evidence) -> Judgement:
     # less certainty.
     if evidence.plan.policy != "exact" and not models.holds:
         reasons += (models.reason,)
+    if models.chains is not None:
+        reasons += models.chains.reasons
     sizes, times = size(evidence.saves), latency(evidence.saves)
     return Judgement(not reasons, sizes, times, recovery, models, reasons)
 
@@ -176,6 +205,8 @@ def correctness(evidence: Evidence) -> Correctness:
         for recovery, problem_list in zip(evidence.recoveries, problem_lists, strict=True)
         for problem in problem_list
     ]
+    exercised, unexercised, untested = _exercise(evidence)
+    reasons += untested
     correct = sum(not problem_list for problem_list in problem_lists)
     recovered = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
     return Correctness(
@@ -196,7 +227,32 @@ def correctness(evidence: Evidence) -> Correctness:
         if recovered
         else None,
         tuple(reasons),
+        exercised,
+        unexercised,
     )
+
+
+def _exercise(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
+    """Return the tested and the untested contracts of the policy, and reasons against it."""
+    links = [link for chain in evidence.chains for link in chain.links]
+    tested = {
+        leaf.exercise for recovery in (*evidence.recoveries, *links) for leaf in recovery.inexact
+    } - {""}
+    untested = sorted(set(evidence.contracts) - tested)
+    if evidence.plan.policy == "exact":
+        return (), (), []
+    # An evaluation that never restores what the policy weakens would pass whatever came back.
+    reasons = []
+    if not evidence.contracts:
+        reasons.append(
+            "every leaf was exact at every checkpoint, so the policy was not tested; give more"
+            " --steps"
+        )
+    elif untested:
+        reasons.append(
+            f"not tested at any restore: {', '.join(untested)}; give more --kills or --steps"
+        )
+    return tuple(sorted(tested)), tuple(untested), reasons
 
 
 def problems(recovery: Recovery, unkilled: Ending, deterministic: bool) -> list[str]:
@@ -276,7 +332,62 @@ def quality(evidence: Evidence) -> Quality:
     final = statistics.equivalence(
         differences_by_seed, [ending.evaluation for ending in evidence.unkilled]
     )
-    return Quality(final.verdict in (EQUAL, WITHIN), final, tuple(curves), _reason(final))
+    missing = [
+        recovery.missing_steps
+        for recovery in evidence.recoveries
+        if recovery.missing_steps is not None
+    ]
+    return Quality(
+        final.verdict in (EQUAL, WITHIN),
+        final,
+        tuple(curves),
+        _reason(final),
+        statistics.spread(missing) if missing else None,
+        _chains(evidence, final) if evidence.chains else None,
+    )
+
+
+def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
+    """Judge the runs that were killed again after each resume."""
+    unkilled = {ending.seed: ending for ending in evidence.unkilled}
+    is_lossy = evidence.plan.policy != "exact"
+    reasons, gaps, missing = [], [], []
+    for chain in evidence.chains:
+        name = f"chain of seed {chain.seed}"
+        if chain.ending is None:
+            reasons.append(f"{name}: it did not come to its end: {chain.error or 'no resume'}")
+            continue
+        gaps.append(chain.ending.evaluation - unkilled[chain.seed].evaluation)
+        if len(chain.links) < evidence.plan.chain:
+            reasons.append(
+                f"{name}: {len(chain.links)} of {evidence.plan.chain} kills; give more --steps"
+            )
+        for link in chain.links:
+            reasons += [
+                f"{name}, step {link.restored_step}, leaf {leaf.path!r}: {leaf.problem}"
+                for leaf in link.failed[:MOST_NAMED]
+            ]
+            if is_lossy and not link.inexact:
+                reasons.append(f"{name}: step {link.restored_step} was exact")
+            if link.missing_steps is not None:
+                missing.append(link.missing_steps)
+    mean = fmean(gaps) if gaps else math.nan
+    # ``not <=`` also counts NaN.
+    if gaps and is_lossy and not abs(mean) <= final.noise_sd:
+        reasons.append(
+            f"chains of kills end {mean:+.3g} from the unkilled runs; one standard deviation of the"
+            f" noise is {final.noise_sd:.3g}"
+        )
+    links = [link for chain in evidence.chains for link in chain.links]
+    return ChainQuality(
+        not reasons,
+        len(links),
+        sum(bool(link.inexact) for link in links),
+        mean,
+        final.noise_sd,
+        statistics.spread(missing) if missing else None,
+        tuple(reasons),
+    )
 
 
 def _reason(final: Equivalence) -> str:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # These are values of ``--policy`` and names of methods of ``Policy``.
-POLICIES = ("exact", "model_exact", "post_training")
+POLICIES = ("exact", "model_exact", "auto", "post_training")
 
 # Names in the folder of an evaluation
 PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
-FINAL_STATE = "final_state"
+FINAL_STATE, WEIGHTS = "final_state", "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Plan:
             end is the noise floor.
         first_seed: The others follow it.
         profile: A file for ``post_training``; empty for the profile of the first unkilled run.
+        chain: The number of kills, one after the other, of a further run of each killed seed; 0:
+            there is no such run.
         save_last: Also save the last step, for a run whose end is compared. Without it, a restored
             step always has training steps left.
     """
@@ -48,6 +50,7 @@ class Plan:
     first_seed: int = 1
     profile: str = ""
     save_last: bool = False
+    chain: int = 0
 
     def checkpoints(self) -> tuple[int, ...]:
         """Return the steps that are saved."""
@@ -145,7 +148,8 @@ class LeafCheck:
     """The comparison of a restored leaf (or Python value) with the one that was saved.
 
     ``contract``: ``exact``, ``bounded`` or ``reused``. ``problem``: empty if the contract holds.
-    ``measured`` and ``limit``: in the contract's norm; ``None`` if bits are compared.
+    ``measured`` and ``limit``: in the contract's norm; ``None`` if bits are compared. ``role``: of
+    ``profile.record.ROLES``. ``age_steps``: of a reused leaf, in updates of the optimizer.
     """
 
     path: str
@@ -153,6 +157,18 @@ class LeafCheck:
     problem: str = ""
     measured: float | None = None
     limit: float | None = None
+    role: str = "other"
+    age_steps: float | None = None
+
+    @property
+    def exercise(self) -> str:
+        """The contract that the comparison has tested, ``""`` for an exact one.
+
+        A reused leaf of age 0 was stored by the restored step itself, so no reuse was tested.
+        """
+        if self.contract == "exact" or (self.contract == "reused" and not self.age_steps):
+            return ""
+        return f"{self.role} {self.contract}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +194,9 @@ class Recovery:
     continued. ``leaves``: the number of compared leaves. ``failed``: leaves that break their
     contract. ``inexact``: leaves whose contract is not exact, whether it holds or not.
     ``not_put_back``: paths that the workload's own ``load`` did not restore. ``stage``: of the
-    policy at the restored step, empty for the exact one. ``error``: why the run did not recover;
+    policy at the restored step, empty for the exact one. ``missing_steps``: the progress that the
+    training from the restored step to the next checkpoint lacks beside the unkilled run, in steps;
+    ``None`` if it was not measured. ``error``: why the run did not recover;
     then there is no ``ending``, and the fields after ``acknowledged_step`` have no meaning.
     """
 
@@ -194,6 +212,7 @@ class Recovery:
     stage: str = ""
     ending: Ending | None = None
     error: str = ""
+    missing_steps: float | None = None
 
     @property
     def lost_steps(self) -> int:
@@ -202,12 +221,31 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """One run that was killed again after each resume.
+
+    ``links``: its resumes, oldest first; only the last one has an ``ending``. ``error``: why the
+    chain broke off, empty if it did not.
+    """
+
+    seed: int
+    links: tuple[Recovery, ...]
+    error: str = ""
+
+    @property
+    def ending(self) -> Ending | None:
+        """The end of the run, ``None`` if it did not come to its end."""
+        return self.links[-1].ending if self.links else None
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """All results of an evaluation.
 
     ``framework``: of the state's arrays. ``peer``: the way of saving that ours is compared with.
     ``unkilled``: one run per seed. ``repeat``: the first seed once more. ``saving``: the first seed
-    once more, with checkpoints and the peer's files.
+    once more, with checkpoints and the peer's files. ``contracts``: the contracts that these
+    checkpoints have used (``LeafCheck.exercise``). ``chains``: runs that were killed many times.
     """
 
     plan: Plan
@@ -219,3 +257,5 @@ class Evidence:
     saves: tuple[Saved, ...]
     groups: tuple[Group, ...]
     recoveries: tuple[Recovery, ...]
+    contracts: tuple[str, ...] = ()
+    chains: tuple[Chain, ...] = ()

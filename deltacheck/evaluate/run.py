@@ -7,16 +7,19 @@ imports no framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import deltacheck
 from deltacheck.errors import DeltacheckError
+from deltacheck.evaluate.contract import used_contracts
 from deltacheck.evaluate.processes import Event
 from deltacheck.evaluate.records import (
     OBSERVED,
     ROOTS,
+    Chain,
     Evidence,
     Group,
     Kill,
@@ -67,9 +70,10 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
     )
     record = collect(session.folder / ROOTS / OBSERVED)
     pace = observed.pace(plan.every)
-    # Only the first run shows which saves are inexact under the policy, so kills come after it.
-    inexact = [step.step for step in record.steps if step.bounded_bytes or step.reused_bytes]
-    planned_kills = kills(plan, inexact)
+    # Only the first run shows which saves use which contracts, so kills come after it.
+    used = contracts_of(session.folder / ROOTS / OBSERVED)
+    contracts = tuple(sorted(set().union(*used.values())))
+    planned_kills = kills(plan, best_saves(used))
     recoveries = []
     for number, kill in enumerate(planned_kills):
         progress("kills and resumes", number, len(planned_kills))
@@ -85,7 +89,56 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
         _saves(observed.saved, record),
         _groups(record),
         tuple(recoveries),
+        contracts,
+        _chains(session, pace, progress),
     )
+
+
+def contracts_of(root: Path) -> dict[int, set[str]]:
+    """Return the contracts that each step of a root uses, as ``LeafCheck.exercise`` names them."""
+    opened = deltacheck.open(root)
+    return {step: used_contracts(opened.manifest(step)) for step in opened.steps()}
+
+
+def best_saves(used: Mapping[int, set[str]]) -> list[int]:
+    """Return the steps whose restore tests most contracts of the policy."""
+    contracts = set().union(*used.values())
+    for least in (len(contracts), 1):
+        steps = [step for step, tested in used.items() if contracts and len(tested) >= least]
+        # Kills are spread over them, so a single one is not enough.
+        if len(steps) > 2:
+            return steps
+    return [step for step, tested in used.items() if tested]
+
+
+def _chains(session: Session, pace: tuple[float, float], progress: Progress) -> tuple[Chain, ...]:
+    """Perform a run of each killed seed that is killed again after each resume."""
+    plan, chains = session.plan, []
+    for number, seed in enumerate(plan.killed_seeds() if plan.chain else ()):
+        progress("chains of kills", number, plan.seeds)
+        chains.append(_chain(session, seed, pace))
+    return tuple(chains)
+
+
+def _chain(session: Session, seed: int, pace: tuple[float, float]) -> Chain:
+    links: list[Recovery] = []
+    for number in range(session.plan.chain + 1):
+        # The worker reports at which save most contracts are tested: no step is fixed before.
+        kill = Kill(seed, number, 0, number % 2 == 1, 0.5)
+        reports = Reports()
+        try:
+            if number < session.plan.chain:
+                session.run_until_killed(Task("chain", kill), kill, reports, pace=pace)
+            else:
+                session.run(Task("chain", kill), reports.replay)
+        except DeltacheckError as error:
+            return Chain(seed, tuple(links), str(error))
+        if "link" in reports.other_events:
+            links.append(_resumed(kill, reports, reports.other_events["link"]))
+    ending = reports.other_events.get("chain_end")
+    if links and ending is not None:
+        links[-1] = replace(links[-1], ending=ending_of(ending["ending"]))
+    return Chain(seed, tuple(links))
 
 
 def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recovery:
@@ -98,6 +151,10 @@ def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recove
     except DeltacheckError as error:
         # A failed recovery is a result of the evaluation, not its end: the others still count.
         return Recovery(kill, before.step, before.acknowledged_step, error=str(error))
+    return replace(_resumed(kill, before, resumed), ending=ending_of(resumed["ending"]))
+
+
+def _resumed(kill: Kill, before: Reports, resumed: Event) -> Recovery:
     return Recovery(
         kill,
         before.step,
@@ -109,7 +166,7 @@ def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recove
         tuple(LeafCheck(**leaf) for leaf in resumed["inexact"]),
         tuple(resumed["not_put_back"]),
         resumed["stage"],
-        ending_of(resumed["ending"]),
+        missing_steps=resumed.get("missing_steps"),
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class Reports:
                 self.unkilled.append(ending_of(event["ending"]))
             case name:
                 self.other_events[name] = event
+
+    def replay(self, reports: Reports) -> None:
+        """Take over the events of another worker's reports."""
+        self.step, self.other_events = reports.step, reports.other_events
+        self.acknowledged_step = reports.acknowledged_step
 
     def pace(self, every: int) -> tuple[float, float]:
         """Return the seconds of a save until it is durable, and between two saves."""
@@ -111,6 +117,8 @@ class Session:
     ) -> float:
         """Let a worker come to the save that a kill names, and end it there with SIGKILL.
 
+        In a chain the worker itself names the save.
+
         Args:
             task: A task that saves.
             kill: The moment of the kill.
@@ -130,7 +138,10 @@ class Session:
             for event in events:
                 reports.add(event)
                 on_report(reports)
-                if event["event"] == "saving" and event["step"] == kill.saving_step:
+                is_moment = event["event"] == "saving" and (
+                    event["step"] == kill.saving_step or event.get("is_tested", False)
+                )
+                if is_moment:
                     save_seconds, between_seconds = pace or reports.pace(self.plan.every)
                     # Relative to measured times, so that a kill falls into the save on any machine.
                     delay = (save_seconds if kill.mid_save else between_seconds) * kill.share
@@ -172,11 +183,19 @@ def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
 
     Args:
         plan: Gives seeds, saves and the number of kills.
-        inexact: The saves that do not promise every bit. If there are at least two, only they are
-            used: before them, a policy that is not exact does the same as an exact one.
+        inexact: The saves that test the policy. If there are at least two, only kills are chosen
+            whose restore gets one of them, also if the killed save does not end: before them, a
+            policy that is not exact does the same as an exact one.
     """
-    saves = [step for step in plan.checkpoints() if len(inexact) < 2 or step in inexact][1:]
-    saves = [step for step in saves if step < plan.steps]
+    checkpoints = plan.checkpoints()
+    saves = [
+        step
+        for before, step in pairwise(checkpoints)
+        if len(inexact) < 2 or (step in inexact and before in inexact)
+    ]
+    if not saves:
+        saves = [step for step in checkpoints if step in inexact][1:]
+    saves = [step for step in saves if step < plan.steps] or list(checkpoints[1:-1])
     result = []
     for seed in plan.killed_seeds():
         # Each seed has a generator of its own, so that more seeds do not move the kills of others.

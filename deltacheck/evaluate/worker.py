@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import deltacheck
 from deltacheck.backends import profiler
@@ -27,6 +29,7 @@ from deltacheck.evaluate.records import (
     PLAN,
     PROFILE,
     ROOTS,
+    WEIGHTS,
     Ending,
     Kill,
     Plan,
@@ -42,7 +45,7 @@ from deltacheck.evaluate.workload import (
     load_factory,
 )
 from deltacheck.policy import Policy
-from deltacheck.profile import Profile
+from deltacheck.profile import Profile, sensitivity
 
 # Snapshots of live states that are kept under an exact policy: after a kill, the newest checkpoint
 # is that of the save in progress or of the one before.
@@ -113,13 +116,52 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
         # The profiled run is one of the unkilled runs, so a profile costs no further training.
         if seed == first and plan.policy == "post_training" and not plan.profile:
             _profile(run, plan).write(folder / PROFILE)
-        run.train_until(plan.steps)
+        _train_and_keep_weights(run, plan, folder, seed)
         report("unkilled", ending=asdict(run.ending(seed)))
     # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
     repeat = Run(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
     save(plan, folder, factory, folder / ROOTS / OBSERVED)
+
+
+def _train_and_keep_weights(run: Run, plan: Plan, folder: Path, seed: int) -> None:
+    """Train to the end, and keep the weights of each checkpoint if a resumed run may differ."""
+    places = folder / WEIGHTS / str(seed)
+    if plan.policy != "exact" and seed in plan.killed_seeds():
+        places.mkdir(parents=True)
+        for step in plan.checkpoints():
+            # A profiled run has come to its end already.
+            if step < run.step:
+                return
+            run.train_until(step)
+            weights = contract.trained_weights(run.snapshot())
+            with (places / f"{step}.npz").open("wb") as out:
+                np.savez(out, *weights.values())  # in the order of paths of every state
+    run.train_until(plan.steps)
+
+
+def _missing_steps(run: Run, folder: Path, seed: int, start: Snapshot, steps: int) -> float | None:
+    """Return the progress since a restore that the run lacks beside the unkilled one.
+
+    Args:
+        run: The resumed run, at a checkpoint.
+        folder: Of the evaluation.
+        seed: Of the run.
+        start: The live state at the restored step.
+        steps: The number of steps since then.
+
+    Returns:
+        Steps, see ``profile.sensitivity.lost_steps``; ``None`` if the weights of the unkilled run
+        were not kept.
+    """
+    file = folder / WEIGHTS / str(seed) / f"{run.step}.npz"
+    if not file.exists():
+        return None
+    before = contract.trained_weights(start)
+    with np.load(file, allow_pickle=False) as parts:
+        exact = {path: parts[f"arr_{number}"] for number, path in enumerate(before)}
+    return sensitivity.lost_steps(before, exact, contract.trained_weights(run.snapshot()), steps)
 
 
 def train(plan: Plan, folder: Path, factory: Factory) -> None:
@@ -192,12 +234,35 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
 def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
     run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
-    root = run_folder / "root"
-    saver = run.backend.Saver(root, _policy(plan, folder))
+    saver = run.backend.Saver(run_folder / "root", _policy(plan, folder))
+    resumed, start = _restore_and_check(run, saver, run_folder)
+    missing: float | None = None
+    for next_step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
+        loss = run.train_until(next_step)
+        if missing is None:
+            steps = next_step - resumed["restored_step"]
+            missing = _missing_steps(run, folder, kill.seed, start, steps)
+        # The time between two saves is not measured here, so each save is awaited before the next
+        # one.
+        saver.finish()
+        saver.save(next_step, run.workload.state(), run.metrics(loss))
+    run.train_until(plan.steps)
+    saver.finish()
+    saver.close()
+    ending = asdict(run.ending(kill.seed))
+    report("resumed", **resumed, missing_steps=missing, ending=ending)
+
+
+def _restore_and_check(run: Run, saver: Any, run_folder: Path) -> tuple[dict[str, Any], Snapshot]:
+    """Restore the newest step into a run, and compare it with the live state of the save.
+
+    Returns:
+        The fields of the event that reports it, and the live state.
+    """
     start_time = time.perf_counter()
     step, state = saver.restore(run.workload.state())
     seconds = time.perf_counter() - start_time
-    manifest = deltacheck.open(root).manifest(step)
+    manifest = deltacheck.open(run_folder / "root").manifest(step)
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
     checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
@@ -206,28 +271,62 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     run.workload.load(state)
     run.step = step
     loaded = snapshot.digests(run.snapshot())
-    not_put_back = contract.differences(snapshot.digests(restored), loaded)
     report("restored", step=step, seconds=seconds)
-    for next_step in (number for number in plan.checkpoints() if number > step):
-        loss = run.train_until(next_step)
-        # The time between two saves is not measured here, so each save is awaited before the next
-        # one.
-        saver.finish()
-        saver.save(next_step, run.workload.state(), run.metrics(loss))
+    fields = {
+        "restored_step": step,
+        "restore_seconds": seconds,
+        "leaves": len(checks),
+        "failed": [asdict(leaf) for leaf in checks if leaf.problem],
+        "inexact": [asdict(leaf) for leaf in checks if leaf.contract != "exact"],
+        "not_put_back": contract.differences(snapshot.digests(restored), loaded),
+        "stage": manifest.stage,
+    }
+    return fields, live_at(step)
+
+
+def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+    """Continue a run from its newest step, if it has one, and train to the end with checkpoints.
+
+    Each save is reported with the news if a restore of the step before it tests every contract that
+    the policy uses. The parent then ends this process with SIGKILL, except the last one.
+    """
+    run, run_folder = Run(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
+    root = run_folder / "root"
+    (run_folder / "live").mkdir(parents=True, exist_ok=True)
+    resuming = root.exists() and bool(deltacheck.open(root).steps())
+    saver = run.backend.Saver(root, _policy(plan, folder))
+    if resuming:
+        resumed, start = _restore_and_check(run, saver, run_folder)
+    else:
+        resumed, start = {"restored_step": 0}, None
+    contracts = set().union(
+        *(
+            contract.used_contracts(deltacheck.open(folder / ROOTS / OBSERVED).manifest(step))
+            for step in deltacheck.open(folder / ROOTS / OBSERVED).steps()
+        )
+    )
+    is_tested = False
+    reported = not resuming
+    for step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
+        loss = run.train_until(step)
+        if not reported and start is not None:
+            steps = step - resumed["restored_step"]
+            missing = _missing_steps(run, folder, kill.seed, start, steps)
+            report("link", **resumed, missing_steps=missing)
+            reported = True
+        finished_save = saver.finish()
+        if finished_save is not None:
+            report("acknowledged", step=finished_save[0])
+            manifest = deltacheck.open(root).manifest(finished_save[0])
+            is_tested = bool(contracts) and contracts <= contract.used_contracts(manifest)
+        state = run.workload.state()
+        run.write_snapshot(state, _live_file(run_folder, step))
+        report("saving", step=step, is_tested=is_tested)
+        saver.save(step, state, run.metrics(loss))
     run.train_until(plan.steps)
     saver.finish()
     saver.close()
-    report(
-        "resumed",
-        restored_step=step,
-        restore_seconds=seconds,
-        leaves=len(checks),
-        failed=[asdict(leaf) for leaf in checks if leaf.problem],
-        inexact=[asdict(leaf) for leaf in checks if leaf.contract != "exact"],
-        not_put_back=not_put_back,
-        stage=manifest.stage,
-        ending=asdict(run.ending(kill.seed)),
-    )
+    report("chain_end", ending=asdict(run.ending(kill.seed)))
 
 
 def _live_file(run_folder: Path, step: int) -> Path:
@@ -247,7 +346,12 @@ def _profile(run: Run, plan: Plan) -> Profile:
 def _policy(plan: Plan, folder: Path) -> Policy:
     if plan.policy == "post_training":
         return Policy.post_training(Profile.read(plan.profile or folder / PROFILE))
-    return Policy.model_exact() if plan.policy == "model_exact" else Policy.exact()
+    presets: dict[str, Callable[[], Policy]] = {
+        "model_exact": Policy.model_exact,
+        "auto": Policy.auto,
+        "exact": Policy.exact,
+    }
+    return presets[plan.policy]()
 
 
 def _framework(state: Any) -> str:
@@ -290,7 +394,9 @@ def main(folder: Path) -> None:
 
 def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
     if task.kill is not None:
-        perform = {"save_until_killed": save_until_killed, "resume": resume}[task.name]
+        perform = {"save_until_killed": save_until_killed, "resume": resume, "chain": chain}[
+            task.name
+        ]
         perform(plan, folder, factory, task.kill)
     elif task.root:
         save(plan, folder, factory, folder / task.root)

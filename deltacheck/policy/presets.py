@@ -56,7 +56,8 @@ class Hidden:
 class Policy:
     """The promises of a save and the limits of its delta chains.
 
-    Make one with a preset: ``Policy.exact``, ``Policy.model_exact`` or ``Policy.post_training``.
+    Make one with a preset: ``Policy.exact``, ``Policy.model_exact``, ``Policy.auto`` or
+    ``Policy.post_training``.
 
     Args:
         max_chain_depth: The largest number of deltas that a restore applies to a leaf. Larger:
@@ -198,6 +199,45 @@ class Policy:
         )
         limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden))
+
+    @classmethod
+    def auto(
+        cls,
+        promise: str = "model_exact",
+        *,
+        betas: tuple[float, float] | None = None,
+        max_chain_depth: int = 32,
+        max_restore_reads: int | None = None,
+        max_restore_ratio: float | None = RESTORE_RATIO,
+    ) -> Policy:
+        """Return a policy that needs no profile and keeps a promise with the fewest bytes.
+
+        It starts exact, with weights computed from their masters, and measures the run while
+        saving. Under ``"model_exact"`` it weakens leaves as ``Policy.model_exact`` does, once the
+        run is stable, and never below that promise. ``deltacheck log`` and ``deltacheck report``
+        show the reason of each decision. Plain zarr finds no weights that are computed.
+
+        Args:
+            promise: ``"model_exact"`` (default): the promise of ``Policy.model_exact``; or
+                ``"exact"``: every leaf bit for bit, larger files.
+            betas: As in ``Policy.model_exact``.
+            max_chain_depth: As in ``Policy.exact``.
+            max_restore_reads: As in ``Policy.exact``.
+            max_restore_ratio: As in ``Policy.exact``.
+
+        Returns:
+            The policy.
+
+        Raises:
+            ValueError: If ``promise`` is unknown or a value is out of its range.
+        """
+        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
+        if promise == "exact":
+            return cls(**limits, derive=True)
+        if promise != "model_exact":
+            raise ValueError(f"promise must be 'exact' or 'model_exact', not {promise!r}")
+        hidden = cls.model_exact(betas=betas).hidden
+        return cls(**limits, hidden=hidden, derive=True)
 
     @classmethod
     def post_training(  # noqa: PLR0913 - one argument per option

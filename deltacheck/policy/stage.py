@@ -92,3 +92,39 @@ def advance(
     if quiet >= QUIET_WINDOWS and (stable_from is None or observation.step >= stable_from):
         return replace(successor, name=STABLE, quiet=quiet)
     return replace(successor, quiet=quiet)
+
+
+def explain(
+    before: Stage,
+    after: Stage,
+    observation: SaveObservation,
+    tolerance_octaves: float,
+    stable_from: int | None,
+) -> str:
+    """Return the reason for the stage of a save, in one sentence for people.
+
+    Args:
+        before: The stage of the previous save.
+        after: The stage that ``advance`` has returned.
+        observation: The signals of the save.
+        tolerance_octaves: As in ``advance``.
+        stable_from: As in ``advance``.
+    """
+    if observation.events:
+        return f"exact: {', '.join(observation.events)}; {QUIET_WINDOWS} quiet saves must follow"
+    if after.name == STABLE:
+        beginning = (
+            "" if before.name == STABLE else f", from this save on ({after.quiet} quiet saves)"
+        )
+        return f"stable: moments and masters by their contracts, each under its guard{beginning}"
+    rate, last = observation.learning_rate, before.learning_rate
+    drift = observation.drift_octaves
+    if after.quiet >= QUIET_WINDOWS:
+        return f"exact: the run may be inexact from step {stable_from} on"
+    if after.quiet:
+        return f"exact: {after.quiet} of {QUIET_WINDOWS} quiet saves"
+    if rate is not None and last is not None and rate > RISING * last:
+        return f"exact: the learning rate rises, from {last:.3g} to {rate:.3g}"
+    if drift is None:
+        return "exact: no second moment of an Adam was compared with the save before yet"
+    return f"exact: second moments drift by {drift:.2g} octaves, at most {tolerance_octaves:g}"

@@ -83,6 +83,7 @@ class StepRecord:
         seq: Sequence number.
         time: Time of the save in seconds since the epoch.
         stage: Stage of the policy.
+        reason: Why the policy is in that stage.
         raw_bytes: Size of the state in memory.
         leaves: Number of leaves.
         recorded_bytes: Size of its files according to the manifest.
@@ -104,6 +105,7 @@ class StepRecord:
     seq: int
     time: float
     stage: str
+    reason: str
     raw_bytes: int
     leaves: int
     recorded_bytes: int
@@ -436,6 +438,7 @@ def _step(
         seq=manifest.seq,
         time=manifest.time,
         stage=manifest.stage,
+        reason=manifest.stage_reason,
         raw_bytes=manifest.raw_bytes,
         leaves=len(manifest.specs),
         recorded_bytes=step.stored_bytes + step.manifest_bytes,

@@ -343,7 +343,11 @@ def drift(record: Record) -> Drawing:
             "No profile was given: the drift is unknown", fontsize=9, color=INK, loc="left"
         )
     panels[-1].set_xlabel("training step", fontsize=9, color=INK)
-    stages = [("stage", step.stage or "none", str(step.step), "", "", "") for step in record.steps]
+    stages = [
+        ("stage", step.stage or "none", str(step.step), "", "", "", step.reason)
+        for step in record.steps
+    ]
+    rows = [(*row, "") for row in rows]
     start = (
         ""
         if profile is None or profile.stable_start is None
@@ -358,7 +362,15 @@ def drift(record: Record) -> Drawing:
         " checkpoint." + start,
         figure,
         tuple(tips),
-        ("role", "unit or stage", "step", "median", "lower quartile", "upper quartile"),
+        (
+            "role",
+            "unit or stage",
+            "step",
+            "median",
+            "lower quartile",
+            "upper quartile",
+            "reason",
+        ),
         (*rows, *stages),
         2,
     )
@@ -655,7 +667,8 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
             Tip(
                 axes,
                 (start_step, 0, end_step, 1),
-                f"step {step.step}: stage {step.stage or 'none (exact policy)'}",
+                f"step {step.step}: stage {step.stage or 'none (exact policy)'}"
+                + (f"; {step.reason}" if step.reason else ""),
             )
         )
     if not steps:

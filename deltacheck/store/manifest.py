@@ -442,6 +442,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         lanes: By writer, the numbers of the segments that its leaves and tiles need. A reader of
             some leaves opens only these.
         failed_saves: Saves of the process that failed since its last commit, for people only.
+        stage_reason: Why the policy is in its stage, for people only.
     """
 
     format: str
@@ -465,6 +466,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     tiles: dict[str, Tiles] = {}
     lanes: tuple[tuple[int, ...], ...] = ()
     failed_saves: int = 0
+    stage_reason: str = ""
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:

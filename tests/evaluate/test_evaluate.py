@@ -20,8 +20,17 @@ from deltacheck.cli import main
 from deltacheck.evaluate import contract, snapshot, workload
 from deltacheck.evaluate import significance as stats
 from deltacheck.evaluate.judge import judge
-from deltacheck.evaluate.records import Ending, Evidence, Kill, LeafCheck, Plan, Recovery, Saved
-from deltacheck.evaluate.run import evaluate
+from deltacheck.evaluate.records import (
+    Chain,
+    Ending,
+    Evidence,
+    Kill,
+    LeafCheck,
+    Plan,
+    Recovery,
+    Saved,
+)
+from deltacheck.evaluate.run import best_saves, evaluate
 from deltacheck.evaluate.session import EvaluationFailed, kills
 from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
@@ -418,13 +427,15 @@ def test_saves_that_change_the_training_are_found() -> None:
 
 
 def _lossy(shift: float, seeds: int) -> Evidence:
-    inexact = (LeafCheck("m", "bounded", measured=1.0, limit=2.0),)
+    inexact = (LeafCheck("m", "bounded", measured=1.0, limit=2.0, role="first_moment"),)
     shifts = [shift + 1e-7 * seed for seed in range(seeds)]
     recoveries = [
         _recovery(seed, inexact=inexact, ending=_ending(seed, first=5, shift=by))
         for seed, by in enumerate(shifts, start=1)
     ]
-    return _evidence(*recoveries, plan=replace(PLAN, policy="model_exact"))
+    return _evidence(
+        *recoveries, plan=replace(PLAN, policy="model_exact"), contracts=("first_moment bounded",)
+    )
 
 
 def test_a_lossy_policy_must_show_that_the_model_is_as_good() -> None:
@@ -442,6 +453,63 @@ def test_a_lossy_policy_with_too_few_seeds_does_not_hold_and_says_why() -> None:
     assert judge(
         replace(_lossy(1e-6, seeds=1), plan=PLAN)
     ).holds  # what promises every bit is judged by bits
+
+
+def test_an_evaluation_that_did_not_restore_what_the_policy_weakens_does_not_hold() -> None:
+    tested = _lossy(1e-6, seeds=4)
+    judgement = judge(tested)
+    assert judgement.correctness.exercised == ("first_moment bounded",)
+    assert judgement.correctness.unexercised == ()
+    more = judge(replace(tested, contracts=("first_moment bounded", "master bounded")))
+    assert not more.holds
+    assert more.correctness.unexercised == ("master bounded",)
+    assert "not tested at any restore: master bounded" in more.reasons[0]
+    # A pair that the restored step itself has stored tests no reuse.
+    fresh = LeafCheck("v", "reused", "", 0, 9, "second_moment", 0)
+    assert (fresh.exercise, replace(fresh, age_steps=3).exercise) == ("", "second_moment reused")
+    never = judge(replace(tested, contracts=()))
+    assert not never.holds
+    assert "every leaf was exact at every checkpoint" in never.reasons[0]
+
+
+def _chain(shift: float, links: int, **changes: Any) -> Evidence:
+    evidence = _lossy(1e-6, seeds=4)
+    inexact = evidence.recoveries[0].inexact
+    link = _recovery(1, **{"inexact": inexact, "missing_steps": 0.5, "ending": None} | changes)
+    last = replace(link, ending=_ending(1, first=5, shift=shift))
+    chain = Chain(1, (link,) * (links - 1) + (last,))
+    return replace(evidence, chains=(chain,), plan=replace(evidence.plan, chain=3))
+
+
+def test_a_chain_of_kills_ends_within_the_noise_and_each_link_is_tested() -> None:
+    judgement = judge(_chain(1e-4, links=3))
+    assert judgement.holds, judgement.reasons
+    assert judgement.quality.chains is not None
+    assert (judgement.quality.chains.links, judgement.quality.chains.inexact) == (3, 3)
+    assert judgement.quality.chains.missing_steps == stats.Spread(0.5, 0.5, 0.5, 3)
+    for evidence, reason in (
+        (_chain(0.1, links=3), "chains of kills end +0.1"),
+        (_chain(math.nan, links=3), "chains of kills end +nan"),
+        (_chain(1e-4, links=2), "2 of 3 kills"),
+        (_chain(1e-4, links=3, inexact=()), "step 4 was exact"),
+        (
+            _chain(1e-4, links=3, failed=(LeafCheck("m", "reused", "too old"),)),
+            "leaf 'm': too old",
+        ),
+        (
+            replace(_chain(1e-4, 3), chains=(Chain(1, (), "killed too early"),)),
+            "did not come to its end: killed too early",
+        ),
+    ):
+        assert not judge(evidence).holds
+        assert any(reason in why for why in judge(evidence).reasons), judge(evidence).reasons
+
+
+def test_kills_come_where_most_contracts_are_tested() -> None:
+    used = {10: set(), 20: {"a"}, 30: {"a", "b"}, 40: {"a", "b"}, 50: {"a", "b"}}
+    assert best_saves(used) == [30, 40, 50]
+    assert best_saves({step: used[step] for step in (10, 20, 30)}) == [20, 30]
+    assert best_saves({10: set()}) == []
 
 
 def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
@@ -618,6 +686,29 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
 
 
 @pytest.mark.usefixtures("single_threaded")
+@pytest.mark.timeout(300)
+def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
+    tmp_path: Path,
+) -> None:
+    plan = Plan("eval_workload.py:adam", "model_exact", 100, 5, 1, 1, 2, chain=1)
+    evidence = evaluate(plan, tmp_path)
+    judgement = judge(evidence)
+    assert judgement.correctness.unexercised == ()
+    assert judgement.correctness.exercised == evidence.contracts
+    assert {"master bounded", "first_moment reused"} <= set(evidence.contracts)
+    (recovery,), (chain,) = evidence.recoveries, evidence.chains
+    assert (recovery.failed, recovery.error, chain.error) == ((), "", "")
+    assert recovery.missing_steps is not None
+    assert -1 < recovery.missing_steps < 5
+    (link,) = chain.links
+    assert link.inexact
+    assert link.failed == ()
+    assert link.missing_steps is not None
+    assert judgement.quality.chains is not None
+    assert judgement.quality.chains.inexact == judgement.quality.chains.links == 1
+
+
+@pytest.mark.usefixtures("single_threaded")
 def test_an_evaluation_that_cannot_begin_reports_the_reason_alone(tmp_path: Path) -> None:
     with pytest.raises(EvaluationFailed, match=r"^json has no function 'absent'$"):
         evaluate(replace(PLAN, factory="json:absent"), tmp_path)
@@ -628,7 +719,7 @@ def test_misuse_is_refused_before_anything_runs(
 ) -> None:
     (tmp_path / "mine").touch()
     for words, says in (
-        (["--policy", "lossy"], "one of exact, model_exact, post_training"),
+        (["--policy", "lossy"], "one of exact, model_exact, auto, post_training"),
         (["--workload", "gan"], "one of sft, rl_like, lora"),
         (["--profile", "p.json"], "goes with --policy post_training"),
         (["--steps", "15", "--every", "5"], "leaves 2 checkpoints; give at least 16"),

@@ -550,6 +550,7 @@ def long_run(steps: int) -> Record:
         )
         return StepRecord(
             step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable",
+            reason="",
             raw_bytes=100_000, leaves=3,
             recorded_bytes=1010 + k, written=written, causes={"changed": 1010 + k},
             changed={"a": 0.01, "b": None},

@@ -94,6 +94,7 @@ def content_of(root: Any, manifest: Any) -> Any:
     told = forge.body_of({"attributes": deltacheck.store.documents.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
+    told.pop("stage_reason", None)  # for people, and of later versions only
     told.pop(
         "lanes", None
     )  # numbers of segments, whose order within a save follows from their names

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deltacheck.backends.torch import Engine
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 
 
 class Linear:
@@ -43,6 +44,47 @@ class Linear:
 
     def evaluate(self) -> float:
         return float((self.weights - self.target).square().mean())
+
+
+class Adam:
+    """A run in mixed precision, whose masters and moments a policy may weaken."""
+
+    def __init__(self, seed: int) -> None:
+        torch.set_num_threads(1)
+        self.target = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
+        self.generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(48, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.weight = torch.nn.Parameter(start)
+        self.optimizer = MixedPrecisionAdamW([self.weight], lr=1e-5, betas=(0.9, 0.999))
+
+    def step(self) -> float:
+        batch = torch.randn(8, 48, generator=self.generator)
+        loss = (batch @ (self.weight.float() - self.target)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return 1.0  # without noise, in which the policy might see an event
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {"weight": self.weight.detach()},
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state["model"]["weight"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+
+    def evaluate(self) -> float:
+        return float((self.weight.float() - self.target).square().mean())
+
+
+def adam(seed: int) -> Adam:
+    """Create a run in mixed precision."""
+    return Adam(seed)
 
 
 class Forgetful(Linear):

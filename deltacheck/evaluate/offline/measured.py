@@ -31,9 +31,9 @@ def thinned(steps: Sequence[int], interval_steps: int | None) -> Collection[int]
     distances = [after - before for before, after in pairwise(steps)]
     if interval_steps is None or not distances or interval_steps <= median(distances):
         return None
-    chosen = {step for step in steps if (step - steps[0]) % interval_steps == 0}
-    is_regular = {b - a for a, b in pairwise(sorted(chosen))} == {interval_steps}
-    return chosen if is_regular and len(chosen) >= _LEAST_STEPS else None
+    subset = {step for step in steps if (step - steps[0]) % interval_steps == 0}
+    is_regular = {b - a for a, b in pairwise(sorted(subset))} == {interval_steps}
+    return subset if is_regular and len(subset) >= _LEAST_STEPS else None
 
 
 def chosen_steps(

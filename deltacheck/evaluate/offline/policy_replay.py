@@ -29,6 +29,7 @@ _PRESETS: dict[str, Callable[..., Policy]] = {
     "exact": Policy.exact,
     "derive": lambda **options: Policy.exact(derive=True, **options),
     "model_exact": Policy.model_exact,
+    "auto": Policy.auto,
 }
 # Presets that take a profile.
 _PROFILED: dict[str, Callable[..., Policy]] = {

@@ -47,7 +47,7 @@ def recorded(
     item: str | None = None,
     *,
     as_torch: bool = False,
-    only: Container[int] | None = None,
+    step_set: Container[int] | None = None,
 ) -> Iterator[Recorded]:
     """Yield the checkpoints of a run in ascending order. One of them is in memory at a time.
 
@@ -56,7 +56,7 @@ def recorded(
             ``CheckpointManager``.
         item: The item of a manager's steps, if they have several.
         as_torch: If True, the leaves of a root are torch tensors; if False, NumPy arrays.
-        only: The steps to yield, ``None`` for all.
+        step_set: The steps to yield, ``None`` for all.
 
     Raises:
         NotACheckpointRoot: There are no checkpoints.
@@ -70,11 +70,11 @@ def recorded(
         # A root is tried first. Only a folder that is certainly none is searched for files of
         # others.
         for checkpoint in _foreign(Path(source), item, error):
-            if only is None or checkpoint.step in only:
+            if step_set is None or checkpoint.step in step_set:
                 yield checkpoint
         return
     for step in checkpoints.steps():
-        if only is not None and step not in only:
+        if step_set is not None and step not in step_set:
             continue
         metrics = checkpoints.manifest(step).metrics
         numbers = {name: float(value) for name, value in metrics.items()}

@@ -37,12 +37,14 @@ class Terms:
         contracts: The promises for leaves that are not exact.
         stage: The stage of the policy.
         digests: Digests of leaves as they were read to derive others from them, by path.
+        reason: The reason for the stage.
     """
 
     derived: Mapping[str, Derived] = field(default_factory=dict)
     contracts: Mapping[str, Promise] = field(default_factory=dict)
     stage: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
 
     def check(self, records: Mapping[str, LeafRecord]) -> None:
         """Check that leaves were read as they are stored.
@@ -118,6 +120,7 @@ def build_manifest(
         derived=dict(terms.derived),
         contracts=dict(terms.contracts),
         stage=terms.stage,
+        stage_reason=terms.reason,
         replay=request.replay,
         durability=durability,
         failed_saves=failed_saves,

@@ -35,6 +35,7 @@ class LossySave:
         stage: The name of the stage.
         run: The memory of the run; captures update it.
         reader: Access to leaves.
+        reason: The reason for the stage.
     """
 
     policy: Policy
@@ -45,11 +46,13 @@ class LossySave:
     _digests: dict[str, str] = field(default_factory=dict)
     _derived: dict[str, Derived] = field(default_factory=dict)
     _contracts: dict[str, Promise] = field(default_factory=dict)
+    reason: str = field(default="", kw_only=True)
 
     def terms(self) -> Terms:
         """Return the terms for the manifest. The caller must have captured every source."""
         stage = self.stage if self.policy.hidden is not None else ""
-        return Terms(self._derived, self._contracts, stage, self._digests)
+        reason = self.reason if stage else ""
+        return Terms(self._derived, self._contracts, stage, self._digests, reason)
 
     def read(self, source: LeafSource) -> Array:
         """Return a copy of a leaf's values, 1-D, equal at every call of this save.

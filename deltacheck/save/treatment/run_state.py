@@ -89,6 +89,7 @@ class RunState:
 
     Args:
         stage: The stage of the policy.
+        reason: The reason for the stage, for people.
         detector: Finds events, such as a loss spike, after which everything is saved exactly.
         activity: Finds a new optimizer, and frozen and unfrozen parameters.
         zeroed: Parameters whose stored moments were found to be zero again, by name.
@@ -101,6 +102,7 @@ class RunState:
     """
 
     stage: Stage = field(default_factory=Stage)
+    reason: str = ""
     detector: Detector = field(default_factory=Detector)
     activity: Activity = field(default_factory=Activity)
     zeroed: set[str] = field(default_factory=set)

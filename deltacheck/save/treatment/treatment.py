@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from deltacheck.policy.activity import Activity
 from deltacheck.policy.decide import Decision, Situation, decide
 from deltacheck.policy.events import Detector, Event, RunObservation
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
-from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
+from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance, explain
 from deltacheck.restore import derive
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource
@@ -159,7 +159,15 @@ class Treatment:
         layout = Layout(stored_specs, agreed.cuts)
         if stage == STABLE:
             leaf_roles = self._prove(leaf_roles, layout, sources)
-        save = LossySave(self._policy, step, stage, self._run, self._reader, agreed.digests)
+        save = LossySave(
+            self._policy,
+            step,
+            stage,
+            self._run,
+            self._reader,
+            agreed.digests,
+            reason=self._run.reason,
+        )
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
@@ -244,8 +252,15 @@ class Treatment:
 
     def _observe(self, step: int, signals: Signals) -> None:
         """Bring the stage of the run to this save."""
-        run = self._run
+        hidden, run = self._policy.hidden, self._run
+        assert hidden is not None  # there are no signals without it
+        before = run.stage
         run.detector, run.stage, run_events = self._advanced(step, signals)
+        observation = _observation(step, signals, run_events)
+        limits = (hidden.max_drift_octaves, hidden.stable_from)
+        run.reason = explain(before, run.stage, observation, *limits)
+        if run.stage.name != before.name:
+            log.info("step %d: stage %s: %s", step, run.stage.name, run.reason)
         for event in run_events:
             log.info(
                 "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again",
@@ -271,11 +286,9 @@ class Treatment:
         )
         detector, run_events = run.detector.advance(observation)
         run_events += tuple(Event(step, name, size) for name, size in signals.events)
-        drift = float(np.median(signals.drifts)) if signals.drifts else None
-        rate = max(signals.learning_rates, default=None)
         stage = advance(
             run.stage,
-            SaveObservation(step, rate, drift, tuple(event.what for event in run_events)),
+            _observation(step, signals, run_events),
             hidden.max_drift_octaves,
             hidden.stable_from,
             hidden.steady_from,
@@ -331,6 +344,13 @@ class Treatment:
             if not np.array_equal(weights.view(np.uint8), restored.view(np.uint8)):
                 return False
         return True
+
+
+def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> SaveObservation:
+    """Return what the stage of a save depends on."""
+    drift = float(np.median(signals.drifts)) if signals.drifts else None
+    rate = max(signals.learning_rates, default=None)
+    return SaveObservation(step, rate, drift, tuple(event.what for event in run_events))
 
 
 def _capture_of(
