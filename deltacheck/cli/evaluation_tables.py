@@ -233,7 +233,9 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
             f" {chains.noise_sd:.3g}"
         )
         if chains.missing_steps is not None:
-            lines.append(f"lost progress of a link: {chains.missing_steps.median:.2f} steps")
+            lines.append(
+                f"lost progress of the first link: {chains.missing_steps.median:.2f} steps"
+            )
     return "4. Quality of the model", columns, rows, lines
 
 

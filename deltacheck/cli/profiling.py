@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -77,6 +78,20 @@ def profile(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = None,
+    sensitivity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FACTORY",
+            help=(
+                "Also train on from what model_exact restores of each class of leaves; classes that"
+                " harm stay exact under post_training."
+            ),
+        ),
+    ] = None,
+    trial_steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Training steps of each trial.")
+    ] = 10,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
@@ -109,6 +124,8 @@ def profile(  # noqa: PLR0913 - one argument per option
             " ten or more"
         )
     result = profiler.profile(tolerance)
+    if sensitivity is not None:
+        result = _with_sensitivity(result, source, item, (sensitivity, seed, trial_steps))
     if policy:
         result = _with_sizes(result, source, item, policy)
     result.write(out)
@@ -131,10 +148,41 @@ def profile(  # noqa: PLR0913 - one argument per option
                 {"step": event.step, "what": event.what, "size": event.size}
                 for event in result.events
             ],
+            "sensitivity": [to_builtins(trial) for trial in result.sensitivity],
             "sizes": [to_builtins(sizes) for sizes in result.sizes],
             "classes": rows,
         }
     )
+
+
+def _with_sensitivity(
+    profile: Profile, source: str, item: str | None, trial: tuple[str, int, int]
+) -> Profile:
+    """Return a profile with the harm of inexact classes of leaves.
+
+    Args:
+        profile: The profile.
+        source: The run.
+        item: The item of a manager's steps.
+        trial: The factory of the run, its seed, and the steps of a trial.
+    """
+    from msgspec.structs import replace
+
+    from deltacheck.evaluate.offline.class_trials import class_sensitivity
+    from deltacheck.evaluate.offline.quality import Trials
+    from deltacheck.evaluate.workload import create_workload, load_factory
+
+    factory, seed, steps = trial
+    create = load_factory(factory)
+    with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as name:
+        folder = Path(name)
+        with workload_folder(folder):
+            like = create_workload(create, seed).state()
+            roots = folder / "roots"
+            roots.mkdir()
+            checkpoints = steps_as(like, source, item)
+            trials = Trials(create, seed, steps)
+            return replace(profile, sensitivity=class_sensitivity(checkpoints, trials, like, roots))
 
 
 def _with_sizes(profile: Profile, source: str, item: str | None, names: Sequence[str]) -> Profile:
@@ -242,6 +290,35 @@ def _profile_of(source: str, item: str | None) -> Profile:
     return profiler.profile()
 
 
+def steps_as(like: object, source: str, item: str | None) -> Iterator[Recorded]:
+    """Yield the recorded checkpoints in the types of a run's state."""
+    from deltacheck.backends import profiler
+    from deltacheck.evaluate.offline.recorded import recorded
+
+    arrays = profiler.flatten(like).arrays.values()
+    as_torch = any(profiler.package_of(array) == "torch" for array in arrays)
+    return recorded(source, item, as_torch=as_torch)
+
+
+@contextmanager
+def workload_folder(folder: Path) -> Iterator[None]:
+    """Provide the folder that a factory writes to, as an evaluation does."""
+    import os
+
+    from deltacheck.evaluate.workload import FOLDER
+
+    if FOLDER in os.environ:
+        yield
+        return
+    place = folder / "made"
+    place.mkdir()
+    os.environ[FOLDER] = str(place)
+    try:
+        yield
+    finally:
+        del os.environ[FOLDER]
+
+
 def _rows(profile: Profile) -> list[Row]:
     """Return a row for each combination of role, kind and type."""
     classes: dict[tuple[str, str, str], list[LeafProfile]] = {}
@@ -291,6 +368,13 @@ def _print(profile: Profile, rows: list[Row]) -> None:
     else:
         output.print_line(
             f"stable from step {profile.stable_start}, confidence {profile.confidence:.2f}"
+        )
+    for trial in profile.sensitivity:
+        verdict = "accepted" if trial.accepted else f"kept exact: {'; '.join(trial.reasons)}"
+        output.print_line(
+            f"{trial.name}, restored inexactly at step {trial.step}: {trial.lost_steps:.2f} of"
+            f" {trial.trial_steps} steps lost, loss {trial.loss_change:+.2g} (noise"
+            f" {trial.noise_sd:.2g}): {verdict}"
         )
     for sizes in profile.sizes:
         output.print_line(

@@ -14,11 +14,10 @@ import typer
 from deltacheck.cli import output
 from deltacheck.cli.arguments import Item, Json
 from deltacheck.cli.output import Column, Row
-from deltacheck.cli.profiling import policies_of, steps_of
+from deltacheck.cli.profiling import policies_of, steps_as, steps_of, workload_folder
 
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.policy_replay import Replay
-    from deltacheck.evaluate.offline.recorded import Recorded
     from deltacheck.profile.sensitivity import Verdict
 
 _EXACT = "exact"
@@ -90,11 +89,11 @@ def simulate(  # noqa: PLR0913 - one argument per option
         from deltacheck.evaluate.workload import create_workload, load_factory
 
         create = load_factory(factory)
-        with _workload_folder(folder):
+        with workload_folder(folder):
             like = create_workload(create, seed).state()
             # An exact root keeps the states that the trials compare with.
             extra = {} if _EXACT in policies else policies_of([_EXACT], None, source, item)
-            checkpoints = _as(like, source, item)
+            checkpoints = steps_as(like, source, item)
             replays = replay(checkpoints, policies | extra, folder)
             exact = next(result for result in replays if result.policy == _EXACT)
             replays = tuple(result for result in replays if result.policy in policies)
@@ -107,16 +106,6 @@ def simulate(  # noqa: PLR0913 - one argument per option
         _show(source, replays, step, verdicts, as_json)
 
 
-def _as(like: object, source: str, item: str | None) -> Iterator[Recorded]:
-    """Yield the recorded checkpoints in the types of a run's state."""
-    from deltacheck.backends import profiler
-    from deltacheck.evaluate.offline.recorded import recorded
-
-    arrays = profiler.flatten(like).arrays.values()
-    as_torch = any(profiler.package_of(array) == "torch" for array in arrays)
-    return recorded(source, item, as_torch=as_torch)
-
-
 @contextmanager
 def _scratch(keep: Path | None) -> Iterator[Path]:
     if keep is None:
@@ -127,25 +116,6 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
     if any(keep.iterdir()):
         raise typer.BadParameter(f"{keep} is not empty; --keep takes a new or empty folder")
     yield keep.resolve()
-
-
-@contextmanager
-def _workload_folder(folder: Path) -> Iterator[None]:
-    """Provide the folder that a factory writes to, as an evaluation does."""
-    import os
-
-    from deltacheck.evaluate.workload import FOLDER
-
-    if FOLDER in os.environ:
-        yield
-        return
-    place = folder / "made"
-    place.mkdir()
-    os.environ[FOLDER] = str(place)
-    try:
-        yield
-    finally:
-        del os.environ[FOLDER]
 
 
 def _show(

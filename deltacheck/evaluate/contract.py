@@ -258,6 +258,8 @@ def _related_problems(
             master in promises
             and master in restored.arrays
             and is_exact
+            # Masters of other types are not kept in cells.
+            and live.specs[str(weight)].dtype == "bfloat16"
             # A weight of that name may be something else, such as an average.
             and not _outside_cells(live.arrays[str(master)], live.arrays[str(weight)])
         ):

@@ -306,19 +306,24 @@ def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
         )
     )
     is_tested = False
+    first_kill_step = resumed["restored_step"] + 3 * plan.every
     reported = not resuming
     for step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
         loss = run.train_until(step)
         if not reported and start is not None:
             steps = step - resumed["restored_step"]
-            missing = _missing_steps(run, folder, kill.seed, start, steps)
+            # After the first resume the run is on another path than the unkilled one.
+            is_first = kill.number == 1
+            missing = _missing_steps(run, folder, kill.seed, start, steps) if is_first else None
             report("link", **resumed, missing_steps=missing)
             reported = True
         finished_save = saver.finish()
         if finished_save is not None:
             report("acknowledged", step=finished_save[0])
             manifest = deltacheck.open(root).manifest(finished_save[0])
-            is_tested = bool(contracts) and contracts <= contract.used_contracts(manifest)
+            used = contract.used_contracts(manifest)
+            # An exact policy has nothing to test but its chain of deltas.
+            is_tested = contracts <= used if contracts else step >= first_kill_step
         state = run.workload.state()
         run.write_snapshot(state, _live_file(run_folder, step))
         report("saving", step=step, is_tested=is_tested)

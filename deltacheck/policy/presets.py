@@ -261,7 +261,8 @@ class Policy:
         checks at every save. From the profile's stable start on, the drift of v need not settle
         first. The profile also gives the constants of Adam if the state does not hold them.
         Weights that are the cast of an exact master are not stored. So saves are no larger than
-        without a profile. The moments of an unknown optimizer, and its masters, are exact.
+        without a profile. The moments of an unknown optimizer, and its masters, are exact. So are
+        classes of leaves that the profile's sensitivity analysis has rejected.
 
         Args:
             profile: The profile of an earlier, similar run.
@@ -298,6 +299,9 @@ class Policy:
             if profile.optimizer is None
             else (profile.optimizer.beta1, profile.optimizer.beta2)
         )
+        rejected = {
+            path for trial in profile.sensitivity if not trial.accepted for path in trial.leaves
+        }
         hidden = Hidden(
             weights,
             moments,
@@ -306,7 +310,7 @@ class Policy:
             max_drift_octaves,
             max_age_steps,
             None,
-            None,
+            frozenset(profile.leaves.keys() - rejected) if rejected else None,
             betas,
             profile.stable_start,
             float32_weights,

@@ -122,6 +122,37 @@ class PolicySizes(msgspec.Struct, frozen=True):
     density: float
 
 
+class ClassSensitivity(msgspec.Struct, frozen=True):
+    """The effect of restoring one class of leaves as ``Policy.model_exact`` does.
+
+    Args:
+        name: ``masters``, ``moments`` or ``moments of embeddings``.
+        leaves: The paths of the leaves.
+        step: The step from which the trials have trained on.
+        trial_steps: The number of steps of each trial.
+        accepted: False if there is a reason against it. ``Policy.post_training`` then keeps these
+            leaves exact.
+        lost_steps: The missing progress, in steps of the exact run.
+        loss_change: The loss minus that of the exact run.
+        noise_sd: The standard deviation of the loss over orders of the data.
+        element_change: The largest difference of one final weight, in learning rates.
+        law_violations: The number of elements with m^2 > C v.
+        reasons: The reasons against it.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    step: int
+    trial_steps: int
+    accepted: bool
+    lost_steps: float
+    loss_change: float
+    noise_sd: float
+    element_change: float
+    law_violations: int
+    reasons: tuple[str, ...]
+
+
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of observing a run, as ``Profiler.profile`` returns it.
 
@@ -140,6 +171,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         gradient_norm: The gradient norm before clipping, as the run reported it.
         events: The events that ended stable stages.
         sizes: The measured bytes of policies, if they were asked for.
+        sensitivity: The effect of inexact classes of leaves, if it was asked for.
     """
 
     format: str
@@ -155,6 +187,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     gradient_norm: Curve = Curve()
     events: tuple[Event, ...] = ()
     sizes: tuple[PolicySizes, ...] = ()
+    sensitivity: tuple[ClassSensitivity, ...] = ()
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, replacing ``path`` atomically.

@@ -79,7 +79,10 @@ class Adam:
         self.generator.set_state(state["generator"])
 
     def evaluate(self) -> float:
-        return float((self.weight.float() - self.target).square().mean())
+        return float((self.weight.detach().float() - self.target).square().mean())
+
+    def reorder(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
 
 
 def adam(seed: int) -> Adam:

@@ -1,0 +1,114 @@
+"""The sensitivity analysis of a recorded run: the harm of each class of leaves that is inexact.
+
+A candidate has the leaves of one class as ``Policy.model_exact`` restores them, with the codes of
+the real saver, and all others exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltacheck.evaluate.offline.policy_replay import backend_of, replay
+from deltacheck.evaluate.offline.quality import Trials, hardest_step
+from deltacheck.evaluate.offline.recorded import Recorded
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import Policy, roles
+from deltacheck.profile.record import ClassSensitivity
+from deltacheck.profile.sample import embedding_paths
+from deltacheck.profile.sensitivity import MOST_ELEMENT_CHANGE, Verdict, rolled_back
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import open_root
+
+_EXACT, _LOSSY = "exact", "model_exact"
+# The share of the trial's steps that may be lost. Without m about seven of ten are lost.
+MOST_LOST_SHARE = 0.4
+
+
+def class_sensitivity(
+    checkpoints: Iterable[Recorded], trials: Trials, like: Any, folder: Path
+) -> tuple[ClassSensitivity, ...]:
+    """Measure the harm of each class of leaves that ``Policy.model_exact`` restores inexactly.
+
+    Args:
+        checkpoints: The recorded checkpoints, in the types that the run's ``load`` takes.
+        trials: The trial of a state.
+        like: A state of the run, for its types.
+        folder: An empty folder for scratch roots.
+
+    Raises:
+        StepNotFound: Every checkpoint is exact under the policy.
+        NoWorkload: As ``Trials.measure`` raises it.
+    """
+    policies = {_EXACT: Policy.exact(), _LOSSY: Policy.model_exact()}
+    exact, lossy = replay(checkpoints, policies, folder)
+    step = hardest_step([lossy])
+    backend = backend_of(like)
+    state, restored = (backend.load(result.root, step, like) for result in (exact, lossy))
+    classes = classes_of(open_root(lossy.root).manifest(step))
+    candidates = {
+        name: rolled_back(state, copy.deepcopy(restored), paths.__contains__)
+        for name, paths in classes.items()
+    }
+    verdicts = trials.measure(state, candidates)
+    return tuple(
+        _judged(verdict, tuple(sorted(classes[verdict.name])), step, trials.steps)
+        for verdict in verdicts
+    )
+
+
+def classes_of(manifest: Manifest) -> dict[str, set[str]]:
+    """Return the classes of the leaves that a step does not promise exactly, by name."""
+    specs: Mapping[str, LeafSpec] = manifest.specs
+    assignment = roles.find(specs, {})
+    embeddings = embedding_paths(specs, assignment)
+    roles_of = assignment.of()
+    classes: dict[str, set[str]] = {}
+    for path in manifest.contracts:
+        role = roles_of[path][0] if path in roles_of else "other"
+        if role in ("first_moment", "second_moment"):
+            name = "moments of embeddings" if path in embeddings else "moments"
+        else:
+            name = "masters"
+        classes.setdefault(name, set()).add(path)
+    return classes
+
+
+def _judged(verdict: Verdict, leaves: tuple[str, ...], step: int, steps: int) -> ClassSensitivity:
+    reasons = tuple(_reasons(verdict, steps))
+    return ClassSensitivity(
+        verdict.name,
+        leaves,
+        step,
+        steps,
+        not reasons,
+        verdict.lost_steps,
+        verdict.loss_change,
+        verdict.noise_sd,
+        verdict.element_change,
+        verdict.law_violations,
+        reasons,
+    )
+
+
+def _reasons(verdict: Verdict, steps: int) -> Iterable[str]:
+    """Yield the reasons against a class.
+
+    They are those of ``profile.sensitivity``, with lost steps instead of the distance: where other
+    batches hardly move the weights, every bounded master ends far away without any loss
+    (``docs/explanation/stability.md``).
+    """
+    # Each test is the negation of a comparison, so that NaN is a reason, too.
+    if not verdict.loss_change <= verdict.noise_sd:
+        yield f"the loss grows by {verdict.loss_change:.2g}, noise is {verdict.noise_sd:.2g}"
+    if not verdict.lost_steps <= MOST_LOST_SHARE * steps:
+        yield f"{verdict.lost_steps:.2g} of {steps} steps are lost"
+    if not verdict.element_change <= MOST_ELEMENT_CHANGE:
+        yield (
+            f"an element is {verdict.element_change:.3g} learning rates away, at most"
+            f" {MOST_ELEMENT_CHANGE:g}"
+        )
+    if verdict.law_violations:
+        yield f"{verdict.law_violations} elements violate m^2 <= C v"

@@ -1,0 +1,122 @@
+"""Trials of restored states: the quality of a simulation, and the sensitivity of a profile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deltacheck
+from deltacheck import Policy, Profile
+from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
+from deltacheck.evaluate.offline.class_trials import MOST_LOST_SHARE, _judged
+from deltacheck.profile.sensitivity import Verdict
+from tests.support import eval_workload
+
+pytestmark = pytest.mark.tools
+
+FACTORY = "tests.support.eval_workload"
+MASTER = "optimizer/state/0/master"
+MOMENTS = {"optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints of a run that has become stable."""
+    root, workload = tmp_path_factory.mktemp("trials") / "run", eval_workload.adam(1)
+    with Engine(root) as engine:
+        for step in range(1, 101):
+            workload.step()
+            if step % 5 == 0:
+                engine.save(step, workload.state()).wait()
+    return root
+
+
+def test_a_profile_holds_the_harm_of_each_class(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    words = ["profile", str(run), "-o", str(file), "--sensitivity", f"{FACTORY}:adam"]
+    assert main([*words, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["sensitivity"]
+    trials = {trial.name: trial for trial in Profile.read(file).sensitivity}
+    assert {trial["name"] for trial in shown} == trials.keys() == {"masters", "moments"}
+    assert set(trials["masters"].leaves) == {MASTER}
+    assert set(trials["moments"].leaves) == MOMENTS
+    for trial in trials.values():
+        assert trial.trial_steps == 10
+        assert trial.noise_sd > 0
+        assert trial.law_violations == 0
+        assert trial.accepted == (not trial.reasons)
+    assert 0 < trials["masters"].element_change <= 50
+
+
+def test_post_training_keeps_a_rejected_class_exact(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    assert main(["profile", str(run), "-o", str(file), "--sensitivity", f"{FACTORY}:adam"]) == 0
+    profile = Profile.read(file)
+
+    def saved(**accepted: bool) -> set[str]:
+        judged = tuple(
+            msgspec.structs.replace(trial, accepted=accepted[trial.name])
+            for trial in profile.sensitivity
+        )
+        known = msgspec.structs.replace(profile, sensitivity=judged)
+        root, workload = tmp_path / str(accepted), eval_workload.adam(2)
+        with Engine(root, policy=Policy.post_training(known)) as engine:
+            for step in range(1, 101):
+                workload.step()
+                if step % 5 == 0:
+                    engine.save(step, workload.state()).wait()
+        return set(deltacheck.open(root).manifest().contracts)
+
+    assert saved(masters=True, moments=True) == {MASTER} | MOMENTS
+    assert saved(masters=False, moments=True) == MOMENTS
+    assert saved(masters=True, moments=False) == {MASTER}
+
+
+def test_a_simulation_measures_lost_steps_beside_the_noise(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", str(run), "--factory", f"{FACTORY}:adam", "--policy", "model_exact"]
+    assert main([*words, "--policy", "model_exact:moments=dropped", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["trial_step"] > 0
+    quality = {row["name"]: row for row in document["quality"]}
+    kept, dropped = quality["model_exact"], quality["model_exact:moments=dropped"]
+    # Without m, the first steps after the restore are short.
+    assert dropped["lost_steps"] > kept["lost_steps"] + 1
+    assert kept["noise_sd"] == dropped["noise_sd"] > 0
+
+
+def test_a_run_without_other_data_has_no_noise(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(eval_workload.Adam, "reorder")
+    assert main(["simulate", str(run), "--factory", f"{FACTORY}:adam"]) == 5
+    assert "has no method reorder(seed)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"loss_change": 2.0}, "the loss grows by 2"),
+        ({"loss_change": float("nan")}, "the loss grows by nan"),
+        ({"lost_steps": 10 * MOST_LOST_SHARE + 0.1}, "steps are lost"),
+        ({"element_change": 51.0}, "51 learning rates away"),
+        ({"law_violations": 3}, "3 elements violate"),
+    ],
+)
+def test_each_reason_rejects_a_class(changes: dict[str, Any], reason: str) -> None:
+    harmless = Verdict("moments", False, 0.1, 1.0, 9.0, 20.0, 0.5, 0, ("far away",))
+    assert _judged(harmless, ("m",), 50, 10).accepted
+    judged = _judged(replace(harmless, **changes), ("m",), 50, 10)
+    assert not judged.accepted
+    assert reason in judged.reasons[0]
