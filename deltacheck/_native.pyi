@@ -51,6 +51,20 @@ def lattice_values(
     seed: int,
     out: NDArray[np.float32],
 ) -> None: ...
+def relative_codes(
+    values: NDArray[np.float32],
+    weights: NDArray[np.uint16],
+    step: float,
+    seed: int,
+    out: NDArray[np.uint8],
+) -> tuple[int, float, float]: ...
+def relative_values(
+    codes: NDArray[np.uint8],
+    weights: NDArray[np.uint16],
+    step: float,
+    seed: int,
+    out: NDArray[np.float32],
+) -> int: ...
 def octave_codes(
     values: NDArray[np.float32],
     base: NDArray[np.uint8] | None,

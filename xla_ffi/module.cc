@@ -279,6 +279,44 @@ void lattice_values_arrays(const Array<const int32_t>& codes,
   lattice_values(from, cells, count, step, seed, to);
 }
 
+// Returns the bytes of one relative code after a check of the sizes. Codes are passed as bytes,
+// because they are uint8 or uint16.
+uint32_t relative_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
+  if (weights != count)
+    throw std::invalid_argument("weights must have as many elements as there are codes");
+  if (code_bytes != count && code_bytes != 2 * count)
+    throw std::invalid_argument("out must have a value a code, of one or two bytes");
+  return code_bytes == count ? 1 : 2;
+}
+
+nb::tuple relative_codes_arrays(const Array<const float>& values,
+                                const Array<const uint16_t>& weights, double step, uint64_t seed,
+                                const Array<uint8_t>& out) {
+  const uint64_t count = values.size();
+  const uint32_t code_bytes = relative_bytes(out.size(), weights.size(), count);
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
+  uint8_t* to = out.data();
+  LatticeErrors errors{};
+  {
+    nb::gil_scoped_release released;
+    errors = relative_codes(from, beside, count, step, seed, code_bytes, to);
+  }
+  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
+}
+
+uint64_t relative_values_arrays(const Array<const uint8_t>& codes,
+                                const Array<const uint16_t>& weights, double step, uint64_t seed,
+                                const Array<float>& out) {
+  const uint64_t count = out.size();
+  const uint32_t code_bytes = relative_bytes(codes.size(), weights.size(), count);
+  const uint8_t* from = codes.data();
+  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  nb::gil_scoped_release released;
+  return relative_values(from, beside, count, step, seed, code_bytes, to);
+}
+
 // Returns the form of codes after a check of its range.
 OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
   if (fraction_bits > 7) throw std::invalid_argument("fraction_bits must be at most 7");
@@ -352,6 +390,14 @@ NB_MODULE(_native, m) {
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert());
+  m.def("relative_codes", relative_codes_arrays, nb::arg("values").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert(),
+        "Return (refused, largest error, sum of squared errors). out: the bytes of codes.");
+  m.def("relative_values", relative_values_arrays, nb::arg("codes").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert(),
+        "Return the number of codes that no value has; their values are the weights.");
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
         nb::arg("band"), nb::arg("out").noconvert(),

@@ -17,19 +17,20 @@ I32 = NDArray[np.int32]
 LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 
 
-class LatticeCoded(NamedTuple):
+class Coded(NamedTuple):
     """The codes of a tensor and their errors.
 
     Attributes:
-        codes: int32, in the shape of the values.
-        refused: Values without a code, because they are infinite or NaN or too many steps from
-            zero. If there is one, the codes cannot restore the tensor.
+        codes: In the shape of the values: int32 of ``lattice.codes``, uint8 or uint16 of
+            ``relative.codes``.
+        refused: Values without a code, because they are infinite or NaN, or too many steps from
+            zero or from their weight. If there is one, the codes cannot restore the tensor.
         largest_error: Maximum of ``|x' - x|`` over the other values, float64, if ``values`` gives
             ``x'``.
         sum_squared_error: Sum of ``(x' - x)^2`` over the other values, float64.
     """
 
-    codes: I32
+    codes: NDArray[Any]
     refused: int
     largest_error: float
     sum_squared_error: float
@@ -43,7 +44,7 @@ def codes(
     weights: NDArray[np.generic] | None = None,
     out: I32 | None = None,
     start: int = 0,
-) -> LatticeCoded:
+) -> Coded:
     """Return the cells of a lattice of spacing ``step`` that float32 ``values`` lie in.
 
     A hash draws the phase of each element. Element ``i`` in C order has the phase
@@ -72,19 +73,19 @@ def codes(
         ValueError: The arguments do not fit.
     """
     memory.checked_array("values", values, np.float32)
-    first = _first(step, seed, start)
+    first = first_phase(step, seed, start)
     out = memory.checked_out(out, values, np.int32)
-    cells = None if weights is None else _cells(weights, values.shape)
+    cells = None if weights is None else bits_of(weights, values.shape)
     native = extension()
     if native is not None:
-        return LatticeCoded(
+        return Coded(
             out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1))
         )
     result, refused_count, largest, squared = reference_codes.lattice_codes(
         values.reshape(-1), cells, step, first
     )
     out.reshape(-1)[:] = result
-    return LatticeCoded(out, refused_count, largest, squared)
+    return Coded(out, refused_count, largest, squared)
 
 
 def values(
@@ -113,9 +114,9 @@ def values(
         ValueError: The arguments do not fit.
     """
     memory.checked_array("codes", codes, np.int32)
-    first = _first(step, seed, start)
+    first = first_phase(step, seed, start)
     out = memory.checked_out(out, codes, np.float32)
-    cells = None if weights is None else _cells(weights, codes.shape)
+    cells = None if weights is None else bits_of(weights, codes.shape)
     native = extension()
     if native is not None:
         native.lattice_values(codes.reshape(-1), cells, step, first, out.reshape(-1))
@@ -125,7 +126,7 @@ def values(
     return out
 
 
-def _first(step: float, seed: int, start: int) -> int:
+def first_phase(step: float, seed: int, start: int) -> int:
     """Return the number from which the phase of the first element is hashed."""
     if not LEAST_STEP <= step <= MOST_STEP:
         raise ValueError(f"step must be from {LEAST_STEP} to {MOST_STEP}, not {step}")
@@ -137,7 +138,8 @@ def _first(step: float, seed: int, start: int) -> int:
     return (seed + start) % (1 << 64)
 
 
-def _cells(weights: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.uint16]:
+def bits_of(weights: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    """Return the bits of weights, 1-D, after a check that they fit values of a shape."""
     if (
         # uint16 stands for the bits of a bfloat16, which are all that the codes need.
         weights.dtype.name not in ("bfloat16", "uint16")

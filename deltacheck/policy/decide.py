@@ -25,9 +25,13 @@ LEAST_ELEMENTS = 1024
 # Largest error of first moments, which are coded as a sign and an exponent. They are fresh noise
 # every ten steps, so more precision would be wasted.
 _MEAN_ERROR_OCTAVES = 0.6
-# Spacing of a lattice in units of the permitted error: for a new lattice, and the range in which an
-# old one stays. An element errs by at most half a spacing.
-_SPACING, _LEAST_SPACING, _MOST_SPACING = 1.6, 0.8, 1.98
+# Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
+# A first lattice is as coarse as possible, because codes then change the least. It stays within the
+# limits of the second line. A lattice that became too coarse is followed by one that stays until
+# the learning rate has fallen by a half. The ranges are spread over the leaves, so that few of them
+# change lattice in the same save.
+_FIRST_SPACING, _FINER_SPACING = (1.6, 1.95), (0.7, 1.2)
+_LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
 # Relative L2 error of weights that are the cast of a bounded master. One unit in the last place of
 # bfloat16 is at most 2^-7.
 _CAST_ERROR = 0.02
@@ -43,8 +47,8 @@ class Decision:
     """The form in which one leaf is stored.
 
     Attributes:
-        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves`` or
-            ``zeros``. Field names are those of the manifest.
+        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``relative``,
+            ``octaves`` or ``zeros``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, or whose cells bound a lattice.
         spacing: The spacing of a lattice, in units of the leaf's values.
@@ -136,16 +140,15 @@ def decide(
         and weight is not None
         and (hidden.leaves is None or master in hidden.leaves)
     ):
-        spacing = lattice_spacing(hidden, situation)
+        spacing = lattice_spacing(hidden, situation, master)
         if spacing is not None:
             terms = Bounded(hidden.master_error_lr, "lr")
-            cells = weight if hidden.weights == "exact" else ""
-            decisions[master] = Decision(
-                "lattice", terms, of=cells, spacing=spacing, seed=_seed(master)
-            )
-            if cells:
+            lattice = Decision("lattice", terms, spacing=spacing, seed=_seed(master))
+            if hidden.weights == "exact":
+                decisions[master] = replace(lattice, how="relative", of=weight)
                 decisions.pop(weight, None)
             else:
+                decisions[master] = lattice
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
     return decisions | _moments(hidden, parameter, specs, situation)
 
@@ -172,14 +175,14 @@ def _wide_weight(
     is_excluded = hidden.leaves is not None and path not in hidden.leaves
     if path is None or is_excluded or not is_treatable(specs.get(path), "float32"):
         return {}
-    spacing = lattice_spacing(replace(hidden, weights="bounded"), situation)
+    spacing = lattice_spacing(replace(hidden, weights="bounded"), situation, path)
     if spacing is None:
         return {}
     terms = Bounded(hidden.master_error_lr, "lr")
     return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path))}
 
 
-def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:
+def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float | None:
     """Return the spacing of a master's lattice, ``None`` if no lattice is possible.
 
     The spacing is as large as the learning rate permits, but small beside the weights. Law 2: it is
@@ -199,7 +202,9 @@ def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:
     lower, upper = min(_LEAST_SPACING * error, largest), min(_MOST_SPACING * error, 2 * largest)
     if current is not None and lower <= current <= upper:
         return current
-    return min(_SPACING * error, largest)
+    least, most = _FINER_SPACING if current is not None and current > upper else _FIRST_SPACING
+    share = _seed(master) / 2.0**64
+    return min((least + share * (most - least)) * error, largest)
 
 
 def _moments(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltacheck.codec import lattice, octaves
+from deltacheck.codec import lattice, octaves, relative
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived
@@ -62,6 +62,16 @@ def compute(
                 derived.spacing,
                 derived.seed,
                 weights=sources.get(derived.of),
+                out=out,
+                start=first,
+            )
+        case "relative":
+            assert codes is not None
+            values = relative.values(
+                codes,
+                derived.spacing,
+                derived.seed,
+                weights=sources[derived.of],
                 out=out,
                 start=first,
             )

@@ -26,11 +26,12 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 
 # The names of features and stages are permanent: existing roots hold them.
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
+RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
-FEATURES = (DERIVED, REPLAY, TILES, TILES_DERIVED, TYPES)
+FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -162,12 +163,12 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
-            ``of``; ``zeros``; ``lattice`` or ``octaves``: from the codes stored under the leaf's
-            own path.
+            ``of``; ``zeros``; ``lattice``, ``relative`` or ``octaves``: from the codes stored under
+            the leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
-        of: The source leaf; of a lattice, the leaf whose cells bound the values.
+        of: The source leaf; of codes, the leaf whose cells bound the values.
         spacing: Step of the lattice.
         seed: Seed of the lattice.
         fraction_bits: Precision of the octaves.
@@ -483,10 +484,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @property
     def features(self) -> tuple[str, ...]:
         """The features that its content needs: a reader that ignored one would misread it."""
-        has_forms = any(cut.forms for cut in self.tiles.values())
-        is_derived = bool(self.derived or self.contracts) or has_forms
+        forms = [rule for cut in self.tiles.values() for rule in cut.forms]
+        is_derived = bool(self.derived or self.contracts or forms)
         needed = {
             DERIVED: is_derived,
+            RELATIVE: any(rule.how == "relative" for rule in (*self.derived.values(), *forms)),
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
             TILES_DERIVED: bool(self.tiles) and is_derived,

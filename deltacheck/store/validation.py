@@ -220,28 +220,30 @@ def _check_derived(
         raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
     dtype_named(derived.dtype)
     stored_dtype = None if record is None else record.dtype
-    codes = {
-        "lattice": "int32",
-        "octaves": "uint8" if derived.fraction_bits == 0 else "uint16",
-    }.get(derived.how)
+    codes: tuple[str | None, ...] = {
+        "lattice": ("int32",),
+        "relative": ("uint8", "uint16"),
+        "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
+    }.get(derived.how, (None,))
+    on_lattice = derived.how in ("lattice", "relative")
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        derived.how in ("cast", "same", "zeros", "lattice", "octaves")
-        and stored_dtype == codes
+        derived.how in ("cast", "same", "zeros", "lattice", "relative", "octaves")
+        and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
-        and (derived.how not in ("cast", "same") or bool(derived.of))
+        and (derived.how not in ("cast", "same", "relative") or bool(derived.of))
         and (
             derived.how != "cast"
             or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
         )
         and (
-            derived.how != "lattice"
+            not on_lattice
             or (derived.dtype == "float32" and 2.0**-149 <= derived.spacing < 2.0**128)
         )
-        and (derived.how != "lattice" or not derived.of or specs[derived.of].dtype == "bfloat16")
+        and (not on_lattice or not derived.of or specs[derived.of].dtype == "bfloat16")
         and (
             derived.how != "octaves"
             or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7)

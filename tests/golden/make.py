@@ -169,10 +169,19 @@ def write_manager(root: Path) -> dict[int, Any]:
 
 
 def write_policy(root: Path) -> None:
-    run = AdamRun((64, 96), parameters=1)
+    write_inexact(root, AdamRun((64, 96), parameters=1), Policy.model_exact())
+
+
+def write_relative(root: Path) -> None:
+    # At this rate the lattice is finer than the weights, so that codes are stored.
+    run = AdamRun((64, 96), parameters=1, rate=1e-6)
+    write_inexact(root, run, Policy.model_exact(moments="bounded"))
+
+
+def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
     run.advance(100)
     inexact: set[int] = set()
-    with Engine(root, policy=Policy.model_exact(), keep_last=1, grace_seconds=0) as engine:
+    with Engine(root, policy=policy, keep_last=1, grace_seconds=0) as engine:
         for _ in range(30):
             if len(inexact) == 2:
                 break
@@ -324,6 +333,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
     "policy": write_policy,
+    "relative": write_relative,
     "derived": write_derived,
     "gradients": write_log,
     "tiled": write_tiled,

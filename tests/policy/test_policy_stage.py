@@ -144,21 +144,40 @@ def test_without_a_learning_rate_a_master_stays_exact() -> None:
 
 def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is_not() -> None:
     terms = hidden(master_error_lr=10.0)
-    first = lattice_spacing(terms, situation(1e-5))
-    assert first is not None
-    assert first / 2 < 10 * 1e-5
-    assert lattice_spacing(terms, situation(0.85e-5, spacing=first)) == first
-    lower = lattice_spacing(terms, situation(0.5e-5, spacing=first))
-    assert lower is not None
-    assert lower / 2 < 10 * 0.5e-5
-    assert lattice_spacing(terms, situation(1.9e-5, spacing=first)) == first
-    higher = lattice_spacing(terms, situation(5e-5, spacing=first))
-    assert higher is not None
-    assert higher > first
+
+    def spacing(rate: float, current: float | None = None) -> float:
+        result = lattice_spacing(terms, situation(rate, spacing=current), "x")
+        assert result is not None
+        assert result / 2 < 10 * rate
+        return result
+
+    first = spacing(1e-5)
+    assert spacing(0.99e-5, first) == first == spacing(3e-5, first)
+    lower = spacing(0.5e-5, first)
+    assert lower < first
+    # A finer lattice stays while the rate falls by a half.
+    assert spacing(0.32e-5, lower) == lower
+    assert spacing(7e-5, first) > first
+
+
+def test_leaves_do_not_change_their_lattice_in_the_same_save() -> None:
+    """Each leaf that changes is written whole: all of them in one save would be a burst."""
+    terms, paths = hidden(), [f"optimizer/state/{number}/master" for number in range(100)]
+    rates = [1e-5 * 0.5 * (1 + math.cos(math.pi * step / 100)) for step in range(100)]
+    spacings: dict[str, float | None] = dict.fromkeys(paths)
+    changed = []
+    for rate in rates:
+        new = {p: lattice_spacing(terms, situation(rate, spacing=spacings[p]), p) for p in paths}
+        changed.append(sum(new[path] != spacings[path] for path in paths))
+        spacings.update(new)
+    assert changed[0] == 100
+    # The last saves of a cosine to 0 halve the rate between two of them.
+    assert 0 < max(changed[1:90]) < 50
+    assert sum(changed[1:90]) < 600
 
 
 def test_a_lattice_is_small_beside_the_weights() -> None:
-    assert lattice_spacing(hidden(), situation(1e-2, scale=0.01)) == pytest.approx(0.01 / 32)
+    assert lattice_spacing(hidden(), situation(1e-2, scale=0.01), "x") == pytest.approx(0.01 / 32)
 
 
 def test_bounded_weights_are_the_cast_of_their_bounded_master() -> None:

@@ -659,6 +659,14 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "a lattice in cells of no bfloat16": ("policy lattice", {"of": "optimizer/state/0/exp_avg"}),
     "a seed of 65 bits": ("policy lattice", {"seed": 2**64}),
     "a negative seed": ("policy lattice", {"seed": -1}),
+    "codes relative to nothing": ("relative relative", {"of": ""}),
+    "codes relative to no bfloat16": (
+        "relative relative",
+        {"of": "optimizer/state/0/exp_avg"},
+    ),
+    "relative codes of no spacing": ("relative relative", {"spacing": 0.0}),
+    "relative codes of another type": ("relative relative", {"how": "lattice"}),
+    "relative codes on a coarser lattice": ("relative relative", {"spacing": 1e-3}),
     "fractions that no octave has": ("policy octaves", {"fraction_bits": 8}),
     "fractions of another type of codes": ("policy octaves", {"fraction_bits": 0}),
     "an infinite scale": ("policy octaves", {"scale": 1e39}),
@@ -674,12 +682,23 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
 
     def edit(manifest: dict[str, Any]) -> None:
-        wanted = {"lattice": "master", "octaves": "exp_avg_sq"}.get(how[0] if how else "", "w0")
+        wanted = {"lattice": "master", "relative": "master", "octaves": "exp_avg_sq"}.get(
+            how[0] if how else "", "w0"
+        )
         leaf = next(leaf for leaf in manifest["derived"] if leaf.endswith(wanted))
         manifest["derived"][leaf].update(about)
 
     forge.forge_manifest(path, edit)
     with pytest.raises(errors.Damaged, match=r"leaf|row"):
+        deltacheck.open(root).restore()
+
+
+@pytest.mark.parametrize("features", [["derived"], ["relative"]])
+def test_relative_codes_need_their_feature(features: list[str], tmp_path: Path) -> None:
+    root = forge.unpack("relative", tmp_path)
+    path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
+    forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=features))
+    with pytest.raises(errors.Damaged, match=r"features .* do not match"):
         deltacheck.open(root).restore()
 
 

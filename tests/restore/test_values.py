@@ -331,21 +331,26 @@ def test_without_the_extension_the_same_bytes_are_read_and_written(tmp_path: Pat
 
 
 def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltacheck.codec import extension, lattice, octaves
+    from deltacheck.codec import extension, lattice, octaves, relative
 
     native = pytest.importorskip("deltacheck._native")
     values = np.array([1.0, -2.0, 3e-40, 0.0], np.float32)
-    with_it = lattice.codes(values, 1e-3, 5), octaves.codes(np.abs(values), fraction_bits=3)
+
+    def all_codes() -> tuple[Any, ...]:
+        weights = values.astype(ml_dtypes.bfloat16)
+        return (
+            lattice.codes(values, 1e-3, 5),
+            octaves.codes(np.abs(values), fraction_bits=3),
+            relative.codes(values, 1e-3, 5, weights=weights),
+        )
+
+    with_it = all_codes()
     monkeypatch.setattr(native, "INTERFACE", extension.INTERFACE - 1)
     for cached in (extension.extension, arrays.native_stream_writer):
         cached.cache_clear()
     try:
         assert arrays.native_stream_writer() is None
-        for one, other in zip(
-            with_it,
-            (lattice.codes(values, 1e-3, 5), octaves.codes(np.abs(values), fraction_bits=3)),
-            strict=True,
-        ):
+        for one, other in zip(with_it, all_codes(), strict=True):
             assert np.array_equal(one[0], other[0])
             assert one[1:] == other[1:]
             assert one[0].dtype == other[0].dtype

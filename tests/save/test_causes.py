@@ -19,7 +19,7 @@ MASTER, FIRST, WEIGHT = "optimizer/state/0/master", "optimizer/state/0/exp_avg",
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, SaveReport]]:
     """A run that becomes stable, halves its rate, loses a step to a NaN and goes on."""
-    root, run, reports = tmp_path_factory.mktemp("causes"), AdamRun(), {}
+    root, run, reports = tmp_path_factory.mktemp("causes"), AdamRun(rate=1e-6), {}
     with Engine(root, policy=Policy.model_exact()) as engine:
         for number in range(1, 21):
             if 13 <= number <= 15:  # a schedule, not a jump

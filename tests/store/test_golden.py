@@ -24,6 +24,8 @@ RELEASES = sorted(
     if path.is_dir() and path.name[0].isdigit()
 )
 ROOTS = [(release, name) for release in RELEASES for name in make.WRITERS]
+# Lossy steps before masters were coded relative to their weights: read, but not written any more.
+NOT_WRITTEN = {"policy", "tiled_policy"}
 
 
 def expected(release: Path, name: str) -> dict[int, Any]:
@@ -70,7 +72,9 @@ def test_the_steps_of_a_gradient_log_are_replayed_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("release", "name"), ROOTS, ids=lambda value: getattr(value, "name", value)
+    ("release", "name"),
+    [root for root in ROOTS if root[1] not in NOT_WRITTEN],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_same_states_are_encoded_to_the_same_arrays(
     release: Path, name: str, tmp_path: Path

@@ -119,6 +119,7 @@ SUITES = (
             *pytest(
                 "codec/test_codec_properties",
                 "codec/test_codec_lattice",
+                "codec/test_codec_relative",
                 "codec/test_codec_octaves",
                 "leaf/test_tree",
                 "leaf/test_grid",

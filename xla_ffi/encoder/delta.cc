@@ -483,6 +483,21 @@ std::vector<Statistics> statistics(const Run& run, Elements elements, const uint
   return sums;
 }
 
+namespace {
+
+// Returns the errors of all parts, added in their order.
+LatticeErrors added(const std::vector<LatticeErrors>& parts) {
+  LatticeErrors whole{};
+  for (const LatticeErrors& part : parts) {
+    whole.refused += part.refused;
+    whole.largest = std::max(whole.largest, part.largest);
+    whole.squared += part.squared;
+  }
+  return whole;
+}
+
+}  // namespace
+
 LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
                             double step, uint64_t seed, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
@@ -492,13 +507,7 @@ LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint6
                                              weights != nullptr ? weights + 2 * first : nullptr,
                                              size, step, seed + first, codes + 4 * first);
   });
-  LatticeErrors whole{};
-  for (const LatticeErrors& part : parts) {
-    whole.refused += part.refused;
-    whole.largest = std::max(whole.largest, part.largest);
-    whole.squared += part.squared;
-  }
-  return whole;
+  return added(parts);
 }
 
 void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
@@ -509,6 +518,28 @@ void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count
                                 weights != nullptr ? weights + 2 * first : nullptr, size, step,
                                 seed + first, values + 4 * first);
   });
+}
+
+LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                             double step, uint64_t seed, uint32_t code_bytes, uint8_t* codes) {
+  const Kernels& kernels = *chosen().load();
+  std::vector<LatticeErrors> parts(parts_of(count));
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
+    parts[part] = kernels.relative_codes_part(values + 4 * first, weights + 2 * first, size, step,
+                                              seed + first, code_bytes, codes + code_bytes * first);
+  });
+  return added(parts);
+}
+
+uint64_t relative_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                         uint64_t seed, uint32_t code_bytes, uint8_t* values) {
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> bad{0};
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
+    bad += kernels.relative_values_part(codes + code_bytes * first, weights + 2 * first, size, step,
+                                        seed + first, code_bytes, values + 4 * first);
+  });
+  return bad;
 }
 
 OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,

@@ -94,6 +94,14 @@ inline void add_squares(const double* errors, uint32_t rows, double* lanes) {
   }
 }
 
+// Returns the sum of the lanes, added in halves.
+inline double added(double* lanes) {
+  for (uint32_t half = kSumLanes / 2; half > 0; half /= 2) {
+    for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
 template <bool kCells>
 inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                       double step, uint64_t seed, uint8_t* codes) {
@@ -127,10 +135,7 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
     for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
     add_squares(errors, rows, lanes);
   }
-  for (uint32_t half = kSumLanes / 2; half > 0; half /= 2) {
-    for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return {count - coded_count, largest, lanes[0]};
+  return {count - coded_count, largest, added(lanes)};
 }
 
 template <bool kCells>

@@ -360,6 +360,8 @@ def _capture_of(
     match decision.how:
         case "cast":
             return partial(weights.capture_cast, path, decision)
+        case "relative":
+            return partial(weights.capture_relative, path, decision)
         case "lattice":
             return partial(weights.capture_lattice, path, decision)
         case "zeros":

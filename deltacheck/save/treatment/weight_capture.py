@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import lattice
+from deltacheck.codec import lattice, relative
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
@@ -28,24 +29,48 @@ class WeightCapture:
     def __init__(self, group: ParameterSave) -> None:
         self._group = group
 
+    def capture_relative(self, path: str, decision: Decision) -> Any:
+        """Store a master as lattice codes relative to its weight, which is stored exactly.
+
+        Nothing is stored of it if the weight is as close everywhere. It is stored exactly if a
+        value does not fit or lies outside the cell of its weight.
+        """
+        group = self._group
+        live, weights = group.live(path), group.live(decision.of)
+        cells = relative.most_cells(weights, decision.spacing)
+        if cells > relative.MOST_CELLS:
+            return self.capture_lattice(path, replace(decision, how="lattice"))
+        coded = relative.codes(live, decision.spacing, decision.seed, weights=weights)
+        if cells == 1:
+            decision = replace(decision, how="cast")
+        return self._bounded(path, decision, coded)
+
     def capture_lattice(self, path: str, decision: Decision) -> Any:
         """Store a master as lattice codes.
 
         It is stored exactly if a value does not fit or lies outside the cell of its weight.
         """
+        group = self._group
+        weights = group.live(decision.of) if decision.of else None
+        coded = lattice.codes(group.live(path), decision.spacing, decision.seed, weights=weights)
+        return self._bounded(path, decision, coded)
+
+    def _bounded(self, path: str, decision: Decision, coded: lattice.Coded) -> Any:
+        """Return the codes of a master, or its exact values if the codes break the contract."""
         group, save = self._group, self._group.save
         assert isinstance(decision.terms, Bounded)
-        live = group.live(path)
-        weights = group.live(decision.of) if decision.of else None
-        lattice_codes = lattice.codes(live, decision.spacing, decision.seed, weights=weights)
-        error = lattice_codes.largest_error / self._learning_rate()
-        if lattice_codes.refused or error > decision.terms.limit:
+        error = coded.largest_error / self._learning_rate()
+        if coded.refused or error > decision.terms.limit:
             save.run.doubt_proof()
             return group.exactly(path)
         save.run.spacings[path] = decision.spacing
-        save.promise(path, group.derived(path, decision), Promise(decision.terms, error))
-        spec = LeafSpec.of(path, group.spec(path).shape, "int32")
-        return Coded(spec, lattice_codes.codes.view(np.uint8))
+        promise = Promise(decision.terms, error)
+        if decision.how == "cast":
+            save.promise(path, group.derived(path, decision, spacing=0.0, seed=0), promise)
+            return Coded(None, None)
+        save.promise(path, group.derived(path, decision), promise)
+        spec = LeafSpec.of(path, group.spec(path).shape, coded.codes.dtype.name)
+        return Coded(spec, coded.codes.view(np.uint8))
 
     def capture_cast(self, path: str, decision: Decision) -> Any:
         """Store nothing of a weight that a restore casts from its master.

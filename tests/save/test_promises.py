@@ -1,0 +1,198 @@
+"""Under any schedule and with any values, a step restores what its contracts promise.
+
+The judge below reads a step as a user does and compares it with the state that was saved. It shares
+no code with the writer: neither codes nor error measures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import deltacheck
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+from deltacheck.leaf.spec import LeafKind
+from tests.support.adam_run import BFLOAT16, AdamRun
+
+# More of them: DELTACHECK_PROMISE_RUNS=100 makes about 2,000 lossy saves.
+RUNS = int(os.environ.get("DELTACHECK_PROMISE_RUNS", "3"))
+SAVES = 24
+
+
+def cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def warmup_stable_decay(share: float) -> float:
+    return 1.0 if share < 0.6 else (1 - share) / 0.4
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda share: 1.0,
+    "cosine": cosine,
+    "cosine to a tenth": lambda share: 0.1 + 0.9 * cosine(share),
+    "linear": lambda share: 1 - share,
+    "warm-up, stable, decay": warmup_stable_decay,
+    "restarts": lambda share: cosine(2 * share % 1.0),
+    "jumps": lambda share: (1.0, 0.05, 3.0)[min(int(3 * share), 2)],
+}
+
+
+def element(value: float) -> Callable[[AdamRun, Any], None]:
+    """Put a value into a master, and its rounding into the weight beside it."""
+
+    def change(run: AdamRun, state: Any) -> None:
+        master = state["optimizer"]["state"][0]["master"]
+        master[3, 5] = value
+        with np.errstate(over="ignore", invalid="ignore"):
+            state["model"]["w0"][...] = master.astype(BFLOAT16)
+
+    return change
+
+
+def other_weight(run: AdamRun, state: Any) -> None:
+    state["model"]["w0"][7, 1] += np.asarray(0.25, BFLOAT16)
+
+
+def neighbour_weight(run: AdamRun, state: Any) -> None:
+    state["model"]["w0"].view(np.uint16)[7, 1] += 1
+
+
+def frozen(run: AdamRun, state: Any) -> None:
+    run.scale[0][...] = 0.0
+
+
+def all_zero(run: AdamRun, state: Any) -> None:
+    state["optimizer"]["state"][0]["master"][...] = 0.0
+    state["model"]["w0"][...] = 0.0
+
+
+DISTURBANCES: dict[str, Callable[[AdamRun, Any], None]] = {
+    "NaN": element(math.nan),
+    "infinity": element(-math.inf),
+    "rounds to infinity": element(float(np.finfo(np.float32).max)),
+    "huge": element(1e30),
+    "large": element(97.3),
+    "subnormal": element(1e-41),
+    "negative zero": element(-0.0),
+    "another weight": other_weight,
+    "the neighbour's weight": neighbour_weight,
+    "frozen": frozen,
+    "all zero": all_zero,
+}
+
+
+def judge(opened: Any, step: int, state: Any) -> set[str]:
+    """Compare a step with the state that was saved, and return the rules of bounded masters."""
+    restored, manifest = opened.restore(step), opened.manifest(step)
+    rules = set()
+    for number, live in state["optimizer"]["state"].items():
+        kept = restored["optimizer"]["state"][number]
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            path = f"optimizer/state/{number}/{name}"
+            if path not in manifest.contracts:
+                assert kept[name].tobytes() == live[name].tobytes(), (step, path)
+            elif name == "master":
+                promise = manifest.contracts[path]
+                rate = state["optimizer"]["param_groups"][0]["lr"]
+                error = np.abs(kept[name].astype(np.float64) - live[name].astype(np.float64)).max()
+                assert promise.terms.norm == "lr"
+                assert error <= promise.terms.limit * rate, (step, path)
+                assert error / rate == pytest.approx(promise.measured), (step, path)
+                weight = state["model"][f"w{number}"]
+                assert kept[name].astype(BFLOAT16).tobytes() == weight.tobytes(), (step, path)
+                rules.add(manifest.derived[path].how)
+    for name, weight in state["model"].items():
+        assert restored["model"][name].tobytes() == weight.tobytes(), (step, name)
+    assert restored["step"] == state["step"]
+    return rules
+
+
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from([1e-4, 2e-5, 5e-6, 1e-6, 3e-8]),
+    st.integers(1, 10),
+    st.dictionaries(st.integers(3, SAVES - 1), st.sampled_from(sorted(DISTURBANCES)), max_size=5),
+    st.integers(0, 99),
+)
+# Not shrunk: a run takes seconds.
+@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+def test_every_step_keeps_its_promise(
+    schedule: str, rate: float, every: int, disturbances: dict[int, str], seed: int
+) -> None:
+    run = AdamRun((32, 40), 2, rate=rate, seed=seed)
+    run.advance(100)
+    policy = Policy.model_exact(moments="exact", stable_from=0, max_chain_depth=6)
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for save in range(SAVES):
+            run.rate = rate * SCHEDULES[schedule](save / (SAVES - 1))
+            run.advance(every)
+            state = run.state()
+            if save in disturbances:
+                DISTURBANCES[disturbances[save]](run, state)
+            engine.save(run.step, state).result()
+            judge(deltacheck.open(root), run.step, state)
+        assert deltacheck.open(root).verify(deep=True) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "value", "rule", "dtype"),
+    [
+        (1e-6, 0.0, "relative", "uint8"),
+        (1e-6, 97.3, "relative", "uint16"),
+        (1e-6, 3e4, "lattice", "int32"),
+        (2e-5, 0.0, "cast", None),
+    ],
+    ids=["codes of a byte", "codes of two bytes", "too many cells", "weights as close"],
+)
+def test_a_master_is_stored_by_the_shortest_rule_that_keeps_its_promise(
+    rate: float, value: float, rule: str, dtype: str | None
+) -> None:
+    run = AdamRun((32, 40), 1, rate=rate)
+    run.advance(100)
+    path = "optimizer/state/0/master"
+    policy = Policy.model_exact(moments="exact", stable_from=0)
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for _ in range(6):
+            run.advance(5)
+            state = run.state()
+            element(value)(run, state)
+            report = engine.save(run.step, state).result()
+        opened = deltacheck.open(root)
+        manifest = opened.manifest()
+        assert judge(opened, run.step, state) == {rule}
+        assert ("relative" in manifest.must_understand) == (rule == "relative")
+        assert (manifest.leaves[path].dtype if path in manifest.leaves else None) == dtype
+        if rule == "cast":
+            kinds = {leaf.path: leaf.kind for leaf in report.leaves}
+            assert kinds[path] is LeafKind.DERIVED
+
+
+@pytest.mark.parametrize("disturbance", ["NaN", "infinity", "another weight"])
+def test_a_leaf_whose_promise_would_not_hold_is_exact_in_that_step_only(disturbance: str) -> None:
+    run = AdamRun((32, 40), 2, rate=1e-6)
+    run.advance(100)
+    path = "optimizer/state/0/master"
+    policy = Policy.model_exact(moments="exact", stable_from=0)
+    bounded = []
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for save in range(9):
+            run.advance(5)
+            state = run.state()
+            if save == 6:
+                DISTURBANCES[disturbance](run, state)
+            engine.save(run.step, state).result()
+            opened = deltacheck.open(root)
+            judge(opened, run.step, state)
+            bounded.append(path in opened.manifest().contracts)
+    assert bounded[-3:] == [False, True, True]
+    assert bounded[-4]

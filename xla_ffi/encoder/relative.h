@@ -1,0 +1,133 @@
+// Lattice codes relative to the bfloat16 weight beside a master. The weight says which cells of the
+// lattice the master can lie in, so the code is the number of its cell modulo the number of those
+// cells: a coset code with side information at the decoder (Slepian & Wolf, "Noiseless coding of
+// correlated information sources", 1973). The modulus depends on the weight's exponent only. So a
+// weight that moves by a unit in its last place changes no code.
+//
+// Part of the format: docs/reference/format.md, 4.5.3. The rules of lattice.h hold here too.
+
+#pragma once
+
+#include "lattice.h"
+
+namespace deltacheck {
+
+DELTACHECK_HD double double_of(uint64_t bits) {
+  double value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The cells that a master of one weight can lie in.
+struct Cells {
+  double count;   // the modulus of the codes; 1: the weight itself is close enough
+  double lowest;  // the number of the first one
+};
+
+// REQUIRES: step is finite and at least 2^-149. A weight that is infinite or NaN gives numbers of
+// no meaning.
+DELTACHECK_HD Cells cells_of(uint32_t weight, double step, double u) {
+  const uint32_t exponent = (weight >> 7) & 0xffu, place = exponent > 1 ? exponent : 1;
+  // 2^(place - 134), a unit in the last place of the weight.
+  const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
+  const double center = float_of(weight << 16);
+  const double count = width <= step ? 1 : ceil(width / step) + 1;
+  return {count, floor((center - 0.5 * width) / step + u)};
+}
+
+DELTACHECK_HD bool is_finite_weight(uint32_t weight) { return (weight & 0x7f80u) != 0x7f80u; }
+
+// Returns x' of cell q, which is one of the weight's.
+DELTACHECK_HD uint32_t relative_value(uint32_t weight, double count, double q, double step,
+                                      double u) {
+  const uint32_t moved = in_cell(bits_of(middle_of(q, step, u)), static_cast<uint16_t>(weight));
+  return count > 1 ? moved : weight << 16;
+}
+
+namespace {
+
+template <int W>
+inline LatticeErrors relative_codes_of(const uint8_t* values, const uint8_t* weights,
+                                       uint64_t count, double step, uint64_t seed, uint8_t* codes) {
+  constexpr double kMost = W == 1 ? 0x1p8 : 0x1p16;
+  const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
+  alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
+  uint64_t coded_count = 0;
+  double largest = 0;
+  for (uint64_t start = 0; start < count; start += kBlockValues) {
+    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
+#pragma omp simd reduction(+ : coded_count) reduction(max : largest)
+    for (uint64_t i = 0; i < size; ++i) {
+      const uint32_t bits = x[start + i], weight = w[start + i];
+      const bool finite = ((bits & kMagnitude) < kInfinity) & is_finite_weight(weight);
+      const float value = float_of(finite ? bits : 0);
+      const uint32_t known = finite ? weight : 0;
+      const double u = phase(seed, start + i);
+      const Cells cells = cells_of(known, step, u);
+      const bool coded = finite & (cells.count <= kMost);
+      const double modulus = coded ? cells.count : 1, last = cells.lowest + (modulus - 1);
+      double q = floor(value / step + u);
+      q = q > cells.lowest ? q : cells.lowest;
+      q = q < last ? q : last;
+      const double code = q - modulus * floor(q / modulus);
+      const float restored = float_of(relative_value(known, modulus, q, step, u));
+      const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
+      const double error = coded ? distance : 0;
+      errors[i] = error;
+      largest = error > largest ? error : largest;
+      coded_count += coded;
+      const uint32_t stored = static_cast<uint32_t>(static_cast<int32_t>(coded ? code : 0));
+      to[start + i] = static_cast<typename Word<W>::type>(stored);
+    }
+    const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
+    for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
+    add_squares(errors, rows, lanes);
+  }
+  return {count - coded_count, largest, added(lanes)};
+}
+
+template <int W>
+inline uint64_t relative_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                   double step, uint64_t seed, uint8_t* values) {
+  constexpr double kMost = 0x1p16;
+  const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
+  uint64_t valid_count = 0;
+#pragma omp simd reduction(+ : valid_count)
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t weight = w[i];
+    const double code = static_cast<double>(static_cast<int32_t>(uint32_t{from[i]}));
+    const double u = phase(seed, i);
+    const Cells cells = cells_of(weight, step, u);
+    const bool valid = is_finite_weight(weight) & (cells.count <= kMost) & (code < cells.count);
+    const double modulus = valid ? cells.count : 1, away = code - cells.lowest;
+    const double q = cells.lowest + (away - modulus * floor(away / modulus));
+    to[i] = relative_value(weight, modulus, q, step, u);
+    valid_count += valid;
+  }
+  return count - valid_count;
+}
+
+// Codes one part. `values`: float32 at any address. `weights`: bfloat16. `codes`: of `code_bytes`,
+// 1 or 2.
+inline LatticeErrors relative_codes_part(const uint8_t* values, const uint8_t* weights,
+                                         uint64_t count, double step, uint64_t seed,
+                                         uint32_t code_bytes, uint8_t* codes) {
+  return code_bytes == 1 ? relative_codes_of<1>(values, weights, count, step, seed, codes)
+                         : relative_codes_of<2>(values, weights, count, step, seed, codes);
+}
+
+// Decodes one part. Returns the number of codes that no value has; their values are the weights.
+inline uint64_t relative_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                     double step, uint64_t seed, uint32_t code_bytes,
+                                     uint8_t* values) {
+  return code_bytes == 1 ? relative_values_of<1>(codes, weights, count, step, seed, values)
+                         : relative_values_of<2>(codes, weights, count, step, seed, values);
+}
+
+}  // namespace
+
+}  // namespace deltacheck
