@@ -127,8 +127,15 @@ class Pipeline:
         failure = as_save_failed(progress.step, error)
         self._fail(progress, failure)
 
-    def refuse_if_stuck(self, progress: Progress) -> bool:
+    def refuse_if_stuck(
+        self, progress: Progress, abandon: Callable[[BaseException], None] | None = None
+    ) -> bool:
         """Fail a save that is about to begin if a thread still hangs in one that was given up.
+
+        Args:
+            progress: The state of the save.
+            abandon: Tells the other ranks of the save about the failure, if there are any. Without
+                it, they wait for this rank until their time limit.
 
         Returns:
             True if it has failed, and the caller may go on without it.
@@ -145,6 +152,8 @@ class Pipeline:
         )
         # The new epoch tells a gradient log that it cannot go on from this save.
         self._chains.drop()
+        if abandon is not None:
+            Background(1, "deltacheck-abandon").start(partial(abandon, failure))
         self._fail(progress, failure)
         progress.take_unseen_error()
         error = self.failures.to_raise(failure)

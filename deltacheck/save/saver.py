@@ -146,7 +146,7 @@ class Saver:
         handle = SaveHandle(request.step, self._pulse)
         progress = progress_of(handle)
         # A caller that ignores its handles learns of an earlier failure here.
-        if self._is_refused(progress):
+        if self._is_refused(progress, request):
             return handle
         pending = self.pending()
         if len(pending) >= self.options.max_pending and self.options.on_busy == "skip":
@@ -159,7 +159,7 @@ class Saver:
         for earlier in pending:
             self._block_until(earlier, "encoded")
         # A save may have been given up during the waits above.
-        if self._is_refused(progress):
+        if self._is_refused(progress, request):
             return handle
         # A gradient log has looked before it planned this save, and its plan needs the chains.
         if request.replay is None:
@@ -327,10 +327,10 @@ class Saver:
             if error is not None:
                 raise error
 
-    def _is_refused(self, progress: Progress) -> bool:
+    def _is_refused(self, progress: Progress, request: SaveRequest) -> bool:
         """Raise earlier failures; return true if the save itself has failed before it began."""
         self.raise_unseen()
-        return self._pipeline.refuse_if_stuck(progress)
+        return self._pipeline.refuse_if_stuck(progress, request.abandon)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed and, if ``verify`` asks for it, read back.

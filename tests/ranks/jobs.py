@@ -259,6 +259,44 @@ def fail_then_restore(rank: int, size: int, port: int, root: Path) -> Any:
         return told
 
 
+def tolerate(rank: int, size: int, port: int, root: Path, places: list[str]) -> Any:
+    """With ``on_error="log"``, rank 1 fails in every second save, then in several in a row.
+
+    Return the state of each handle, the reports of the saves that worked, the error after too many
+    failures, and whether the last step restores.
+    """
+    with (
+        world(rank, size) as group,
+        Engine(root, process_group=group, on_error="log", max_failures=2) as engine,
+    ):
+        run = Run("fsdp", size)
+        states, reports = [], []
+
+        def save(step: int, broken: str = "") -> None:
+            run.update(step)
+            if broken and rank == 1:
+                break_it(engine, broken, {})
+            handle = engine.save(step, run.state(step))
+            engine.wait()
+            states.append(handle.state)
+            if handle.report is not None:
+                kinds = {str(leaf.kind) for leaf in handle.report.leaves if leaf.raw_bytes}
+                reports.append((step, handle.report.failed_saves, kinds))
+
+        save(0)
+        for number, broken in enumerate(places):
+            save(2 * number + 1, broken)
+            save(2 * number + 2)
+        raised = ""
+        save(20, places[0])
+        try:
+            save(21, places[1])
+        except SaveFailed as error:
+            raised = str(error)
+        save(22)
+        return states, reports, raised, engine.steps(), whole(run.state(22))
+
+
 def break_it(engine: Engine, where: str, state: dict[str, Any]) -> None:
     saver = engine._saver
     if where == "describe":

@@ -143,6 +143,26 @@ def test_a_failure_of_one_rank_is_everyones_within_seconds_and_the_next_save_is_
     assert run.verify(deep=True) == []
 
 
+def test_with_on_error_log_all_ranks_agree_on_a_failure_and_go_on(tmp_path: Path) -> None:
+    results = launch(jobs.tolerate, 2, tmp_path / "run", ["encode", "durable"])
+    for states, reports, raised, steps, _ in results:
+        assert states == ["committed"] + ["failed", "committed"] * 3
+        assert [(step, failures) for step, failures, _ in reports] == [
+            (0, 0),
+            (2, 1),
+            (4, 1),
+            (22, 2),
+        ]
+        # Whole leaves on every rank, because no step has the base of the failed save.
+        assert all(kinds == {"keyframe"} for _, _, kinds in reports)
+        assert "2 saves in a row have failed (max_failures=2)" in raised
+        assert "the save of step 21 failed" in raised
+        assert steps == [0, 2, 4, 22]
+    reader = deltacheck.open(tmp_path / "run")
+    assert jobs.same(jobs.whole(reader.restore()), results[0][4]) == []
+    assert reader.verify(deep=True) == []
+
+
 def test_a_restore_tells_every_rank_of_a_failure_that_one_has_not_seen(tmp_path: Path) -> None:
     for first, second in launch(jobs.fail_then_restore, 2, tmp_path / "run"):
         assert "rank 1" in first or "Input/output error" in first
