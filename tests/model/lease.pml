@@ -39,6 +39,8 @@ byte watched[WRITERS];  /* ticks since a writer that waits has seen the lease un
 byte pending[WRITERS];  /* ticks that a renewal on its way would give */
 byte current;  /* writers that know the present generation of control/zarr.json */
 byte waiting, holds, lost, dead;  /* sets of writers */
+byte dying;  /* the writer that is being killed, plus 1; nothing else happens meanwhile */
+byte begun;  /* number of writers that have begun */
 byte renewing;  /* writers whose renewal is on its way */
 byte flight[WRITERS];  /* number of the manifest on its way, plus 1 */
 byte reply[WRITERS];  /* 1: created, 2: refused */
@@ -56,7 +58,7 @@ byte onto[NUMBERS];  /* the writer that acknowledged a step onto this one, plus 
 inline arrive(w) {
 	if
 #ifndef RENEWED_WITHOUT_A_CONDITION
-	:: !HAS(current, w) -> ADD(lost, w); DROP(holds, w)
+	:: !HAS(current, w) -> ADD(lost, w); DROP(holds, w); left[w] = 0
 #endif
 	:: else ->
 		claimant = w + 1;
@@ -73,44 +75,50 @@ inline arrive(w) {
 
 #define me _pid  /* writers are the first processes of this file */
 
-active [WRITERS] proctype Writer() {
+active [WRITERS] proctype Writer() provided (dying == 0 || dying == _pid + 1) {
 	byte number, commits;
 	{
-		/* code: deltacheck.store.lock.object_lease.ObjectLease._wait_until_free */
-		atomic {
+		/* code: deltacheck.store.lock.object_lease.ObjectLease._wait_until_free
+		 * Writers are alike until they begin: numbered as they begin, they need no other order. */
+		atomic { begun == me ->
+			begun++;
 			ADD(current, me);
 			watched[me] = 0;
 			if
 			/* code: deltacheck.store.lock.object_lease._is_dead
 			 * A dead process of the same machine, or of another one. */
-			:: claimant == 0 || HAS(dead, claimant - 1) -> skip
+			:: claimant == 0 || HAS(dead, claimant - 1) -> pending[me] = LEASE
 			:: claimant != 0 -> ADD(waiting, me)
 			fi
 		};
+		/* code: deltacheck.store.lock.object_lease.ObjectLease.__init__
+		 * The time of the lease is counted from before the request. To decide earlier than right
+		 * before it changes nothing, unless the generation changes, and then the request fails. */
 		if
 		:: !HAS(waiting, me)
-		:: atomic { HAS(waiting, me) && !HAS(current, me) -> DROP(waiting, me);
+		:: atomic { HAS(waiting, me) && !HAS(current, me) -> DROP(waiting, me); watched[me] = 0;
 				if
-				:: claimant == 0 -> ADD(current, me)  /* released meanwhile */
+				:: claimant == 0 -> ADD(current, me); pending[me] = LEASE  /* released meanwhile */
 				:: else -> goto ended  /* RootBusy: the holder lives */
 				fi
 			}
 #ifdef EXPIRY_NOT_AWAITED
-		:: atomic { HAS(waiting, me) && HAS(current, me) -> DROP(waiting, me) }
+		:: atomic { HAS(waiting, me) && HAS(current, me) ->
 #else
 		:: atomic { HAS(waiting, me) && HAS(current, me) && watched[me] >= LEASE ->
-				DROP(waiting, me)
-			}
 #endif
+				DROP(waiting, me); watched[me] = 0; pending[me] = LEASE
+			}
 		fi;
-		/* code: deltacheck.store.lock.object_lease.ObjectLease.__init__
-		 * The time of the lease is counted from before the request. */
-		atomic { watched[me] = 0; pending[me] = LEASE };
 		/* code: deltacheck.store.files.object_path.ObjectPath.swap */
 		atomic {
 			if
 			:: !HAS(current, me) -> pending[me] = 0; goto ended  /* RootBusy */
 			:: else ->
+				if
+				:: claimant != 0 -> DROP(dead, claimant - 1)
+				:: else
+				fi;
 				claimant = me + 1;
 				current = 1 << me
 			fi
@@ -214,18 +222,26 @@ active [WRITERS] proctype Writer() {
 			fi;
 			DROP(holds, me)
 		};
-ended:		skip
 	} unless { HAS(dead, me) };
-	atomic {
+ended:	atomic {
 		DROP(holds, me); DROP(waiting, me); DROP(renewing, me); DROP(lost, me);
 		DROP(current, me);
 		left[me] = 0; watched[me] = 0; pending[me] = 0; reply[me] = 0;
-		number = 0; commits = 0
+		number = 0; commits = 0;
+		/* Nobody asks any more whether a writer is dead that does not have the lease. */
+		if
+		:: claimant != me + 1 -> DROP(dead, me)
+		:: else
+		fi;
+		if
+		:: dying == me + 1 -> dying = 0
+		:: else
+		fi
 	}
 }
 
 /* The threads that renew, and the network: what was sent arrives at any time, or never. */
-active proctype Network() {
+active proctype Network() provided (dying == 0) {
 	byte w;
 end:	do
 	:: atomic {
@@ -262,7 +278,7 @@ end:	do
 }
 
 /* The clock of all processes: they run at one speed, and no two clocks are compared. */
-active proctype Clock() {
+active proctype Clock() provided (dying == 0) {
 	byte w;
 end:	do
 	:: d_step {
@@ -289,7 +305,7 @@ end:	do
 	od
 }
 
-active proctype Crash() {
+active proctype Crash() provided (dying == 0) {
 	byte w;
 end:	do
 	:: atomic { crashes > 0 && (holds | waiting) ->
@@ -300,8 +316,7 @@ end:	do
 			:: (holds | waiting) >> (w + 1) -> w++
 			od;
 			ADD(dead, w);
-			DROP(holds, w);
-			DROP(waiting, w);
+			dying = w + 1;
 			w = 0
 		}
 	od
