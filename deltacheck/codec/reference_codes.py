@@ -105,7 +105,8 @@ def _lowest_cell(weights: U16, step: float, u: F64) -> F64:
     """Return the number of the first of these cells."""
     exponent = np.maximum((weights >> np.uint16(7)) & np.uint16(0xFF), 1).astype(np.int64)
     center = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return np.floor((center - 0.5 * np.ldexp(1.0, exponent - 134)) / step + u)
+    lowest: F64 = np.floor((center - 0.5 * np.ldexp(1.0, exponent - 134)) / step + u)
+    return lowest
 
 
 def _relative_value(weights: U16, k: F64, q: F64, step: float, u: F64) -> F32:
