@@ -87,7 +87,8 @@ class StorageFailed(DeltacheckError, OSError):
     """The storage refused a request, or lacks a capability that a root needs.
 
     This error says nothing about the stored content. Check access, space and the message of the
-    storage, then repeat the call.
+    storage, then repeat the call. If the system has a class for the failure, such as
+    ``PermissionError``, the error is of that class, too.
     """
 
 
@@ -145,7 +146,8 @@ class ReplayDiffers(DeltacheckError):
 class BudgetExceeded(DeltacheckError, MemoryError):
     """A call would take more memory, disk or time than the caller or the machine allows.
 
-    Raise ``max_bytes`` or the ``Limits`` of the call, or name fewer leaves or slices.
+    Raise ``max_bytes`` or the ``Limits`` of the call, or name fewer leaves or slices. If the
+    machine has no memory or threads left, free some.
     """
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from deltacheck.errors import StepNotFound
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied
 from deltacheck.maintain import blame, branch, verify
 from deltacheck.maintain.blame import Blame
@@ -30,6 +31,7 @@ from deltacheck.store.root import Root, open_root
 Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 
 
+@typed
 class Checkpoints:
     """The committed checkpoints of a root, returned by ``deltacheck.open``.
 
@@ -330,7 +332,7 @@ class Checkpoints:
             StepNotFound: The root does not have the step.
             NotACheckpointRoot: ``to`` is not empty.
             Damaged: The step is not whole. ``ChainBroken`` is one kind of it.
-            OSError: The file system refused a link or a copy.
+            StorageFailed: The file system refused a link or a copy.
         """
         return branch.branch(self._root, step, to, copy=copy)
 
@@ -374,6 +376,7 @@ class Checkpoints:
 
 
 # The name hides the built-in in this module, but callers write ``deltacheck.open``.
+@typed
 def open(
     path: str | os.PathLike[str] | ObjectPath,
     *,

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
+from deltacheck.leaf.external_errors import remedy, translated
 from deltacheck.report.formatting import escape_unprintable, format_bytes
 
 # Exit codes. They are permanent and documented in docs/reference/cli.md. Typer and argparse also
@@ -301,6 +302,9 @@ def report_usage(error: Exception) -> int:
 
 def report_error(error: Exception) -> int:
     """Report an expected failure by its message, any other as a defect; return the exit code."""
+    # Errors of libraries, of which some have no class of their own.
+    if not isinstance(error, OSError | MemoryError):
+        error = translated(error, "the command") or error
     # An exception that is not in the table is a mistake of ours, never of the user.
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     if code is None:
@@ -319,7 +323,9 @@ def report_error(error: Exception) -> int:
 def _describe(error: Exception) -> str:
     # The text of an ``OSError`` begins with its number, which says nothing to most people.
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        # An error without a name is that of a stream, not of a root.
+        named = f"{error.strerror}: {error.filename}{remedy(error)}"
+        return named if error.filename else error.strerror
     if isinstance(error, MemoryError) and not isinstance(error, errors.DeltacheckError):
         return f"not enough memory: {error}"
     return str(error)

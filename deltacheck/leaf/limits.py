@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from deltacheck.errors import BudgetExceeded
 
@@ -35,8 +36,8 @@ class Limits:
     Args:
         max_bytes: Decoded bytes of the leaves that the call returns, writes, compares or checks.
             Larger: larger steps pass; smaller: a forged root can take less memory, disk and time.
-            ``None``: 256 MiB, or 16,384 times what the files of a local root hold if that is more,
-            which no root that this package wrote reaches; of an object store, no limit.
+            ``None``: 256 MiB, or 16,384 times what the files or objects of the segments hold if
+            that is more, which no root that this package wrote reaches.
         max_chunks: Chunks of these leaves, each of which takes about 100 bytes. ``None``: as many
             as 64 MiB of tables hold, or 64 times what the files hold.
         max_seconds: Wall time of the call, looked at between two reads. ``None``: no limit.
@@ -147,16 +148,50 @@ def check_tables(
 
 def _default(place: object, segments: Iterable[str], size: int, small: int, ratio: int) -> int:
     """Return the default limit, or ``size`` as soon as it is known to be below."""
-    # Sizes of objects are not asked for: one request each would cost more than it protects.
-    if size <= small or not isinstance(place, Path):
+    if size <= small:
         return size
-    file_bytes = 0
+    stored_bytes = 0
     for name in dict.fromkeys(segments):
-        for folder, _, files in os.walk(place / _SEGMENTS / name):
-            for file in files:
-                with contextlib.suppress(OSError):
-                    file_bytes += os.lstat(Path(folder, file)).st_size
-                # A large step is known to be real after a few files.
-                if file_bytes * ratio >= size:
-                    return size
-    return max(small, file_bytes * ratio)
+        sizes = (
+            _file_sizes(place / _SEGMENTS / name)
+            if isinstance(place, Path)
+            else _object_sizes(place / _SEGMENTS / name)  # type: ignore[operator] # of the store
+        )
+        for count in sizes:
+            stored_bytes += count
+            # A large step is known to be real after a few files.
+            if stored_bytes * ratio >= size:
+                return size
+    return max(small, stored_bytes * ratio)
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for directory, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):
+                yield os.lstat(Path(directory, file)).st_size
+
+
+class _Prefix(Protocol):
+    """The part of ``ObjectPath`` that is used here; the store is above this module."""
+
+    key: str
+
+    def __truediv__(self, name: str) -> _Prefix: ...
+    def keys(self) -> list[str]: ...
+    def read_bytes(self) -> bytes: ...
+
+
+def _object_sizes(folder: _Prefix) -> Iterator[int]:
+    """Yield the sizes of objects, those of data first.
+
+    Listings have no sizes, so the objects are read: of a real step one or two, because each proves
+    thousands of times its size.
+    """
+    begin = len(folder.key) + 1
+    keys = folder.keys()
+    names = [key[begin:] for key in keys]
+    for name in sorted(names, key=lambda name: not name.rpartition("/")[2].startswith("c.")):
+        check_time()
+        with contextlib.suppress(FileNotFoundError):
+            yield len((folder / name).read_bytes())

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from deltacheck.errors import NotACheckpointRoot
+from deltacheck.leaf.external_errors import walk
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
@@ -94,7 +95,7 @@ def branch(
     try:
         for ref in manifest.segments:
             source, segment = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
-            for folder, _, files in os.walk(source):
+            for folder, _, files in walk(source):
                 target_folder = segment / Path(folder).relative_to(source)
                 # Only files can be linked, so the directories are made anew and are synced below.
                 inside(target, target_folder).mkdir()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltacheck.errors import SaveFailed
+from deltacheck.leaf.external_errors import typed
 from deltacheck.maintain.drain import Drain, DrainRules
 from deltacheck.maintain.tier_bond import Pairing, seq_at
 from deltacheck.maintain.transfer import as_at
@@ -32,6 +33,7 @@ _MARGIN = 32
 _LEAF_BYTES, _SAVE_BYTES = 8 << 10, 1 << 20
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class MemoryTier:
     """The options of a memory tier: ``Engine(root, memory=MemoryTier(...))``.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
+from deltacheck.leaf.external_errors import typed
 from deltacheck.maintain.tier_bond import read_bond, write_bond
 from deltacheck.maintain.transfer import transfer
 from deltacheck.store import collect
@@ -21,6 +22,7 @@ from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import Root, Store, open_root
 
 
+@typed
 class Mirror:
     """A copy of a memory root, kept by another process than the one that writes there.
 

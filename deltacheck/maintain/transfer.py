@@ -8,13 +8,13 @@ whole, or does not have it. The source is only read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from deltacheck.errors import Damaged
+from deltacheck.leaf.external_errors import walk
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays, storage
@@ -123,7 +123,7 @@ def _copy_segment(
         # A killed transfer left it half copied.
         storage_of(target).remove_tree(ignore_errors=False)
     copied_bytes = 0
-    for folder, _, files in os.walk(source):
+    for folder, _, files in walk(source):
         target_folder = target
         for name in Path(folder).relative_to(source).parts:
             target_folder = target_folder / name

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.policy import roles
@@ -23,6 +24,7 @@ from deltacheck.profile.record import AdamRule, Profile
 from deltacheck.profile.sample import SamplePlan, embedding_paths, plan_samples
 
 
+@typed
 class Observer(ABC):
     """A recorder of observations. The options are those of ``deltacheck.Profiler``."""
 
@@ -197,7 +199,7 @@ class Observer(ABC):
             The profile.
 
         Raises:
-            OSError: If the file cannot be written.
+            StorageFailed: If the file cannot be written.
         """
         profile = self.profile()
         profile.write(path)

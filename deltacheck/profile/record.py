@@ -12,6 +12,7 @@ import msgspec
 
 from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.policy.events import Event
 
@@ -189,6 +190,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     sizes: tuple[PolicySizes, ...] = ()
     sensitivity: tuple[ClassSensitivity, ...] = ()
 
+    @typed
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, replacing ``path`` atomically.
 
@@ -196,7 +198,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
             path: The file to write.
 
         Raises:
-            OSError: If the file cannot be written.
+            StorageFailed: If the file cannot be written.
         """
         target = Path(path)
         # The same folder, because a rename across file systems is not atomic.
@@ -205,6 +207,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         temporary.replace(target)
 
     @classmethod
+    @typed
     def read(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile.
 
@@ -215,7 +218,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
             The profile.
 
         Raises:
-            OSError: If the file cannot be read.
+            StorageFailed: If the file cannot be read.
             Damaged: If the file is too large or is no valid profile; the message names the file
                 and the field.
             UnsupportedFormat: If the file has another version of the format.

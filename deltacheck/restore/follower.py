@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
+from deltacheck.errors import Damaged, StepNotFound, TreeMismatch
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
@@ -37,6 +38,7 @@ _BATCH_BYTES = 256 << 20
 _SPARSE_BELOW = 4
 
 
+@typed
 @dataclass(frozen=True, slots=True)
 class LeafChange:
     """The change of one leaf between two steps.
@@ -133,6 +135,7 @@ class Update:
         return sum(change.values.size for change in self.changes.values())
 
 
+@typed
 class Follower:
     """An iterator over the committed steps of a root as they appear, returned by ``follow``.
 
@@ -217,7 +220,7 @@ class Follower:
         except FileNotFoundError:
             return None  # deleted since it was listed
         # The copy may be updated in part, so nothing may be compared with it.
-        except DeltacheckError:
+        except BaseException:
             self.anchor()
             raise
 
@@ -486,6 +489,7 @@ def _differs(
     return differs
 
 
+@typed
 def follow(
     path: str | os.PathLike[str],
     *,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.progress import STATES, Progress
 from deltacheck.store.deadline import Deadline, Pulse
 
 
+@typed
 class SaveHandle:
     """One save. It reaches ``captured``, ``encoded``, ``durable`` and ``committed`` in this order.
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -83,8 +84,12 @@ class Pipeline:
         self._threads = [
             threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()
         ]
-        for thread in self._threads:
-            thread.start()
+        with ExitStack() as on_failure:
+            # The committer ends with the encoder.
+            on_failure.callback(self._to_encode.put, None)
+            for thread in self._threads:
+                thread.start()
+            on_failure.pop_all()
 
     # --- the training thread's side ---------------------------------------------------------------
 
@@ -146,20 +151,21 @@ class Pipeline:
         stuck = min(self.stuck, key=lambda stuck: stuck.step, default=None)
         if stuck is None:
             return False
-        failure = SaveFailed(
-            f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
-            " before it answers, or by another process"
-        )
-        # The new epoch tells a gradient log that it cannot go on from this save.
-        self._chains.drop()
+        failure = _hangs_in(stuck.step)
         if abandon is not None:
             Background(1, "deltacheck-abandon").start(partial(abandon, failure))
+        self.refuse(progress, failure)
+        return True
+
+    def refuse(self, progress: Progress, failure: Exception) -> None:
+        """Fail a save that has not begun; raise it if ``on_error`` or ``max_failures`` demands."""
+        # The new epoch tells a gradient log that it cannot go on from this save.
+        self._chains.drop()
         self._fail(progress, failure)
         progress.take_unseen_error()
         error = self.failures.to_raise(failure)
         if error is not None:
             raise error
-        return True
 
     def stop(self, *, join: bool) -> None:
         """Let the threads end after the saves under way. ``join``: wait for that."""
@@ -326,6 +332,9 @@ class Pipeline:
                 self._chains.protect_uncertain(job)
             # Else the manifest may exist and need the segment; a collection decides by what it
             # finds.
+        except Exception:
+            # Without threads or memory nothing is cleaned up; a collection removes what is left.
+            log.exception("what the save of step %d has written may be left over", job.request.step)
         finally:
             self._fail(job.progress, failure)
             self._release(job)
@@ -344,6 +353,13 @@ class Pipeline:
         """Record that no thread hangs in this save. Its progress must have ended."""
         with self._lock:
             self.stuck.discard(job.progress)
+
+
+def _hangs_in(step: int) -> SaveFailed:
+    return SaveFailed(
+        f"the storage still hangs in the save of step {step}; nothing can be saved before it"
+        " answers, or by another process"
+    )
 
 
 def _read_back(job: SaveJob, manifest: Manifest) -> Receipt | Exception:

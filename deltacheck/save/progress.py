@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.leaf.external_errors import is_external, remedy
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
 from deltacheck.store.deadline import Deadline, Pulse
@@ -197,7 +199,18 @@ def as_save_failed(step: int, error: BaseException) -> Exception:
         return error
     failure = SaveFailed(
         f"the save of step {step} failed; earlier steps are as they were. Cause:"
-        f" {type(error).__name__}: {error}"
+        f" {type(error).__name__}: {error}{remedy(error)}"
     )
     failure.__cause__ = error
     return failure
+
+
+@contextlib.contextmanager
+def beginning(step: int) -> Iterator[None]:
+    """Return a context for the begin of a save: failures outside of this package fail the save."""
+    try:
+        yield
+    except Exception as error:
+        if is_external(error):
+            raise as_save_failed(step, error) from error
+        raise

@@ -30,7 +30,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.pipeline import Pipeline
-from deltacheck.save.progress import Progress
+from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
@@ -199,6 +199,16 @@ class Saver:
     def resumed(self) -> None:
         """Forget the course of the run, because a step was restored."""
         self._treatment.resumed()
+
+    def fail(self, step: int, error: BaseException) -> SaveHandle:
+        """Return the handle of a save that failed before it began, such as for want of memory.
+
+        Raises:
+            SaveFailed: ``on_error`` does not leave the failure to the log.
+        """
+        handle = SaveHandle(step, self._pulse)
+        self._pipeline.refuse(progress_of(handle), as_save_failed(step, error))
+        return handle
 
     def _shadow(self, path: str) -> Shadow | None:
         leaf = self._chains.leaves.get(path)

@@ -3,6 +3,7 @@
     python -m tests.faults.io_errors --points 150    # over all scenarios and faults
     python -m tests.faults.io_errors --exhaustive    # every call and error, once and from there on
     python -m tests.faults.io_errors --replay "delta fail ENOSPC 17"   # repeat one, keep its files
+    python -m tests.faults.io_errors --public-calls 500    # only the table of ``external_calls``
 
 Two ways to meet the fault: ``fail``, a whole life of the library (opening, compacting, collecting)
 that may only raise, after which the same process goes on; and ``train``, a training that goes on
@@ -19,7 +20,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
+from tests.faults import external_calls
 from tests.faults.campaign import Campaign, Tally, Trial
 from tests.faults.scenarios import ORBAX, TORCH
 from tests.faults.shim import MUTATING, Fault, Mode
@@ -169,7 +172,15 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--replay", metavar="POINT")
+    parser.add_argument(
+        "--public-calls", type=int, metavar="POINTS", help="let only the table of calls fail"
+    )
+    parser.add_argument("--call", action="append", help="of the table, only this public call")
     asked = parser.parse_args()
+    if asked.replay is not None and ":" in asked.replay:
+        _report(*external_calls.replay(asked.replay))
+    if asked.public_calls is not None:
+        _report(*external_calls.campaign(asked.public_calls, asked.seed, asked.call))
     with Campaign() as campaign:
         if asked.replay is not None:
             tally = Tally(f"S3, replay of {asked.replay}", asked.seed)
@@ -183,6 +194,15 @@ def main() -> None:
                 else stratified(asked.points, found, random.Random(asked.seed))
             )
         problems = attempt_all(campaign, points, tally)
+    if asked.replay is None and asked.scenario is None:
+        print(tally)
+        number = None if asked.exhaustive else 4 * asked.points
+        more, tally = external_calls.campaign(number, asked.seed, asked.call)
+        problems += more
+    _report(problems, tally)
+
+
+def _report(problems: list[str], tally: Tally) -> NoReturn:
     print(*problems, tally, sep="\n")
     sys.exit(bool(problems))
 

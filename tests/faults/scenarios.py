@@ -788,6 +788,8 @@ CONTROLS = {
         _control("reference-protocol", ReferenceProtocol(), keep=None),
     )
 }
+# They call what public calls and commands call, which then report the error.
+COMMANDS = frozenset({"compaction", "collection", "repair", "ranks"})
 TIER = _tier()
 SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 

@@ -57,22 +57,37 @@ def look(name: str, root: str, acknowledgements: str) -> list[str]:
 
 
 def fail(name: str, root: str, acknowledgements: str) -> list[str]:
-    """``act`` while calls fail: it may only raise. Then, the fault over, the same process
-    goes on.
+    """``act`` while calls fail: it may only raise errors of ours. Then, the fault over, the same
+    process goes on.
     """
     scenario, acknowledge = SCENARIOS[name], scenarios.acknowledge_to(Path(acknowledgements))
     begin = time.monotonic()
-    with contextlib.suppress(
-        Exception
-    ):  # any will do, as long as it is raised and is no BaseException
+    problems = []
+    try:
         scenario.act(Path(root), acknowledge)
-    problems = _late(begin)
+    except Exception as error:  # noqa: BLE001 - a finding, if it is not one of ours
+        problems += untyped(error, is_command=name in scenarios.COMMANDS)
+    problems += _late(begin)
     _end_fault()
     try:
         acknowledge(scenario.subject.go_on(Path(root)))
     except Exception as error:  # noqa: BLE001 - a finding
         problems.append(f"the same process cannot go on: {type(error).__name__}: {error}")
     return problems
+
+
+def untyped(error: Exception, *, is_command: bool = False) -> list[str]:
+    """Return a problem if an error that a public call has raised is not of our exception tree.
+
+    ``is_command``: the scenario calls what a command calls, and the command reports the error.
+    """
+    from deltacheck.cli import output
+    from deltacheck.errors import DeltacheckError
+
+    is_ours = isinstance(error, DeltacheckError)
+    if is_ours or (is_command and output.report_error(error) != output.DEFECT):
+        return []
+    return [f"an error that is not ours: {type(error).__name__}: {error}"]
 
 
 def train(
@@ -199,8 +214,8 @@ def _train_orbax(
             begin = time.monotonic()
             try:
                 scenarios.orbax_save(opened, step)
-            except Exception:  # noqa: BLE001 - Orbax raises what failed the save
-                pass
+            except Exception as error:  # noqa: BLE001 - Orbax raises what failed the save
+                problems += untyped(error)
             else:
                 acknowledge(step)
             problems += _late(begin)

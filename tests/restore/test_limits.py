@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from deltacheck.backends import isolated
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.leaf import limits
+from deltacheck.store.files import storage
+from deltacheck.store.files.object_path import ObjectPath
 from tests.restore.test_bad_input import claim, manifest_path
 from tests.restore.test_bad_input import saved as saved
 from tests.support import forge
@@ -143,6 +146,42 @@ def test_what_compresses_best_stays_far_below_the_default(tmp_path: Path) -> Non
     opened = deltacheck.open(tmp_path)
     assert opened.restore()["x"].nbytes == report.raw_bytes
     assert opened.verify(deep=True) == []
+
+
+def in_store(root: Path) -> ObjectPath:
+    """Copy a root to an object store in memory."""
+    place = storage.of(f"memory://limits/{secrets.token_hex(8)}")
+    assert isinstance(place, ObjectPath)
+    for file in root.rglob("*"):
+        if file.is_file():
+            (place / str(file.relative_to(root))).write_bytes(file.read_bytes())
+    return place
+
+
+@pytest.mark.parametrize("forgery", ["6 GiB without a file", "many leaves"])
+def test_an_object_store_has_the_default_of_its_objects(
+    saved: Path, tmp_path: Path, forgery: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "root")
+    FORGERIES[forgery](tmp_path / "root")
+    with pytest.raises(errors.BudgetExceeded, match="the default for files of this size"):
+        deltacheck.open(in_store(tmp_path / "root")).restore(1)
+
+
+def test_few_objects_prove_that_a_step_of_an_object_store_is_real(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, read = in_store(saved), []
+    monkeypatch.setattr(limits, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(limits, "_SMALL_TABLES_BYTES", 0)
+    original = ObjectPath.read_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectPath, "read_bytes", lambda path: read.append(path) or original(path))
+        restored = deltacheck.open(place).restore(1)
+    assert np.array_equal(restored["w"], deltacheck.open(saved).restore(1)["w"])
+    proofs = [path for path in read if path.name.startswith("c.")]
+    assert 1 <= len(proofs) <= 8
+    assert deltacheck.open(place).verify(deep=True) == []
 
 
 # --- limits of the caller -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from deltacheck.backends.orbax.state import leaves, replica
 from deltacheck.backends.orbax.state.load import Read
 from deltacheck.errors import ReplayNeeded, UnsupportedLeaf
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore import replay
@@ -126,6 +127,7 @@ class GradientLog:
             self._book.record(lambda number: _numbered(number, copies, skeleton))
         return result
 
+    @typed
     def save(
         self,
         step: int,
@@ -163,6 +165,7 @@ class GradientLog:
             handle = skipped(step)
         return handle
 
+    @typed
     def restore(
         self,
         step: int | None = None,
@@ -191,6 +194,7 @@ class GradientLog:
         args = DeltaRestoreArgs(target, shardings=shardings, max_bytes=max_bytes, log=self)
         return self._manager.restore(step, args=args)
 
+    @typed
     def close(self) -> None:
         """Release the replica and the recorded inputs. The manager stays open."""
         self._book.forget()

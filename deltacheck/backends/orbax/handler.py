@@ -24,6 +24,7 @@ from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, await_directories
 from deltacheck.backends.orbax.state.load import abstract_tree, restore_tree
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
+from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
@@ -33,6 +34,7 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, way_out, whole_steps
 
 
+@typed
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
     """A handler that saves and restores items of the steps of a ``CheckpointManager``.
 
@@ -130,7 +132,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             UnsupportedLeaf: A leaf cannot be kept exactly.
             DuplicatePath: Two leaves have the same path.
             RootBusy: Another process writes to the root.
-            OSError: The root cannot be written.
+            StorageFailed: The root cannot be written.
             RankFailed: Another process raised one of these, or has another state.
         """
         self._check_open()

@@ -24,11 +24,13 @@ from deltacheck.backends.orbax.state import leaves, load, pieces
 from deltacheck.backends.orbax.state.load import Restored
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.source import host_content_check
 from deltacheck.save.logbook import Plan
+from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
@@ -120,6 +122,20 @@ class Item:
         with self._group.sharing_failure():
             yield
 
+    @contextlib.contextmanager
+    def _counting_failure(self, step: int) -> Iterator[None]:
+        """Return a context for the begin of a save, which fails if memory or the storage fails."""
+        try:
+            yield
+        except Exception as error:
+            if not is_external(error):
+                raise
+            failure = as_save_failed(step, error)
+            log.error("%s", failure)
+            if self.failures is not None:
+                self.failures.add(failure)
+            raise failure from error
+
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state to save."""
         describe = leaves.describe if jax.process_count() == 1 else pieces.describe
@@ -139,8 +155,20 @@ class Item:
         ``flat``: the flattened state. ``start_time``: the time (``perf_counter``) at which the
         training thread began to wait for this save.
         """
-        if self._group is not None:
-            return self._begin_in_group(self._group, place, flat, metrics, start_time, log)
+        with self._counting_failure(place.step):
+            if self._group is not None:
+                return self._begin_in_group(self._group, place, flat, metrics, start_time, log)
+            return self._begin_alone(place, state, flat, metrics, start_time, log)
+
+    def _begin_alone(
+        self,
+        place: ItemPlace,
+        state: object,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        start_time: float,
+        log: Log | None,
+    ) -> Commit:
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()

@@ -21,6 +21,7 @@ from deltacheck.backends.orbax.handler import (
 from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
 from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFound
+from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save import exits
 from deltacheck.store.deadline import Deadline
@@ -35,6 +36,7 @@ _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyD
 _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
 
 
+@typed
 def manager(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     options: Any = None,
@@ -143,7 +145,7 @@ def manager(  # noqa: PLR0913 - one argument per option
     # Orbax renames without a sync, so a committed step could be gone after a power cut.
     if Durability.of(durability).syncs:
         options = with_durable_steps(path, options)
-    manager_class = ocp.CheckpointManager if on_error == "raise" else _TolerantManager
+    manager_class = _Manager if on_error == "raise" else _TolerantManager
     new_manager = manager_class(path, options=options, handler_registry=registry, metadata=metadata)
     # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
@@ -155,7 +157,15 @@ def manager(  # noqa: PLR0913 - one argument per option
     return new_manager
 
 
-class _TolerantManager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no types
+class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no types
+    """A manager whose calls raise errors of ours if the storage, memory or threads fail."""
+
+
+for _call in ("save", "restore", "wait_until_finished", "delete", "reload", "all_steps", "close"):
+    setattr(_Manager, _call, typed(getattr(ocp.CheckpointManager, _call)))
+
+
+class _TolerantManager(_Manager):
     """A manager that raises failed saves only if its handler says so.
 
     Orbax waits for the last save in ``save``, ``wait_until_finished`` and ``close``, each time with
@@ -191,6 +201,7 @@ class Whole(NamedTuple):
     tree: Any
 
 
+@typed
 def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) -> Whole:
     """Restore a step, or the newest whole step before it.
 

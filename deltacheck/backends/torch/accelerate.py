@@ -10,12 +10,14 @@ from typing import Any
 
 from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
+from deltacheck.leaf.external_errors import typed
 
 # The keys of the saved tree. An accelerator holds these objects in private lists, in the order in
 # which they were prepared or registered.
 _PARTS = ("models", "optimizers", "schedulers", "custom")
 
 
+@typed
 def state_of(accelerator: Any) -> dict[str, Any]:
     """Return the state of everything that the accelerator has prepared, for ``Engine.save``.
 
@@ -54,6 +56,7 @@ def state_of(accelerator: Any) -> dict[str, Any]:
     return state
 
 
+@typed
 def load_state(accelerator: Any, state: dict[str, Any]) -> None:
     """Load a state into everything that the accelerator has prepared.
 

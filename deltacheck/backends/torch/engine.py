@@ -19,11 +19,11 @@ from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.progress import as_save_failed
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
@@ -36,6 +36,7 @@ from deltacheck.store.manifest import Replay
 log = logging.getLogger("deltacheck")
 
 
+@typed
 class Engine:
     """The checkpoints of one training run, in a directory or under a prefix of an object store.
 
@@ -122,8 +123,8 @@ class Engine:
             or one of them failed or did not come in time.
         NotACheckpointRoot: ``root`` holds something else.
         UnsupportedFormat: A newer version wrote ``root``.
-        OSError: ``root`` cannot be written.
-        StorageFailed: The object store does not answer or has no conditional writes.
+        StorageFailed: ``root`` cannot be written (it is an ``OSError``, too), or the object store
+            does not answer or has no conditional writes.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -217,7 +218,8 @@ class Engine:
         Raises:
             UnsupportedLeaf: A leaf cannot be kept exactly.
             DuplicatePath: Two leaves have the same path.
-            SaveFailed: An earlier save failed and no call has raised it. This step is not saved.
+            SaveFailed: This state cannot be captured, such as for want of memory, or an earlier
+                save failed and no call has raised it. This step is not saved.
             ValueError: ``step`` is not an integer of at least 0.
         """
         begin = time.perf_counter()
@@ -275,9 +277,9 @@ class Engine:
             # The other ranks have begun the save, and wait for what this one reports.
             if attempt.agreed is not None and attempt.agreed.abandon is not None:
                 attempt.agreed.abandon(error)
-            # torch has no class of its own for host memory that cannot be had.
-            if isinstance(error, RuntimeError) and "allocate memory" in str(error):
-                raise as_save_failed(step, error) from error
+            # Memory of the host or a device, the storage, or threads.
+            if is_external(error):
+                return self._saver.fail(step, error)
             raise
         progress_of(handle).add_blocking(planning_seconds)
         return handle

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import replay
@@ -32,6 +33,7 @@ log = logging.getLogger("deltacheck")
 _IGNORED_ATTRIBUTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
 
+@typed
 class GradientLog:
     """Saves one optimizer's training state as gradients if that is proven to be exact.
 

@@ -19,6 +19,7 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.files.load import load
 from deltacheck.backends.torch.state import rng
+from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
 
@@ -30,6 +31,7 @@ _INTERFACES = (
 _RNG = "deltacheck.rng"  # permanent: key of the random states in a checkpoint
 
 
+@typed
 class DeltaCheckIO:
     """A ``CheckpointIO`` for Lightning.
 

@@ -24,12 +24,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.dcp.names import step_of
+from deltacheck.leaf.external_errors import typed
 
 # Megatron's factory of readers is a global of its module, so only one load at a time may replace
 # it. Reentrant, because one loading method may call another.
 _reading = threading.RLock()
 
 
+@typed
 class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[misc] # untyped
     """Saves with ``dist_checkpointing.save(..., sharded_strategy=DeltaSaveStrategy(root))``.
 
@@ -102,6 +104,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
         )
 
 
+@typed
 class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc] # untyped
     """Loads with ``dist_checkpointing.load(..., sharded_strategy=DeltaLoadStrategy(root))``.
 

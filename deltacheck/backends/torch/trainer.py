@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
+from deltacheck.leaf.external_errors import typed
 from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
@@ -36,6 +37,7 @@ _TESTED_VERSION = "5.23.0"  # of transformers
 _STATE_FILE = "trainer_state.json"  # Trainer reads it only from a file
 
 
+@typed
 class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     """Saves a training in the background, and resumes from its checkpoints.
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed
 from deltacheck.leaf import grid
+from deltacheck.leaf.external_errors import unreadable
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import chunk_files, native_files
 from deltacheck.store.files.background import Background
@@ -578,6 +579,8 @@ class Reading:
 
 def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
     """Return TensorStore's error as one of ours: its status code stands first in its text."""
+    if isinstance(error, OSError):
+        return unreadable(path, error)
     text = str(error)
     if storage_of(path).is_outage(text):
         return StorageFailed(f"array {path} cannot be read: {brief(error)}")

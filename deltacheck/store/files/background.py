@@ -30,8 +30,13 @@ class Background:
             Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
             for _ in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            # Those that were started would wait for tasks that nobody can hand over.
+            _end(self._tasks)
+            raise
         # Not at exit: the saves under way may be finished after that.
         weakref.finalize(self, _end, self._tasks).atexit = False
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from deltacheck.errors import Damaged
 from deltacheck.leaf import grid
+from deltacheck.leaf.external_errors import unreadable
 
 # Bytes of the crc32c that ends every chunk and every index.
 _CRC_BYTES = 4
@@ -167,7 +168,7 @@ def check_directory(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     if not stat.S_ISDIR(mode):
         raise Damaged(
             f"{path} is not a directory; it leads out of the root or holds something else"
@@ -198,7 +199,7 @@ def open_file(path: Path, cells: Cells) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     try:
         _check(descriptor, path, cells)
     # The descriptor is the caller's only if all checks have passed.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorstore as ts
 
 from deltacheck.errors import Damaged, RootBusy, StorageFailed
+from deltacheck.leaf.external_errors import unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
@@ -91,27 +92,28 @@ class LocalStorage(Storage[Path]):
         return ts.KvStore.open(self.kvstore(), context=context).result()
 
     def read_file(self, most_bytes: int) -> bytes:
-        path = self.path
         try:
-            descriptor = os.open(path, _READ_FLAGS)
+            descriptor = os.open(self.path, _READ_FLAGS)
+            try:
+                return self._content(descriptor, most_bytes)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error}", file=path) from error
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise Damaged(f"{path} is not a regular file", file=path)
-            if status.st_size > most_bytes:
-                raise Damaged(
-                    f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may"
-                    " have",
-                    file=path,
-                )
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                return file.read(status.st_size + 1)
-        finally:
-            os.close(descriptor)
+            raise unreadable(self.path, error) from error
+
+    def _content(self, descriptor: int, most_bytes: int) -> bytes:
+        path, status = self.path, os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{path} is not a regular file", file=path)
+        if status.st_size > most_bytes:
+            raise Damaged(
+                f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have",
+                file=path,
+            )
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(status.st_size + 1)
 
     def start_read(
         self, most_bytes: int, version: object = None
@@ -150,7 +152,7 @@ class LocalStorage(Storage[Path]):
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
+            raise unreadable(self.path, error) from error
         return True
 
     def full_name(self) -> str:
@@ -227,7 +229,7 @@ class LocalStorage(Storage[Path]):
             os.close(descriptor)
 
     def directories_below(self) -> Iterator[Path]:
-        for directory, _, _ in os.walk(self.path):
+        for directory, _, _ in walk(self.path):
             yield Path(directory)
         yield self.path.parent
 

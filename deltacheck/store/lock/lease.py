@@ -7,6 +7,7 @@ after a killed run. If locks do not work, the exclusive creation of the next man
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -108,7 +109,8 @@ class LocalLease:
         """Give the root back; more than once does nothing."""
         if self._descriptor >= 0:
             # Closing alone is not enough: a child that was just forked may share the open file.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
 
     def _close(self) -> None:

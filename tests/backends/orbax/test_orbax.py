@@ -45,6 +45,7 @@ from deltacheck.backends.orbax import (
     DeltaCheckpointHandler,
     DeltaRestoreArgs,
     DeltaSaveArgs,
+    item,
     load,
     manager,
 )
@@ -857,6 +858,28 @@ def test_a_failure_that_nobody_waited_for_surfaces_at_the_next_save_and_the_one_
         full_disk.clear()
         save(mngr, 1, small_state(1))
         assert_same(mngr.restore(1), small_state(1))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_capture_without_device_memory_is_a_failed_save_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
+
+    with manager(tmp_path, on_error=on_error) as mngr:
+        save(mngr, 0, small_state(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(item, "_sources", full)
+            if on_error == "log":
+                mngr.save(1, args=DeltaSaveArgs(small_state(1)))
+            else:
+                with pytest.raises(SaveFailed, match=r"step 1 failed.*Free memory") as caught:
+                    mngr.save(1, args=DeltaSaveArgs(small_state(1)))
+                assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+        save(mngr, 2, small_state(2))
+        assert deltacheck.open(tmp_path).steps() == [0, 2]
+        assert deltacheck.open(tmp_path).manifest(2).failed_saves == 1
 
 
 def test_a_step_that_orbax_failed_to_rename_is_no_base(

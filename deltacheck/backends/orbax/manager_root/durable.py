@@ -19,6 +19,7 @@ from typing import Any
 from etils import epath
 from orbax import checkpoint as ocp
 
+from deltacheck.leaf.external_errors import walk
 from deltacheck.store.files.durability import sync_directory
 
 
@@ -60,7 +61,7 @@ def _sync_files(path: Path) -> None:
 
     They are few and small, because the segments are in the store and not in the step.
     """
-    for directory, _, names in os.walk(path):
+    for directory, _, names in walk(path):
         for name in names:
             # A link is not followed: what it refers to is not a part of the step.
             descriptor = os.open(Path(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

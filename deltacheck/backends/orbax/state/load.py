@@ -19,6 +19,7 @@ from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
 from deltacheck.restore import damage
@@ -33,6 +34,7 @@ from deltacheck.store.root import Root, open_root
 _NUMPY = (NUMPY_ARRAY, NUMPY_SCALAR)
 
 
+@typed
 def load(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     step: int | None = None,

@@ -31,6 +31,7 @@ from deltacheck.backends.torch.dcp.stream import Restored, keep
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.sharding import whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
@@ -69,6 +70,7 @@ class _Index(NamedTuple):
     owners: dict[int, str]  # id of a meta tensor -> leaf path
 
 
+@typed
 class DeltaStorageReader(StorageReader):
     """Reads a step into the state that ``torch.distributed.checkpoint.load`` is given.
 

@@ -23,11 +23,13 @@ from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, str
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
+from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
@@ -59,6 +61,7 @@ class _Content(NamedTuple):
     shape: tuple[int, ...] | None
 
 
+@typed
 class DeltaStorageWriter(StorageWriter):
     """A storage writer for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
@@ -287,8 +290,9 @@ class DeltaStorageWriter(StorageWriter):
         # Before this rank makes a root of its own there.
         if task.probe:
             require_probe(self._path, task.probe, task.root)
-        copies = digests_of(self._copies(plan, planner, task), task.seq)
-        part = self._stream.save(task, _local(plan, planner, task), copies)
+        with beginning(task.step):
+            copies = digests_of(self._copies(plan, planner, task), task.seq)
+            part = self._stream.save(task, _local(plan, planner, task), copies)
         results = [WriteResult(item.index, _bytes_of(item), None) for item in plan.items]
         # The first result has the report of all items. A rank that holds copies only reports, too.
         first = results[0] if results else WriteResult(MetadataIndex(""), 0, None)

@@ -31,6 +31,7 @@ from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
 from deltacheck.backends.torch.deepspeed.reading import Reading
 from deltacheck.backends.torch.deepspeed.saved_state import PendingSave, own_elements, state_of
 from deltacheck.backends.torch.files.load import MapLocation
+from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.fill import StepReader
 
 log = logging.getLogger("deltacheck")
@@ -92,6 +93,7 @@ def attach(engine: Any, **options: Any) -> DeltaCheckpointEngine:
     return checkpoint_engine
 
 
+@typed
 class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The checkpoint engine that DeepSpeed calls; made by ``install`` or ``attach``.
 
@@ -221,7 +223,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             DeltacheckError: The save failed.
-            OSError: An earlier step was committed, but its pointers could not be written.
+            StorageFailed: An earlier step was committed, but its pointers could not be written.
         """
         # Cleared first, so that a second call does nothing even if this one fails.
         engine, self._engine = self._engine, None
@@ -234,7 +236,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             DeltacheckError: The save failed.
-            OSError: The step was committed, but its pointers could not be written.
+            StorageFailed: The step was committed, but its pointers could not be written.
         """
         if self._engine is not None:
             self._engine.wait()

@@ -14,6 +14,7 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.group.collective import RankGroup
 from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.export import new_file
 from deltacheck.store.manifest import Manifest
 
@@ -59,6 +60,7 @@ class PublishingEngine(Engine):
             raise error
 
 
+@typed
 def publish(root: Path, manifest: Manifest) -> None:
     """Write the pointers of a step that a DeepSpeed engine has saved.
 
@@ -70,7 +72,7 @@ def publish(root: Path, manifest: Manifest) -> None:
         manifest: The step's manifest, ``deltacheck.open(root).manifest(step)``.
 
     Raises:
-        OSError: A file cannot be written.
+        StorageFailed: A file cannot be written.
     """
     header: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
     # Relative to the root, so that both can be moved together.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
+from deltacheck.leaf.external_errors import typed
 from deltacheck.policy.retention import Retention
 from deltacheck.store.files import storage
 
@@ -56,6 +57,7 @@ def series_of(path: Path) -> Series:
     return Series(path.with_name(stem + path.suffix + SUFFIX), int(number[0]))
 
 
+@typed
 def save(
     obj: object,
     f: str | os.PathLike[str],
@@ -116,6 +118,7 @@ def save(
         pointer.write(path, pointer.Pointer(series.root, step, report.seq))
 
 
+@typed
 def release(f: str | os.PathLike[str] | None = None) -> None:
     """Release the memory and the root of one series or of all; the next save writes whole leaves.
 

@@ -11,6 +11,7 @@ import torch
 
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
+from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
@@ -22,6 +23,7 @@ MapLocation: TypeAlias = (
 )
 
 
+@typed
 def load(  # noqa: PLR0913 - one argument per option
     root: str | os.PathLike[str],
     step: int | MapLocation | None = None,

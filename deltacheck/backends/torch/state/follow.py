@@ -7,9 +7,11 @@ import torch
 
 from deltacheck.backends.matching import changes_of
 from deltacheck.backends.torch.state import leaves
+from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.follower import LeafChange, Update
 
 
+@typed
 def apply(update: Update, state: object, *, check: bool = False) -> None:
     """Apply the changes of ``update`` to the tensors or NumPy arrays of ``state``, on any device.
 
