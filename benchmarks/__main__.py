@@ -34,6 +34,7 @@ BENCHMARKS = {
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "schedules": "benchmarks.schedules",
+    "first_moment": "benchmarks.first_moment",
     "device": "benchmarks.device",
     "scale": "benchmarks.scale",
     "compare": "benchmarks.compare",
@@ -77,6 +78,9 @@ def main(
     only: Annotated[
         str | None, typer.Option("--only", help="For schedules: runs whose names contain this.")
     ] = None,
+    optimizers: Annotated[
+        bool, typer.Option("--optimizers", help="For size: states of other optimizers than Adam.")
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="Only list the benchmarks.")] = False,
 ) -> None:
     """Measure the cost of saving and restoring."""
@@ -102,7 +106,9 @@ def main(
             implementation = importlib.import_module(BENCHMARKS[benchmark])
             with tempfile.TemporaryDirectory(dir=name) as own_folder:
                 results.append(
-                    implementation.run(Settings(quick, Path(own_folder), ranks, leaves, only))
+                    implementation.run(
+                        Settings(quick, Path(own_folder), ranks, leaves, only, optimizers)
+                    )
                 )
             results[-1].show(console)
             console.print(f"[dim]{time.perf_counter() - start:.0f} s[/]")

@@ -24,6 +24,7 @@ class Settings:
         ranks: The number of ranks, if the benchmark has any; ``None``: as documented.
         leaves: The number of leaves, likewise.
         only: A part of the names of the runs to measure; ``None``: all.
+        optimizers: Measure the states of other optimizers than Adam, if the benchmark can.
     """
 
     quick: bool
@@ -31,6 +32,7 @@ class Settings:
     ranks: int | None = None
     leaves: int | None = None
     only: str | None = None
+    optimizers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numcodecs import Blosc, Zstd  # type: ignore[import-untyped]
 
-from benchmarks import states
+from benchmarks import optimizers, states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy, SaveReport
@@ -101,7 +101,9 @@ class Root:
 
 
 def run(settings: Settings) -> Result:
-    """Measure the saves of real and synthetic states."""
+    """Measure the saves of real and synthetic states, or those of optimizers."""
+    if settings.optimizers:
+        return optimizers.run(settings)
     recipe = states.QUICK if settings.quick else states.REAL
     saves = {1: 3, 10: 2} if settings.quick else {1: 34, 10: 12}
     rows: list[list[Cell]] = []

@@ -81,12 +81,15 @@ class Situation:
         step: The step count of its optimizer, ``None`` if the state does not hold it.
         spacing: The spacing of the lattice of its float32 weight so far, ``None`` without one.
         master_scale: The root mean square of a sample of that weight: the master, if it has one.
+        is_due: True if this save is the turn of its moments to be written again, see
+            ``policy.refresh``.
     """
 
     hyperparameters: Hyperparameters
     step: int | None
     spacing: float | None
     master_scale: float
+    is_due: bool = False
 
 
 def is_treatable(spec: LeafSpec | None, dtype: str) -> bool:
@@ -250,17 +253,19 @@ def _moments(
     )
     if hidden.moments == "bounded":
         return {first: mean, second: paired}
-    age = (
-        0
-        if situation.step is None
-        else adam.permitted_staleness(hidden.max_drift_octaves, situation.step, constants[1])
-    )
-    if hidden.max_age_steps:
-        age = min(age, hidden.max_age_steps)
+    age = reusable_steps(hidden, situation.step, constants[1])
     if age == 0:
         return {}
     terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
     return {first: replace(mean, terms=Reused(age)), second: replace(paired, terms=terms)}
+
+
+def reusable_steps(hidden: Hidden, step: int | None, beta2: float) -> int:
+    """Return the largest age of reused moments, in updates; 0 if they may not be reused (law 7)."""
+    if step is None:
+        return 0
+    age = adam.permitted_staleness(hidden.max_drift_octaves, step, beta2)
+    return min(age, hidden.max_age_steps) if hidden.max_age_steps else age
 
 
 def _dead_band(octaves: float) -> float:

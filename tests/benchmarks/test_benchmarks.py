@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("numcodecs")  # comes with zarr
 
 
-from benchmarks import schedules
+from benchmarks import optimizers, schedules
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.record import Figure, Result, Settings, Table, format_cell
 
@@ -227,6 +227,20 @@ def test_the_figures_of_a_schedule_are_those_of_the_smaller_policy_with_exact_we
     assert figures["a run, post_training: later saves"].holds
     assert figures["a run, post_training: largest over the mean"].holds
     assert figures["a run, post_training, weights bounded: later saves"].limit == 0.005
+
+
+def test_states_of_other_optimizers_than_adam_are_exact(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    result = optimizers.run(Settings(quick=True, folder=tmp_path, optimizers=True))
+    torch.set_num_threads(threads)
+    sizes, resumes = (rows(result.as_json(), table) for table in (0, 1))
+    states = {(row["optimizer"], row["state"]): row for row in sizes}
+    assert states["Lion", "exp_avg"]["contract"] == "exact"
+    assert states["Muon", "momentum_buffer"]["contract"] == "exact"
+    assert all(0 < row["entropy"] <= 1 for row in sizes if row["raw"] > 1024)
+    bits = {(row["optimizer"], row["momentum"]): row["bits"] for row in resumes}
+    assert {optimizer for optimizer, _ in bits} == {"Lion", "Muon"}
+    assert 1 < bits["Muon", "within 0.6 octaves"] < 8
 
 
 def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[str, Any]]) -> None:

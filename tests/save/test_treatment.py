@@ -442,6 +442,22 @@ def test_refreshes_do_not_all_fall_on_one_save(saves: Any) -> None:
     assert max(fresh) < 12
 
 
+def test_a_young_run_has_no_save_that_refreshes_most_moments(saves: Any) -> None:
+    made = saves(Policy.model_exact(stable_from=0), AdamRun((64, 64), 16))
+    made.until_stable()
+    assert made.run.step < 180  # pairs may be reused for less than 25 steps
+    reports, fresh = [], []
+    for _ in range(12):
+        reports.append(made.save())
+        terms = made.manifest().contracts
+        seconds = [p for path, p in terms.items() if path.endswith("exp_avg_sq")]
+        fresh.append(sum(promise.from_step == made.run.step for promise in seconds) / len(seconds))
+        assert all(p.age(made.run.step) <= p.terms.max_age_steps for p in seconds)
+    assert max(fresh) < 0.7
+    stored = [report.stored_bytes for report in reports]
+    assert max(stored) <= 3 * sum(stored) / len(stored)
+
+
 def test_drift_beyond_the_contract_turns_reuse_into_a_write_at_once(saves: Any) -> None:
     made = saves(Policy.model_exact())
     made.until_stable()

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec import octaves
-from deltacheck.leaf import tiles
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision, betas
-from deltacheck.policy.keyframes import staggered
 from deltacheck.restore import derive
 from deltacheck.save.job.source import Coded
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
@@ -111,9 +109,9 @@ class MomentCapture:
         terms = decisions[second].terms
         assert isinstance(terms, Reused)
         age = stored_pair.age(save.step, group.situation.step)
-        # The limits of the parameters are staggered, so that their moments are not all stored by
-        # one save.
-        if age is None or age > staggered(tiles.leaf_of(second), terms.max_age_steps):
+        # A frozen parameter has the values of its stored pair.
+        is_due = group.situation.is_due and age != 0
+        if age is None or age > terms.max_age_steps or is_due:
             return None
         specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
         codes: dict[str, Array] = {}

@@ -11,6 +11,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.activity import Activity
 from deltacheck.policy.events import Detector
 from deltacheck.policy.parameters import Roles
+from deltacheck.policy.refresh import Clock
 from deltacheck.policy.stage import Stage
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.error_measures import Array
@@ -96,6 +97,7 @@ class RunState:
         drifts: Drifts of second moments in octaves, measured while the last save was captured.
         spacings: The lattice spacing of each master, by path.
         scales: The root mean square of each master, by path, sampled once.
+        clocks: The time that spreads the writes of reused moments, by parameter group.
         stored_pairs: The time at which the reused moments of a parameter were stored, by name.
         counts: The optimizer's step count at the last save, by parameter name.
         proof: The roles before and after a proof by content that no capture has contradicted.
@@ -109,6 +111,7 @@ class RunState:
     drifts: list[float] = field(default_factory=list)
     spacings: dict[str, float] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, Clock] = field(default_factory=dict)
     stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
     counts: dict[str, int | None] = field(default_factory=dict)
     proof: tuple[Roles, Roles] | None = None
@@ -120,6 +123,7 @@ class RunState:
         self.zeroed.clear()
         self.drifts.clear()
         self.stored_pairs.clear()
+        self.clocks.clear()
         self.counts.clear()
 
     def doubt_proof(self) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
-from deltacheck.policy import Policy, roles
+from deltacheck.policy import Policy, refresh, roles
 from deltacheck.policy.activity import Activity
 from deltacheck.policy.decide import Decision, Situation, decide
 from deltacheck.policy.events import Detector, Event, RunObservation
@@ -171,14 +171,30 @@ class Treatment:
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
+        counts = {
+            # Without a count, the step is the best estimate of the number of updates.
+            parameter.name: _as_count(numbers.get(parameter.count or "", step))
+            for parameter in leaf_roles.parameters
+        }
+        turns: frozenset[str] = frozenset()
+        if stage == STABLE and self._policy.hidden is not None:
+            # The specs are those of whole leaves, so the ranks take the same turns.
+            self._run.clocks, turns = refresh.due(
+                self._policy.hidden,
+                leaf_roles.parameters,
+                state.specs,
+                rates,
+                counts,
+                self._run.clocks,
+            )
         for parameter in leaf_roles.parameters:
             wide_weight = self._wide_weight(parameter)
             situation = Situation(
                 rates[parameter.group or ""],
-                # Without a count, the step is the best estimate of the number of updates.
-                _as_count(numbers.get(parameter.count or "", step)),
+                counts[parameter.name],
                 self._run.spacings.get(wide_weight),
                 self._run.scales.get(wide_weight, 0.0),
+                parameter.name in turns,
             )
             decisions = decide(self._policy, stage, parameter, state.specs, situation)
             for cell in layout.cells(parameter.leaves):

