@@ -8,15 +8,16 @@ one write of a pair to the next is therefore divided among the pairs by their by
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
 
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import betas, is_treatable, reusable_steps
-from deltacheck.policy.parameters import Hyperparameters, Parameter
-from deltacheck.policy.presets import Hidden
+from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles
+from deltacheck.policy.presets import Policy
+from deltacheck.policy.stage import STABLE
 
 
 def places(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -66,8 +67,9 @@ class Clock:
 
 
 def due(
-    hidden: Hidden,
-    parameters: Sequence[Parameter],
+    policy: Policy,
+    stage: str,
+    roles: Roles,
     specs: Mapping[str, LeafSpec],
     rates: Mapping[str, Hyperparameters],
     counts: Mapping[str, int | None],
@@ -76,16 +78,22 @@ def due(
     """Return the clocks at a save, and the names of the parameters whose turn it is.
 
     Args:
-        hidden: The treatment of the state behind the weights.
-        parameters: All parameters.
+        policy: The policy of the save.
+        stage: The stage of the run, a constant of ``policy.stage``.
+        roles: The roles of all leaves.
         specs: The specs of all leaves.
         rates: The constants of each parameter group.
         counts: The step count of each parameter, by name.
         clocks: The clock of each parameter group at the last save.
     """
+    hidden = policy.hidden
+    if hidden is None or stage != STABLE:
+        return dict(clocks), frozenset()
     if hidden.moments != "reused":
         return {}, frozenset()
-    pairs = [p for p in parameters if p.adam and is_treatable(specs.get(p.second or ""), "float32")]
+    pairs = [
+        p for p in roles.parameters if p.adam and is_treatable(specs.get(p.second or ""), "float32")
+    ]
     by_group: dict[str, list[Parameter]] = {}
     for p in pairs:
         by_group.setdefault(p.group or "", []).append(p)

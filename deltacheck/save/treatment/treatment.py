@@ -171,22 +171,11 @@ class Treatment:
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
-        counts = {
-            # Without a count, the step is the best estimate of the number of updates.
-            parameter.name: _as_count(numbers.get(parameter.count or "", step))
-            for parameter in leaf_roles.parameters
-        }
-        turns: frozenset[str] = frozenset()
-        if stage == STABLE and self._policy.hidden is not None:
-            # The specs are those of whole leaves, so the ranks take the same turns.
-            self._run.clocks, turns = refresh.due(
-                self._policy.hidden,
-                leaf_roles.parameters,
-                state.specs,
-                rates,
-                counts,
-                self._run.clocks,
-            )
+        counts = _counts(leaf_roles, numbers, step)
+        # The specs are those of whole leaves, so the ranks take the same turns.
+        self._run.clocks, turns = refresh.due(
+            self._policy, stage, leaf_roles, state.specs, rates, counts, self._run.clocks
+        )
         for parameter in leaf_roles.parameters:
             wide_weight = self._wide_weight(parameter)
             situation = Situation(
@@ -383,6 +372,15 @@ def _capture_of(
         case "zeros":
             return partial(moments.capture_zeros, path, decision)
     return partial(moments.capture, path)
+
+
+def _counts(leaf_roles: Roles, numbers: Mapping[str, object], step: int) -> dict[str, int | None]:
+    """Return the step count of each parameter's optimizer, by the name of the parameter."""
+    # Without a count, the step is the best estimate of the number of updates.
+    return {
+        parameter.name: _as_count(numbers.get(parameter.count or "", step))
+        for parameter in leaf_roles.parameters
+    }
 
 
 def _as_count(value: object) -> int | None:
