@@ -23,6 +23,7 @@ BENCHMARKS = {
     "importing": "benchmarks.importing",
     "encode": "benchmarks.encode",
     "size": "benchmarks.size",
+    "merging": "benchmarks.merging",
     "compression": "benchmarks.compression",
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",

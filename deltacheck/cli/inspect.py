@@ -48,6 +48,7 @@ _WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
 _REASON = Column("DECISION", "stage_reason", left=True)
 _REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
+_MERGED = Column("MERGED", "merged_bytes", output.size)
 _SURVIVES = Column(
     "SURVIVES",
     "durability",
@@ -123,14 +124,18 @@ def log(
     # has a clock that is behind.
     previous_time: float | None = None
     counter = _cause_counter(root)
+    total_bytes = raw_bytes = 0
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
+        total_bytes += step.stored_bytes + step.manifest_bytes + step.manifest.merged_bytes
+        raw_bytes += step.manifest.raw_bytes
         row: Row = {
             **_step_row(root, step, tags),
             "seconds_since_previous": None if previous_time is None else time - previous_time,
             "raw_bytes": step.manifest.raw_bytes,
             "stored_bytes": step.stored_bytes,
             "written_bytes": step.stored_bytes + step.manifest_bytes,
+            "merged_bytes": step.manifest.merged_bytes,
             "failed_saves": step.manifest.failed_saves,
             "stage": step.manifest.stage,
             "stage_reason": step.manifest.stage_reason,
@@ -153,11 +158,23 @@ def log(
     else:
         written_column = Column("WRITTEN", "written_bytes", output.size)
         columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE, _WHY)
-    # Most runs have no failed saves.
+    # Short runs merge nothing, and most runs have no failed saves.
+    merges = [_MERGED] if any(row["merged_bytes"] for row in rows) else []
     failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
     # Exact policies have no stages.
     stages = [_REASON] if any(row["stage_reason"] for row in rows) else []
-    _print_steps(root, rows, (*columns, *failures, *stages), as_json, problems)
+    _print_steps(root, rows, (*columns, *merges, *failures, *stages), as_json, problems)
+    if rows and not as_json:
+        output.print_line(_mean_of(len(rows), total_bytes, raw_bytes))
+
+
+def _mean_of(saves: int, written_bytes: int, raw_bytes: int) -> str:
+    """Return the mean of all listed saves, first save, keyframes and merges included."""
+    share = f", {written_bytes / raw_bytes:.2%} of the state" if raw_bytes else ""
+    return (
+        f"mean of {saves} saves, keyframes and merges included:"
+        f" {output.size(written_bytes // saves)}{share}"
+    )
 
 
 def _cause_counter(root: Root) -> CauseCounter | None:

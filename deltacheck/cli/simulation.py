@@ -174,6 +174,7 @@ _SIZES = (
     Column("REFRESH", "refresh", output.size),
     Column("EVENT", "event", output.size),
     Column("CHANGED", "changed", output.size),
+    Column("MERGED", "merged", output.size),
     Column("REST", "rest", output.size),
 )
 _ERRORS = (

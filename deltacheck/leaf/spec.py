@@ -155,6 +155,8 @@ class SaveReport:
             of the ``"process"``.
         digest: The digest of the manifest, ``"sha256:..."``, for use as ``expected_digest``.
         failed_saves: Saves that failed between the last commit of this process and this save.
+        merged_bytes: Bytes that were written behind the training to shorten chains, between the
+            last commit of this process and this save. ``stored_bytes`` does not count them.
     """
 
     step: int
@@ -170,6 +172,7 @@ class SaveReport:
     durability: str = "power"
     digest: str = ""
     failed_saves: int = 0
+    merged_bytes: int = 0
 
     @property
     def causes(self) -> dict[str, int]:

@@ -1,13 +1,15 @@
 """Rewrite committed steps so that they take less time to restore, or less space.
 
-``compact`` rewrites the newest step of a root without deltas. ``reclaim`` rewrites segments of
-which only a few leaves are needed. Neither needs the training that saved the steps.
+``compact`` rewrites the newest step of a root without deltas, or with one for each leaf.
+``reclaim`` rewrites segments of which only a few leaves are needed. Neither needs the training that
+saved the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,6 +17,7 @@ from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import proven_chains
+from deltacheck.save.chains.merged_deltas import Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -33,8 +36,9 @@ class Compacted:
     Attributes:
         step: Training step.
         seq: Sequence number of the new checkpoint.
-        leaves: Number of leaves that were written whole. A leaf in tiles counts once.
+        leaves: Number of leaves that were written again. A leaf in tiles counts once.
         deltas: Length of the longest chain before.
+        deltas_after: Length of the longest chain now.
         stored_bytes: Size of all new files.
     """
 
@@ -42,11 +46,14 @@ class Compacted:
     seq: int
     leaves: int
     deltas: int
+    deltas_after: int
     stored_bytes: int
 
 
-def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | None:
-    """Replace the newest step by one whose leaves are all keyframes.
+def compact(
+    root: Root, *, merge: bool = False, io_timeout_seconds: float = 600.0
+) -> Compacted | None:
+    """Replace the newest step by one with shorter chains.
 
     Every step restores as before, bit for bit. Until the new manifest is committed nothing has
     changed; then the old manifest is deleted. Segments that no step needs any more stay until they
@@ -54,10 +61,13 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
 
     Args:
         root: An engine root.
+        merge: If true, the deltas of each leaf become one: about the bytes of what has changed
+            since the keyframe are written. If false, leaves are written whole: more bytes, and a
+            restore applies no delta.
         io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
-        The result, or ``None`` if the step has no deltas.
+        The result, or ``None`` if no chain can be shorter.
 
     Raises:
         StepNotFound: If there is no step, or if the root belongs to a ``CheckpointManager``.
@@ -67,14 +77,27 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     _refuse_manager(root)
     before = root.manifest()
     chains = proven_chains(root, before, before.stored)
-    with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
-    if not with_deltas:
-        return None
     seq = root.next_seq()
-    new_segment = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
-    # A leaf without deltas needs only the segment of its keyframe.
-    needed_ids = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
-    segments = (*(ref for ref in before.segments if ref.id in needed_ids), new_segment)
+    rewritten = (
+        _merge(root, before, chains, seq, io_timeout_seconds)
+        if merge
+        else _write_whole(root, chains, seq, io_timeout_seconds)
+    )
+    if rewritten.ref is None:
+        return None
+    # A leaf that was not written again needs the segments of its chain.
+    needed_ids = {
+        segment.id
+        for path, leaf in chains.items()
+        for segment, _ in (
+            (leaf.key, *leaf.deltas)
+            if path not in rewritten.paths
+            else (leaf.key,)
+            if merge
+            else ()
+        )
+    }
+    segments = (*(ref for ref in before.segments if ref.id in needed_ids), rewritten.ref)
     after = manifest_on(root, before, seq, segments, "compacting")
     receipt = commit(root.path, after, root.store.durability)
     # The old manifest is deleted last. A kill before it leaves two checkpoints of one nonce, of
@@ -83,10 +106,47 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     return Compacted(
         step=before.step,
         seq=seq,
-        leaves=len({tiles.leaf_of(path) for path in with_deltas}),
-        deltas=max(len(leaf.deltas) for leaf in with_deltas.values()),
-        stored_bytes=new_segment.stored_bytes + receipt.stored_bytes,
+        leaves=len({tiles.leaf_of(path) for path in rewritten.paths}),
+        deltas=max(len(leaf.deltas) for leaf in chains.values()),
+        deltas_after=max(
+            int(merge) if path in rewritten.paths else len(leaf.deltas)
+            for path, leaf in chains.items()
+        ),
+        stored_bytes=rewritten.ref.stored_bytes + receipt.stored_bytes,
     )
+
+
+class _NewSegment(NamedTuple):
+    """The segment of a compaction, and the stored paths in it; ``None``: nothing was to do."""
+
+    ref: SegmentRef | None
+    paths: frozenset[str]
+
+
+def _write_whole(
+    root: Root, chains: Mapping[str, Chain], seq: int, io_timeout_seconds: float
+) -> _NewSegment:
+    with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
+    if not with_deltas:
+        return _NewSegment(None, frozenset())
+    ref = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
+    return _NewSegment(ref, frozenset(with_deltas))
+
+
+def _merge(
+    root: Root,
+    manifest: Manifest,
+    chains: Mapping[str, Chain],
+    seq: int,
+    io_timeout_seconds: float,
+) -> _NewSegment:
+    long_chains = {path: leaf for path, leaf in chains.items() if len(leaf.deltas) > 1}
+    if not long_chains:
+        return _NewSegment(None, frozenset())
+    before = chains_before(root, manifest, long_chains, dict.fromkeys(long_chains, 0))
+    runs = {path: Run(before[path], leaf) for path, leaf in long_chains.items()}
+    merged = write_merged(root.store.writer(seq), runs, io_timeout_seconds)
+    return _NewSegment(merged.ref, frozenset(merged.decoded_bytes))
 
 
 @dataclass(frozen=True, slots=True)

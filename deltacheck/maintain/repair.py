@@ -21,7 +21,7 @@ from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reco
 from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
 from deltacheck.restore import read
 from deltacheck.restore.resolve import proven_chains
-from deltacheck.save.chains.whole_leaves import WholeLeaves, manifest_on
+from deltacheck.save.chains.whole_leaves import RewrittenLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest, from_zarr_json
@@ -454,10 +454,10 @@ def _write_leaves(
     # By path, as everywhere: a lost table of this segment then follows from its arrays.
     leaves = sorted(reconstructor.damage.leaves[manifest.seq])
     specs = [manifest.stored[leaf].spec(leaf) for leaf in leaves]
-    writer = WholeLeaves(root.store.writer(seq), specs, io_timeout_seconds)
+    writer = RewrittenLeaves(root.store.writer(seq), specs, io_timeout_seconds)
     for leaf, spec in zip(leaves, specs, strict=True):
         # Reconstructed a second time: all leaves together may not fit the memory.
         content = reconstructor.reconstruct(manifest, leaf)
         assert isinstance(content, Content)
-        writer.add(spec, manifest.stored[leaf].digest, content.digests, content.data)
+        writer.add_whole(spec, manifest.stored[leaf].digest, content.digests, content.data)
     return writer.finish()

@@ -129,12 +129,20 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
         names = {segment.id for segment in segments}
         # A step that no longer names a segment has its leaves from elsewhere, so chains through
         # that segment begin anew.
-        dropped_ids, before = before - names, names
+        dropped_ids = before - names
+        # A merged delta, or a keyframe written behind the training, is older than the newest
+        # segments of the step before, and stands in place of links that other leaves may still
+        # need.
+        inserted_ids = {name for name in names - before if before and name < max(before)}
+        before = names
         entries = columns.entries_by_path(segments)
         for path, record in manifest.stored.items():
             links = [(segments[number], entry) for number, entry in entries.get(path, ())]
             try:
-                lineage = _extend(path, record, links, current.get(path), dropped_ids, manifest)
+                previous = current.get(path)
+                if inserted_ids and any(segment.id in inserted_ids for segment, _ in links):
+                    previous = None
+                lineage = _extend(path, record, links, previous, dropped_ids, manifest)
             except ChainBroken as error:
                 result.broken.append(Broken(manifest, path, error))
                 continue

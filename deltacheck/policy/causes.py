@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Permanent names, from the most avoidable cause to the least.
 KEYFRAME, LATTICE, REFRESH, EVENT, CHANGED = "keyframe", "lattice", "refresh", "event", "changed"
+MERGED = "merged"  # deltas of earlier saves, which were merged behind the training
 REST = "rest"  # tables and manifest, which belong to no leaf
 CAUSES = (KEYFRAME, LATTICE, REFRESH, EVENT, CHANGED)
 

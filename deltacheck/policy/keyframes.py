@@ -22,21 +22,26 @@ def staggered(path: str, limit: int) -> int:
     save. The result depends on nothing else, so every process decides alike.
     """
     spread = limit // 2
-    return limit - (_hash(path) % spread if spread else 0)
+    return limit - (path_hash(path) % spread if spread else 0)
 
 
 def staggered_ratio(path: str, limit: float) -> float:
     """Return the limit of one leaf for a ratio, spread as by ``staggered``."""
     # The hash has 64 bits, so the fraction that is subtracted is below one half.
-    return limit * (1 - _hash(path) / 2**65)
+    return limit * (1 - path_hash(path) / 2**65)
 
 
-def _hash(path: str) -> int:
+def path_hash(path: str) -> int:
+    """Return a number of 64 bits that depends on the path alone, to spread leaves."""
     return xxhash.xxh3_64_intdigest(path.encode())
 
 
-def needs_keyframe(policy: Policy, path: str, raw_bytes: int, deltas: Sequence[int] | None) -> bool:
+def needs_keyframe(
+    policy: Policy, path: str, raw_bytes: int, deltas: Sequence[int] | None, *, merges: bool = False
+) -> bool:
     """Decide if a leaf is written whole: it has no base, or its chain has reached a limit.
+
+    The limits of leaves that are not merged are spread below those of the policy.
 
     Args:
         policy: The policy that sets the limits.
@@ -44,13 +49,16 @@ def needs_keyframe(policy: Policy, path: str, raw_bytes: int, deltas: Sequence[i
         raw_bytes: The size of the leaf.
         deltas: The decoded size in bytes of each delta since the keyframe; ``None`` if the leaf has
             no keyframe yet.
+        merges: True if deltas of the leaf are merged before a limit is reached. The limits are then
+            those of the policy, for a merge that failed or came late.
     """
-    if deltas is None or len(deltas) >= staggered(path, policy.max_chain_depth):
+    depth = policy.max_chain_depth if merges else staggered(path, policy.max_chain_depth)
+    if deltas is None or len(deltas) >= depth:
         return True
     ratio = policy.max_restore_ratio
     if ratio is None or raw_bytes < LEAST_RATIO_BYTES:
         return False
-    return sum(deltas) >= staggered_ratio(path, ratio) * raw_bytes
+    return sum(deltas) >= (ratio if merges else staggered_ratio(path, ratio)) * raw_bytes
 
 
 def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:

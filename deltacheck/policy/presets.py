@@ -76,6 +76,9 @@ class Policy:
             delta of a leaf that changes everywhere counts as 1; if few words change, it counts as
             a few hundredths. Smaller: faster restores; larger: fewer bytes if everything changes.
             ``None``: only ``max_chain_depth`` limits the chain.
+        merge_deltas: If True (default), deltas are merged behind the training before a chain
+            reaches a limit: a long run writes fewer keyframes and fewer bytes, but reads what is
+            stored beside the training. If False, the leaf is written whole at the limit.
     """
 
     max_chain_depth: int
@@ -83,6 +86,7 @@ class Policy:
     derive: bool = False
     max_restore_reads: int | None = None
     max_restore_ratio: float | None = RESTORE_RATIO
+    merge_deltas: bool = True
 
     @property
     def is_exact(self) -> bool:
@@ -97,6 +101,7 @@ class Policy:
         derive: bool = False,
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
+        merge_deltas: bool = True,
     ) -> Policy:
         """Return a lossless policy: every leaf is restored bit for bit.
 
@@ -111,6 +116,9 @@ class Policy:
             max_restore_ratio: The largest amount that a restore decodes of a leaf's deltas, in
                 units of the leaf (default: 6), ``None`` for no limit. Smaller: faster restores;
                 larger: fewer bytes.
+            merge_deltas: If True (default), deltas are merged behind the training instead of
+                writing keyframes at a limit: fewer bytes in a long run, but reads beside the
+                training. If False: keyframes.
 
         Returns:
             The policy.
@@ -119,7 +127,9 @@ class Policy:
             ValueError: If a limit is negative, or ``max_restore_ratio`` is not positive.
         """
         return cls(
-            **_chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio), derive=derive
+            **_chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio),
+            derive=derive,
+            merge_deltas=merge_deltas,
         )
 
     @classmethod
@@ -136,6 +146,7 @@ class Policy:
         max_chain_depth: int = 32,
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
+        merge_deltas: bool = True,
     ) -> Policy:
         """Return a policy that keeps the forward pass exact and bounds or reuses optimizer state.
 
@@ -179,6 +190,7 @@ class Policy:
             max_chain_depth: As in ``Policy.exact``.
             max_restore_reads: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
+            merge_deltas: As in ``Policy.exact``.
 
         Returns:
             The policy.
@@ -198,7 +210,7 @@ class Policy:
             betas,
         )
         limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
-        return cls(**limits, hidden=_checked_hidden(hidden))
+        return cls(**limits, hidden=_checked_hidden(hidden), merge_deltas=merge_deltas)
 
     @classmethod
     def auto(
@@ -254,6 +266,7 @@ class Policy:
         max_chain_depth: int = 32,
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
+        merge_deltas: bool = True,
     ) -> Policy:
         """Return a policy that starts with the knowledge of the profile of an earlier run.
 
@@ -287,6 +300,7 @@ class Policy:
             max_chain_depth: As in ``Policy.exact``.
             max_restore_reads: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
+            merge_deltas: As in ``Policy.exact``.
 
         Returns:
             The policy.
@@ -316,7 +330,7 @@ class Policy:
             float32_weights,
         )
         limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
-        return cls(**limits, hidden=_checked_hidden(hidden), derive=True)
+        return cls(**limits, hidden=_checked_hidden(hidden), derive=True, merge_deltas=merge_deltas)
 
 
 def _chain_limits(

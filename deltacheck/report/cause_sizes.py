@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.policy.causes import CAUSES, REST, cause_of
+from deltacheck.policy.causes import CAUSES, MERGED, REST, cause_of
 from deltacheck.report.history import Step
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.segment import Segment
@@ -37,8 +37,8 @@ class CauseCounter:
         """Return the bytes that the save of a step wrote, by cause.
 
         Returns:
-            Cause -> bytes, with a key for each of ``CAUSES`` and ``REST``. The sum is the size of
-            all files that the save added.
+            Cause -> bytes, with a key for each of ``CAUSES``, ``MERGED`` and ``REST``. The sum is
+            the size of all files that the save added, and of what was merged before it.
 
         Raises:
             OSError: If a file cannot be read.
@@ -71,7 +71,8 @@ class CauseCounter:
                     costs[segment.id] = self._cost(segment)
                 sizes[cause] += costs[segment.id].by_leaf.get(name, 0.0)
         rounded = {cause: round(size) for cause, size in sizes.items()}
-        return rounded | {REST: step.stored_bytes + step.manifest_bytes - sum(rounded.values())}
+        rest = step.stored_bytes + step.manifest_bytes - sum(rounded.values())
+        return rounded | {MERGED: manifest.merged_bytes, REST: rest}
 
 
 def summary(causes: Mapping[str, int], least_share: float = 0.02) -> str:

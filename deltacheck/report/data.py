@@ -13,7 +13,7 @@ from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.policy.causes import REST
+from deltacheck.policy.causes import MERGED, REST
 from deltacheck.profile.record import Profile
 from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
@@ -36,6 +36,7 @@ METHODS = (
     "planes",
     "raw",
     "tables",
+    "merged",
 )
 # Rows of the heat map. Larger: finer, but harder to read.
 MOST_GROUPS = 40
@@ -87,7 +88,8 @@ class StepRecord:
         raw_bytes: Size of the state in memory.
         leaves: Number of leaves.
         recorded_bytes: Size of its files according to the manifest.
-        written: Encoding (``METHODS``) -> bytes of the files that the save added.
+        written: Encoding (``METHODS``) -> bytes of the files that the save added; ``merged``: bytes
+            written behind the training to shorten chains since the save before.
         causes: Cause (``policy.causes``) -> the same bytes.
         changed: Group -> changed words / words of the leaves that were not written whole. ``None``
             if all were.
@@ -406,8 +408,14 @@ def _step(
     classes: Mapping[str, Sequence[str]],
 ) -> StepRecord:
     manifest = step.manifest
-    by_cause: Mapping[str, int] = {REST: step.stored_bytes + step.manifest_bytes}
-    written_by_method = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
+    by_cause: Mapping[str, int] = {
+        MERGED: manifest.merged_bytes,
+        REST: step.stored_bytes + step.manifest_bytes,
+    }
+    written_by_method = dict.fromkeys(METHODS, 0) | {
+        "tables": step.manifest_bytes,
+        "merged": manifest.merged_bytes,
+    }
     changed: dict[str, float | None] = {}
     problem, read_bytes, depth, mean_depth = step.problem, 0, 0, 0.0
     if step.states is not None:

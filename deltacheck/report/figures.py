@@ -18,7 +18,16 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from deltacheck.policy.causes import CAUSES, CHANGED, EVENT, KEYFRAME, LATTICE, REFRESH, REST
+from deltacheck.policy.causes import (
+    CAUSES,
+    CHANGED,
+    EVENT,
+    KEYFRAME,
+    LATTICE,
+    MERGED,
+    REFRESH,
+    REST,
+)
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import LeafProfile, Profile
 from deltacheck.report.data import METHODS, Held, Record, StepRecord
@@ -49,15 +58,24 @@ from deltacheck.report.drawing import (
 # If there are more checkpoints, neighbours share a column.
 MOST_COLUMNS = 80
 
-_METHOD_COLOURS = dict(zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY), strict=True))
-_METHOD_WORDS = {"keyframe": "whole leaves (keyframes)", "tables": "tables and metadata"}
-_CAUSE_COLOURS = dict(zip((*CAUSES, REST), (BLUE, ORANGE, PINK, RED, GREEN, GREY), strict=True))
+_METHOD_COLOURS = dict(
+    zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY, PINK), strict=True)
+)
+_METHOD_WORDS = {
+    "keyframe": "whole leaves (keyframes)",
+    "tables": "tables and metadata",
+    "merged": "merged behind the training",
+}
+_CAUSE_COLOURS = dict(
+    zip((*CAUSES, MERGED, REST), (BLUE, ORANGE, PINK, RED, GREEN, SKY, GREY), strict=True)
+)
 _CAUSE_WORDS = {
     KEYFRAME: "keyframe: new, or the chain is full",
     LATTICE: "lattice: the rate has changed",
     REFRESH: "refresh: moments too old",
     EVENT: "event: exact again",
     CHANGED: "changed",
+    MERGED: "merged behind the training",
     REST: "rest: tables and metadata",
 }
 _CONTRACT_COLOURS = {"exact": BLUE, "bounded": ORANGE, "reused": PINK}
@@ -89,7 +107,8 @@ def written_bytes(record: Record) -> Drawing:
         "Bytes written by each save",
         "All files that a save added: leaves written whole, changed chunks by the encoding that was"
         " smallest for them, and tables (manifest, segment table, indexes, digests, array"
-        " metadata). Streams that sparse and bitmap chunks share are divided by their length before"
+        " metadata). Merged: what was written behind the training since the save before, to shorten"
+        " chains. Streams that sparse and bitmap chunks share are divided by their length before"
         " compression.",
         _Stack(_METHOD_COLOURS, _METHOD_WORDS, lambda step: step.written),
     )
@@ -105,7 +124,8 @@ def causes(record: Record) -> Drawing:
         " limit. lattice: the learning rate has changed so far that master weights need another"
         " lattice. refresh: moments that would have been reused were too old or had drifted."
         " event: an event, a resume or a guard ended a weaker contract, and the leaf is stored"
-        " exactly. changed: the difference from the save before. rest: manifest and tables.",
+        " exactly. changed: the difference from the save before. merged: deltas that were merged"
+        " behind the training since then. rest: manifest and tables.",
         _Stack(_CAUSE_COLOURS, _CAUSE_WORDS, lambda step: step.causes),
     )
 
@@ -186,7 +206,8 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
     return Drawing(
         name,
         title,
-        f"{caption} The dashed line is the state in memory." + _together(record.steps),
+        f"{_mean_of_all(record.steps)}{caption} The dashed line is the state in memory."
+        + _together(record.steps),
         figure,
         tuple(tips),
         ("step", "seq", *stack.colours, "sum", "state", "sum / state"),
@@ -558,6 +579,18 @@ def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
     # Rounded up, so that there are never more columns than the limit.
     group_size = max(1, -(-len(steps) // MOST_COLUMNS))
     return [steps[first : first + group_size] for first in range(0, len(steps), group_size)]
+
+
+def _mean_of_all(steps: Sequence[StepRecord]) -> str:
+    """Return a sentence with the mean of all saves, the first one and merges included."""
+    raw_bytes = sum(step.raw_bytes for step in steps)
+    if not raw_bytes:
+        return ""
+    written = sum(step.written_bytes for step in steps)
+    return (
+        f"Mean of all {len(steps)} checkpoints, keyframes and merges included:"
+        f" {format_size(written / len(steps))}, {written / raw_bytes:.2%} of the state. "
+    )
 
 
 def _together(steps: Sequence[StepRecord]) -> str:

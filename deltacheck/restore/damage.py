@@ -18,7 +18,7 @@ from deltacheck.leaf import tiles
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
-from deltacheck.store.manifest import Manifest
+from deltacheck.store.manifest import LeafEntry, Manifest
 from deltacheck.store.root import Root, StepRef, way_out, whole_steps
 from deltacheck.store.segment import Segment
 
@@ -118,7 +118,7 @@ def _needs(manifest: Manifest, segments: Sequence[Segment], file: str) -> bool:
 
 
 def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> list[str]:
-    """Return the stored paths that need a file and have no keyframe in a later segment."""
+    """Return the stored paths that need a file, and that no later segment replaces."""
     holder = next((segment for segment in segments if segment.id == _segment_of(file)), None)
     if holder is None:
         return []
@@ -128,10 +128,15 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
         for path in holder.leaves_in(file)
         if path in manifest.stored
         and not any(
-            path in successor.table.leaves and successor.table.leaves[path].is_whole
+            path in successor.table.leaves and _replaces(successor.table.leaves[path], holder.id)
             for successor in later_segments
         )
     ]
+
+
+def _replaces(entry: LeafEntry, segment_id: str) -> bool:
+    """Return True if an entry stands in place of the leaf's entry in an earlier segment."""
+    return entry.is_whole or 0 <= entry.since <= layout.seq_of(segment_id)
 
 
 def _segment_of(file: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -61,6 +62,38 @@ def read_chunks(
     apply_deltas(items, codec or default_codec())
     _verify(blocks)
     return {path: items[path].data for path in chains}
+
+
+def read_across(
+    before: Mapping[str, Chain], after: Mapping[str, Chain], chunks: Mapping[str, list[int]]
+) -> tuple[dict[str, U8], dict[str, U8]]:
+    """Read, decode and verify chunks of leaves at two links of their chains.
+
+    Args:
+        before: The leaves up to the first link, by stored path.
+        after: The same leaves, with the same links and further deltas.
+        chunks: Numbers of the chunks to read of each leaf, ascending.
+
+    Returns:
+        For each leaf the bytes of its chunks at the first link, and those at the last one.
+
+    Raises:
+        Damaged: Content differs from what was saved; names leaf and file.
+    """
+    earlier = read_chunks(before, chunks)
+    runs = {
+        path: dataclasses.replace(
+            chain, deltas=chain.deltas[len(before[path].deltas) :], held=earlier[path]
+        )
+        for path, chain in after.items()
+    }
+    blocks = allocate_blocks(runs, chunks)
+    items = {item.chain.spec.path: item for block in blocks for item in block}
+    for path, item in items.items():
+        item.data[:] = earlier[path]
+    apply_deltas(items, default_codec())
+    _verify(blocks)
+    return earlier, {path: items[path].data for path in after}
 
 
 def read_unverified(chain: Chain, codec: Codec[Any] | None = None) -> U8:

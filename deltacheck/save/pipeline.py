@@ -242,7 +242,7 @@ class Pipeline:
         if progress.done():
             raise SaveFailed(f"the save of step {step} was given up before it was committed")
         failed_saves = self.failures.in_a_row
-        manifest = job.manifest(refs, failed_saves)
+        manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
         # Before the commit, so that no step exists whose files differ from the state.
         if verify == "commit":
             store, digests = job.setup.store, job.live_digests
@@ -267,7 +267,7 @@ class Pipeline:
         self._chains.committed(job, manifest)
         self.failures.committed(failed_saves)
         stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
-        progress.advance("committed", job.report(stored_bytes, result.digest, failed_saves))
+        progress.advance("committed", job.report(stored_bytes, result.digest, manifest))
         self._release(job)
         if verify == "receipt":
             self._to_check.put((job, manifest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
@@ -113,6 +113,10 @@ class SaveOptions:
             raise ValueError(
                 f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
             )
+
+    def without_merges(self) -> SaveOptions:
+        """Return the same options with keyframes in place of merged deltas."""
+        return replace(self, policy=replace(self.policy, merge_deltas=False))
 
     @property
     def keeps_shadow(self) -> bool:

@@ -19,6 +19,7 @@ from deltacheck.codec.base import Codec
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
+from deltacheck.policy.merging import can_merge
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.chains.compactor import Compactor
@@ -63,12 +64,15 @@ class Saver:
         self, store: Store, codec: Codec[Any], options: SaveOptions, *, next_seq: int
     ) -> None:
         self.codec = codec
+        # Leaves are written whole instead, or by every save that finds them changed.
+        if options.compact_after is not None or not options.keeps_shadow:
+            options = options.without_merges()
         self._setup = Setup(store, codec, options)
         self._treatment = Treatment(options.policy, codec.host, self._shadow)
         compactor = (
-            None
-            if options.compact_after is None
-            else Compactor(store, options.compact_after, options.io_timeout_seconds)
+            Compactor(store, options.policy, options.compact_after, options.io_timeout_seconds)
+            if options.compact_after is not None or can_merge(options.policy)
+            else None
         )
         self._chains = ChainState(next_seq, compactor)
         self._handles: list[SaveHandle] = []

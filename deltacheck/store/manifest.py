@@ -31,7 +31,8 @@ REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
-FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES)
+MERGED = "merged"  # of segments with deltas that replace several earlier ones
+FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES, MERGED)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -63,6 +64,8 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         key: Place of a keyframe; ``None`` for a delta.
         delta: Runs of rows, ``(part, first row, rows)``. Without a ``base`` they encode the whole
             leaf.
+        since: Of a merged delta, the sequence number of the oldest segment whose entry of the leaf
+            it replaces; -1: it replaces none.
     """
 
     dtype: str
@@ -73,6 +76,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str = ""
     key: KeyframeAt | None = None
     delta: tuple[tuple[int, int, int], ...] = ()
+    since: int = -1
 
     @property
     def is_whole(self) -> bool:
@@ -444,6 +448,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             some leaves opens only these.
         failed_saves: Saves of the process that failed since its last commit, for people only.
         stage_reason: Why the policy is in its stage, for people only.
+        merged_bytes: Bytes that the process wrote to merge deltas since its last commit, for people
+            only.
     """
 
     format: str
@@ -468,6 +474,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     lanes: tuple[tuple[int, ...], ...] = ()
     failed_saves: int = 0
     stage_reason: str = ""
+    merged_bytes: int = 0
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:

@@ -94,13 +94,19 @@ def digests_spec(rows: int) -> ArraySpec:
 
 def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
     """Return the codec of a stream: ``store`` if the entropy of a sample shows no gain."""
-    size = sum(piece.size for piece in pieces)
-    if size < _LEAST_SAMPLE_BYTES:
+    if sum(piece.size for piece in pieces) < _LEAST_SAMPLE_BYTES:
         return "stream"
+    return "store" if entropy_bits(pieces) > effort.store_above_bits else "stream"
+
+
+def entropy_bits(pieces: Sequence[U8]) -> float:
+    """Return the order-0 entropy of a sample of a stream, in bits per byte; 0 without bytes."""
+    size = sum(piece.size for piece in pieces)
+    if not size:
+        return 0.0
     counts = np.bincount(np.concatenate(list(_sample(pieces, size))), minlength=256)
     share = counts[counts > 0] / counts.sum()
-    bits = float(-(share * np.log2(share)).sum())
-    return "store" if bits > effort.store_above_bits else "stream"
+    return float(-(share * np.log2(share)).sum())
 
 
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
@@ -247,6 +253,9 @@ class SegmentWriter:
             digests=digests.shape[0],
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
+            must_understand=(
+                (schema.MERGED,) if any(entry.since >= 0 for entry in leaves.values()) else ()
+            ),
         )
         content = layout.group_json(documents.to_attributes(table))
         if (
@@ -611,6 +620,8 @@ def entries_by_path(
 ) -> dict[str, list[tuple[int, LeafEntry]]]:
     """Return the entries of some segments by path, with the segment's position, oldest first.
 
+    Entries that a merged delta of a later segment replaces are left out.
+
     Args:
         segments: The segments in order.
         paths: Paths to look for; ``None``: all.
@@ -619,5 +630,13 @@ def entries_by_path(
     for number, segment in enumerate(segments):
         leaves = segment.table.leaves
         for path in leaves if paths is None else leaves.keys() & paths:
-            entries.setdefault(path, []).append((number, leaves[path]))
+            entry, earlier = leaves[path], entries.setdefault(path, [])
+            # Segments ascend, so what a merged delta replaces stands at the end.
+            while (
+                entry.since >= 0
+                and earlier
+                and layout.seq_of(segments[earlier[-1][0]].id) >= entry.since
+            ):
+                earlier.pop()
+            earlier.append((number, entry))
     return entries

@@ -21,6 +21,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
+    MERGED,
     STAGES,
     TILES,
     Derived,
@@ -300,6 +301,7 @@ def check_segment(table: SegmentTable) -> None:
     """
     if not layout.is_segment_id(table.id):
         raise ValueError(f"{table.id!r} is not the name of a segment")
+    seq = layout.seq_of(table.id)
     names: set[str] = set()
     packed: dict[str, list[tuple[int, int]]] = {}
     digests: list[tuple[int, int]] = []
@@ -314,6 +316,8 @@ def check_segment(table: SegmentTable) -> None:
         stored_rows = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
         if stored_rows > chunks or (entry.is_whole and stored_rows != chunks):
             raise ValueError(f"leaf {path!r} has {stored_rows} rows for {chunks} chunks")
+        if entry.since != -1 and not (entry.base and 0 <= entry.since <= seq):
+            raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
         digests.append((entry.digests, stored_rows))
         for part, first, count in entry.delta:
             rows.setdefault(part, []).append((first, count))
@@ -336,6 +340,10 @@ def check_segment(table: SegmentTable) -> None:
             packed.setdefault(entry.key.packed, []).append(
                 (entry.key.offset, spec.raw_bytes // spec.element.item_bytes)
             )
+    # In both directions: an older reader would take what is replaced for a part of the chain.
+    is_merged = any(entry.since >= 0 for entry in table.leaves.values())
+    if table.must_understand != ((MERGED,) if is_merged else ()):
+        raise ValueError(f"its leaves and the features {table.must_understand} do not match")
     _check_covers(digests, table.digests, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
         raise ValueError("its packed arrays or its parts are not those that its leaves name")

@@ -265,7 +265,7 @@ def _go_on(opened: Any) -> int:
 
 def engine(root: Path, **options: Any) -> Any:
     """An engine with limits that suit a test: chains of at most four deltas, no save longer than 20
-    s.
+    s. Nothing is merged unless a scenario is about that: the thread would change files at any time.
     """
     import torch
 
@@ -275,7 +275,11 @@ def engine(root: Path, **options: Any) -> Any:
     torch.set_num_threads(1)
     return Engine(
         root,
-        **{"policy": Policy.exact(max_chain_depth=4), "grace_seconds": 0, "io_timeout_seconds": 20}
+        **{
+            "policy": Policy.exact(max_chain_depth=4, merge_deltas=False),
+            "grace_seconds": 0,
+            "io_timeout_seconds": 20,
+        }
         | options,
     )
 
@@ -345,7 +349,7 @@ def _staggered() -> Scenario:
     return Scenario("staggered-keyframe", TorchEngine(), prepare, act, (0, 1))
 
 
-def _compaction() -> Scenario:
+def _compaction(name: str, merge: bool) -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.compaction import compact
         from deltacheck.store.files.storage import take_lease
@@ -353,11 +357,29 @@ def _compaction() -> Scenario:
 
         lease = take_lease(root)
         try:
-            assert compact(open_root(root), io_timeout_seconds=20) is not None
+            assert compact(open_root(root), merge=merge, io_timeout_seconds=20) is not None
         finally:
             lease.release()
 
-    made = _torch("compaction", prepared=4, saves=0)
+    made = _torch(name, prepared=4, saves=0)
+    return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
+
+
+def _merge() -> Scenario:
+    """Deltas are merged behind the saves. Each merge ends before the next save, which uses it."""
+    from deltacheck import Policy
+
+    policy = Policy.exact(max_chain_depth=4)
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with engine(root, policy=policy) as opened:
+            opened.restore()
+            for step in (3, 4, 5):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+                acknowledge(step)
+                opened._saver._chains.compactor.wait(20)
+
+    made = _torch("merge", prepared=3, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
 
 
@@ -765,7 +787,9 @@ TORCH = {
         _torch("first-keyframe", prepared=0, saves=1),
         _torch("delta", prepared=2, saves=2),
         _staggered(),
-        _compaction(),
+        _compaction("compaction", merge=False),
+        _compaction("compaction-by-merging", merge=True),
+        _merge(),
         _keep_last(),
         _collection(),
         # Goes on from a step that is not the newest: the run was set back.

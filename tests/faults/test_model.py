@@ -204,8 +204,9 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine is None)
     @rule(
-        depth=st.integers(0, 4),
-        compact_after=st.sampled_from([None, None, 1, 2]),
+        # From 4 on, deltas are merged behind the saves.
+        depth=st.sampled_from([0, 1, 2, 3, 4, 4, 5]),
+        compact_after=st.sampled_from([None, None, None, 1, 2]),
         keep=st.sampled_from(
             [
                 {},
@@ -491,14 +492,14 @@ class Model(RuleBasedStateMachine):
             self.saved = {seq: save for seq, save in self.saved.items() if seq in left}
 
     @precondition(lambda self: self.engine is None)
-    @rule(killed=st.sampled_from([None, None, 1, 4, 8, 10, 12]))
+    @rule(killed=st.sampled_from([None, None, 1, 4, 8, 10, 12]), merge=st.booleans())
     @where_saved
-    def compact(self, killed: int | None) -> None:
+    def compact(self, killed: int | None, merge: bool) -> None:
         newest = max(self.saved)
         self.disk.left = killed
         done = None
         with contextlib.suppress(Killed):
-            done = compact(open_root(self.path))
+            done = compact(open_root(self.path), merge=merge)
         self.disk.revive()
         left = {ref.seq for ref in open_root(self.path).checkpoints()}
         new = left - self.saved.keys()

@@ -197,6 +197,7 @@ class Item:
                 replay=plan.replay,
                 note=plan.note,
             )
+        writer.number_from(saver.standing()[1])
         try:
             self._last = Commit(handle, gate, place)
         except BaseException:
@@ -362,7 +363,8 @@ class Item:
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
-                self._options,
+                # A merge would write tiles outside of the agreement of the processes.
+                self._options if jax.process_count() == 1 else self._options.without_merges(),
                 next_seq=0,
             )
         return self._saver

@@ -18,7 +18,7 @@ from deltacheck.backends import profiler
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.recorded import Recorded
 from deltacheck.policy import Policy
-from deltacheck.policy.causes import CAUSES, REST
+from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.policy.stage import STABLE
 from deltacheck.profile import Profile
 from deltacheck.report.data import Held, StepRecord, collect
@@ -203,7 +203,7 @@ def sizes_of(steps: Sequence[StepRecord]) -> Sizes:
     sizes = [step.written_bytes for step in steady]
     causes = {
         cause: fmean(step.causes.get(cause, 0) for step in steady) if steady else 0.0
-        for cause in (*CAUSES, REST)
+        for cause in (*CAUSES, MERGED, REST)
     }
     return Sizes(
         len(steps),

@@ -28,7 +28,7 @@ class ChainState:
 
     Args:
         next_seq: The sequence number of the first save.
-        compactor: Writes leaves with long chains whole. ``None``: nothing does.
+        compactor: Shortens long chains behind the saves. ``None``: nothing does.
     """
 
     def __init__(self, next_seq: int, compactor: Compactor | None) -> None:
@@ -47,6 +47,8 @@ class ChainState:
         self._compacted: dict[str, SegmentRef] = {}
         # Compactions to start when the save of a sequence number is committed.
         self._plans: dict[int, CompactionPlan] = {}
+        # Of the bytes that compactions have written, those that a manifest states.
+        self._stated_bytes = 0
         # Segments of saves under way, of saves that were given up while they were committed, and
         # manifests that are still to be read back, by sequence number.
         self._segments_under_way: set[str] = set()
@@ -172,13 +174,26 @@ class ChainState:
         if self.compactor is None:
             return None
         compacted = self.compactor.take()
-        if compacted is not None and attach(self.leaves, compacted):
+        # Chains of an earlier epoch, such as those before a restore of another step, may have a
+        # part in common with the present ones. Their segment does not fit all of these.
+        if (
+            compacted is not None
+            and compacted.epoch == self.epoch
+            and attach(self.leaves, compacted)
+            and compacted.ref is not None
+        ):
             self._compacted = {compacted.ref.id: compacted.ref}
-        plan = self.compactor.plan(self.leaves, self._next_seq)
+            self._delta_arrays[compacted.ref.id] = compacted.delta_arrays
+        plan = self.compactor.plan(self.leaves, self._next_seq, self.epoch, self._delta_arrays)
         if plan is not None:
             # The compacted segment is numbered between the last save and the one that begins.
             self._next_seq += 1
         return plan
+
+    def merged_bytes(self) -> int:
+        """Return the bytes of compactions that no manifest states yet."""
+        written_bytes = 0 if self.compactor is None else self.compactor.written_bytes()
+        return written_bytes - self._stated_bytes
 
     def encoded(self, job: SaveJob) -> None:
         """Record the delta arrays that a restore of this save's segment would read."""
@@ -216,6 +231,7 @@ class ChainState:
         previous, self._newest = self._newest, manifest
         job.explain(manifest, previous, frozenset(self._promised))
         self._promised |= manifest.contracts.keys()
+        self._stated_bytes += manifest.merged_bytes
         plan = self._plans.pop(job.seq, None)
         if plan is not None and previous is not None and self.compactor is not None:
             self.compactor.start(plan, previous)
@@ -246,4 +262,5 @@ def _leaf_state(chain: Chain, base: Any) -> LeafState:
         chain.key[0].id,
         chain.delta_segments,
         chain.delta_bytes,
+        sum(entry.since >= 0 for _, entry in chain.deltas),
     )

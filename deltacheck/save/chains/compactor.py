@@ -1,19 +1,28 @@
-"""Write leaves with long chains whole, behind a training, between two of its saves.
+"""Shorten long chains behind a training, between two of its saves.
 
-No manifest is touched. The new segment has a sequence number that was set aside between two saves,
-and it holds the leaves as the first of these saves has them. Once it is durable, the chains of the
-next save begin at it and keep the deltas that came later. Until then no chain refers to it. A kill
-at any moment therefore leaves an unneeded segment and nothing else.
+Deltas of a leaf are merged into one, or the leaf is written whole. No manifest is touched. The new
+segment has a sequence number that was set aside between two saves, and it holds the leaves as the
+first of these saves has them. Once it is durable, the chains of the next save use it and keep the
+deltas that came later. Until then no chain refers to it. A kill at any moment therefore leaves an
+unneeded segment and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
-from deltacheck.restore.chain import resolve_chains
+from deltacheck.policy import Policy
+from deltacheck.policy.keyframes import deltas_between
+from deltacheck.policy.merging import Deltas, due_for_reads, first_merged, is_due, pays
+from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.containment import remove_tree
@@ -22,64 +31,141 @@ from deltacheck.store.root import Root, Store
 
 log = logging.getLogger("deltacheck")
 
-# The segment of a leaf's keyframe, and the segments of its deltas, oldest first.
-Links = tuple[str, tuple[str, ...]]
+# The priority of the thread. Larger: the training loses less; smaller: chains are short sooner.
+_NICENESS = 10
+
+
+class Links(NamedTuple):
+    """A part of a chain that one entry is to replace.
+
+    Args:
+        key: The segment of the keyframe.
+        deltas: The segments of all deltas, oldest first.
+        kept_deltas: The number of deltas that stay; the rest are merged. ``None``: the leaf is
+            written whole.
+        saves: Saves until the leaf is due again.
+        raw_bytes: The size of the leaf.
+    """
+
+    key: str
+    deltas: tuple[str, ...]
+    kept_deltas: int | None = None
+    saves: float = 1.0
+    raw_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """Leaves to write whole.
+    """Leaves to write again.
 
     Args:
         seq: The sequence number of the new segment, set aside right after a save.
+        epoch: The epoch of the chains. Chains of another epoch do not take the result.
         links: The chain of each leaf as of that save, by path.
     """
 
     seq: int
+    epoch: int
     links: Mapping[str, Links]
 
 
 @dataclass(frozen=True, slots=True)
 class CompactedChains:
-    """Leaves that were written whole.
+    """Leaves that were written again.
 
     Args:
-        ref: The new segment.
-        links: The chain that the segment replaces, of each leaf by path.
+        epoch: The epoch of the plan.
+        ref: The new segment; ``None``: no leaf was written.
+        links: What the segment replaces, of each leaf by path.
+        decoded_bytes: The decoded size of each merged delta, by path.
+        declined: Leaves of which keyframes are to be written at the limits of their chains.
+        delta_arrays: The number of arrays of the new segment's deltas.
     """
 
-    ref: SegmentRef
+    epoch: int
+    ref: SegmentRef | None
     links: Mapping[str, Links]
+    decoded_bytes: Mapping[str, int] = field(default_factory=dict)
+    declined: frozenset[str] = frozenset()
+    delta_arrays: int = 0
 
 
-def due(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
-    """Return the chains of the leaves that have at least ``after`` deltas."""
+def long_chains(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
+    """Return the chains of the leaves that have at least ``after`` deltas, to write them whole."""
     # A leaf without a base is written whole by the next save in any case.
     return {
-        path: (leaf.key_segment, tuple(leaf.delta_segments))
+        path: Links(leaf.key_segment, tuple(leaf.delta_segments))
         for path, leaf in leaves.items()
         if leaf.base is not None and len(leaf.delta_segments) >= after
     }
 
 
-def attach(leaves: Mapping[str, LeafState], compacted: CompactedChains) -> int:
-    """Let chains begin at the compacted segment, and return how many now do.
+def deltas_to_merge(
+    leaves: Mapping[str, LeafState], policy: Policy, reads: Mapping[str, int]
+) -> dict[str, Links]:
+    """Return the chains of the leaves of which deltas are to be merged.
 
-    A chain is left alone if it no longer begins with what was compacted. Later deltas stay: the
+    Args:
+        leaves: The chains.
+        policy: The policy that limits them.
+        reads: For each segment, the number of arrays that its deltas consist of.
+    """
+    are_all_due = policy.max_restore_reads is not None and due_for_reads(
+        {path: leaf.delta_segments for path, leaf in leaves.items()},
+        reads,
+        policy.max_restore_reads,
+    )
+    links: dict[str, Links] = {}
+    for path, leaf in leaves.items():
+        if leaf.base is None or not leaf.delta_segments:
+            continue
+        key, segments = leaf.key_segment, tuple(leaf.delta_segments)
+        raw_bytes = leaf.spec.raw_bytes
+        deltas = Deltas(raw_bytes, leaf.delta_bytes, leaf.merged_deltas)
+        if are_all_due:
+            # Also a single delta: its segment is needed by no chain afterwards.
+            links[path] = Links(key, segments, 0, len(segments), raw_bytes)
+        elif leaf.is_merged and is_due(policy, path, deltas):
+            choice = first_merged(policy, path, deltas)
+            if choice is not None:
+                links[path] = Links(key, segments, *choice, raw_bytes)
+    return links
+
+
+def attach(leaves: Mapping[str, LeafState], compacted: CompactedChains) -> int:
+    """Let chains use the new segment, and return how many now do.
+
+    A chain is left alone if it no longer begins with what was replaced. Later deltas stay: the
     first of them goes from the digest that the leaf has in the segment. No save may be encoding.
     """
     count = 0
-    for path, (key, deltas) in compacted.links.items():
+    for path, (key, deltas, kept_deltas, _, _) in compacted.links.items():
         leaf = leaves.get(path)
         if (
-            leaf is not None
-            and leaf.key_segment == key
-            and tuple(leaf.delta_segments[: len(deltas)]) == deltas
+            leaf is None
+            or leaf.key_segment != key
+            or tuple(leaf.delta_segments[: len(deltas)]) != deltas
         ):
-            leaf.key_segment = compacted.ref.id
-            leaf.delta_segments = leaf.delta_segments[len(deltas) :]
-            leaf.delta_bytes = leaf.delta_bytes[len(deltas) :]
-            count += 1
+            continue
+        if path in compacted.declined:
+            leaf.is_merged = False
+            continue
+        if compacted.ref is None:
+            continue
+        count += 1
+        later_segments = leaf.delta_segments[len(deltas) :]
+        later_bytes = leaf.delta_bytes[len(deltas) :]
+        if kept_deltas is None:
+            leaf.key_segment, leaf.merged_deltas = compacted.ref.id, 0
+            leaf.delta_segments, leaf.delta_bytes = later_segments, later_bytes
+        else:
+            leaf.merged_deltas = kept_deltas + 1
+            leaf.delta_segments = [*deltas[:kept_deltas], compacted.ref.id, *later_segments]
+            leaf.delta_bytes = [
+                *leaf.delta_bytes[:kept_deltas],
+                compacted.decoded_bytes[path],
+                *later_bytes,
+            ]
     return count
 
 
@@ -103,29 +189,47 @@ class Compactor:
 
     Args:
         store: The segments of the root.
-        after: The number of deltas from which on a leaf is due. Smaller: faster restores; larger:
-            less reading and writing beside the training.
+        policy: The policy that limits the chains.
+        after: The number of deltas from which on a leaf is written whole; ``None``: deltas are
+            merged as the policy demands. Smaller: faster restores; larger: less reading and writing
+            beside the training.
         io_timeout_seconds: The longest wait for the storage.
     """
 
-    def __init__(self, store: Store, after: int, io_timeout_seconds: float) -> None:
+    def __init__(
+        self, store: Store, policy: Policy, after: int | None, io_timeout_seconds: float
+    ) -> None:
         self._store = store
+        self._policy = policy
         self._after = after
         self._io_timeout_seconds = io_timeout_seconds
         self._lock = threading.Lock()
         self._running = _Running()
+        self._written_bytes = 0
         self._stop = threading.Event()
 
-    def plan(self, leaves: Mapping[str, LeafState], seq: int) -> CompactionPlan | None:
+    def plan(
+        self, leaves: Mapping[str, LeafState], seq: int, epoch: int, reads: Mapping[str, int]
+    ) -> CompactionPlan | None:
         """Plan a compaction as of the save that was captured last.
 
         ``None`` if nothing is due, or a compaction is under way.
+
+        Args:
+            leaves: The chains.
+            seq: The sequence number of the new segment.
+            epoch: The epoch of the chains.
+            reads: For each segment, the number of arrays that its deltas consist of.
         """
         with self._lock:
             if self._running.thread is not None:
                 return None
-        links = due(leaves, self._after)
-        return CompactionPlan(seq, links) if links else None
+        links = (
+            deltas_to_merge(leaves, self._policy, reads)
+            if self._after is None
+            else long_chains(leaves, self._after)
+        )
+        return CompactionPlan(seq, epoch, links) if links else None
 
     def start(self, plan: CompactionPlan, manifest: Manifest) -> None:
         """Begin a compaction.
@@ -138,7 +242,8 @@ class Compactor:
             # The last result may not be taken yet, and its segments must stay protected.
             if self._running.thread is not None or self._stop.is_set():
                 return
-            segments = {name for key, deltas in plan.links.values() for name in (key, *deltas)}
+            # All of the step: its segments are opened together, whatever the leaves.
+            segments = {ref.id for ref in manifest.segments}
             thread = threading.Thread(
                 target=self._run, args=(plan, manifest), name="deltacheck-compactor", daemon=True
             )
@@ -159,6 +264,11 @@ class Compactor:
         with self._lock:
             return set(self._running.segments)
 
+    def written_bytes(self) -> int:
+        """Return the bytes of all segments that compactions have written so far."""
+        with self._lock:
+            return self._written_bytes
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the compaction under way, if there is one."""
         thread = self._running.thread
@@ -171,23 +281,47 @@ class Compactor:
         self.wait(timeout)
 
     def _run(self, plan: CompactionPlan, manifest: Manifest) -> None:
-        writer = self._store.writer(plan.seq)
+        _lower_priority()
+        # A root of its own, because one `Root` serves one thread at a time, and so that the files
+        # of a save do not wait for those of the compaction.
+        root = Root(self._store.path, self._store).afresh()
+        writer = root.store.writer(plan.seq)
         running = self._running
         # Replaced, not updated: `segments` may be copying the set.
         running.segments = running.segments | {writer.id}
         try:
-            # A root of its own, because one `Root` serves one thread at a time.
-            root = Root(self._store.path, self._store).afresh()
             stored_paths = [path for path in plan.links if path in manifest.stored]
             # The plan was made before its save was committed, so its chains may differ.
             chains = {
                 path: chain
                 for path, chain in resolve_chains(root, manifest, stored_paths).items()
-                if (chain.key[0].id, tuple(chain.delta_segments)) == plan.links[path]
+                if (chain.key[0].id, tuple(chain.delta_segments)) == plan.links[path][:2]
             }
-            if chains:
+            links = {path: plan.links[path] for path in chains}
+            if self._after is not None and chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
-                running.result = CompactedChains(ref, {path: plan.links[path] for path in chains})
+                result = CompactedChains(plan.epoch, ref, links)
+            else:
+                runs = self._runs(root, manifest, chains, links)
+                merged = (
+                    write_merged(writer, runs, self._io_timeout_seconds, self._stop.is_set)
+                    if runs
+                    else Merged(None)
+                )
+                result = CompactedChains(
+                    plan.epoch,
+                    merged.ref,
+                    links,
+                    merged.decoded_bytes,
+                    merged.declined,
+                    writer.delta_arrays,
+                )
+            with self._lock:
+                self._written_bytes += 0 if result.ref is None else result.ref.stored_bytes
+            if result.ref is None:
+                # Parts of leaves that were declined later.
+                remove_tree(self._store.path, writer.path, ignore_errors=True)
+            running.result = result
         except BaseException as error:  # noqa: BLE001 - training goes on with the old chains
             remove_tree(self._store.path, writer.path, ignore_errors=True)
             if not self._stop.is_set():
@@ -196,3 +330,36 @@ class Compactor:
                     manifest.step,
                     error,
                 )
+
+    def _runs(
+        self,
+        root: Root,
+        manifest: Manifest,
+        chains: Mapping[str, Chain],
+        links: Mapping[str, Links],
+    ) -> dict[str, Run]:
+        """Return the deltas to merge, each with the decision about its price."""
+        before = chains_before(
+            root, manifest, chains, {p: links[p].kept_deltas or 0 for p in chains}
+        )
+        runs: dict[str, Run] = {}
+        for path, chain in chains.items():
+            recent_bytes = chain.delta_bytes[-1]
+            chain_length = deltas_between(self._policy, path, links[path].raw_bytes, recent_bytes)
+            is_worth = partial(_is_worth, links[path].saves, chain_length)
+            runs[path] = Run(before[path], chain, is_worth)
+        return runs
+
+
+def _is_worth(
+    saves: float, chain_length: int, merged: float, keyframe: float, delta: float
+) -> bool:
+    return pays(merged, saves, keyframe, delta, chain_length)
+
+
+def _lower_priority() -> None:
+    """Let the calling thread, and those that it starts, yield to the training."""
+    # Linux gives each thread a priority of its own; elsewhere the thread keeps that of the process.
+    if hasattr(os, "setpriority") and os.uname().sysname == "Linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -29,12 +29,12 @@ from deltacheck.store.segment import SegmentWriter, is_packed
 _BATCH_BYTES = 16 << 20
 
 
-class WholeLeaves:
-    """A segment of keyframes. The caller must hold the lease.
+class RewrittenLeaves:
+    """A segment of leaves of earlier segments. The caller must hold the lease.
 
     Args:
         writer: The segment.
-        specs: All leaves that will be added.
+        specs: All leaves that will be added as keyframes.
         io_timeout_seconds: The longest wait for the storage.
     """
 
@@ -48,7 +48,7 @@ class WholeLeaves:
         self._tables: list[U64] = []
         self._rows = 0
 
-    def add(self, spec: LeafSpec, digest: str, digests: U64, data: U8) -> None:
+    def add_whole(self, spec: LeafSpec, digest: str, digests: U64, data: U8) -> None:
         """Write a leaf; its bytes are not needed after the return.
 
         Args:
@@ -64,9 +64,38 @@ class WholeLeaves:
             # Leaf by leaf, so that memory holds one batch and not the whole model.
             await_write(write, self._timeout_seconds)
             key = KeyframeAt(array=self._names[spec.path])
-        self._entries[spec.path] = LeafEntry(
-            spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key
+        self._enter(
+            spec.path,
+            LeafEntry(spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key),
+            digests,
         )
+
+    def add_delta(
+        self,
+        spec: LeafSpec,
+        base: str,
+        digest: str,
+        digests: U64,
+        delta: tuple[tuple[int, int, int], ...],
+        since: int,
+    ) -> None:
+        """Enter a merged delta, whose rows are in parts of the writer.
+
+        Args:
+            spec: The leaf.
+            base: The leaf digest before the delta.
+            digest: The leaf digest after it.
+            digests: The chunk digests of the rows, uint64 ``(rows, 2)``.
+            delta: The runs of rows.
+            since: The sequence number of the oldest segment that it replaces.
+        """
+        entry = LeafEntry(
+            spec.dtype, spec.shape, spec.chunk, digest, self._rows, base, None, delta, since
+        )
+        self._enter(spec.path, entry, digests)
+
+    def _enter(self, path: str, entry: LeafEntry, digests: U64) -> None:
+        self._entries[path] = entry
         self._tables.append(digests)
         self._rows += digests.shape[0]
 
@@ -95,7 +124,7 @@ def write_whole(
         ChainBroken: A segment of a chain is missing.
         SaveFailed: The storage hangs, or ``give_up`` returned true.
     """
-    segment = WholeLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
+    segment = RewrittenLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
     for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
         if give_up():
             raise SaveFailed("the compaction was given up")
@@ -103,7 +132,7 @@ def write_whole(
         all_chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
         data = read.read_chunks(batch, all_chunks)
         for path, chain in batch.items():
-            segment.add(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
+            segment.add_whole(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
     return segment.finish()
 
 

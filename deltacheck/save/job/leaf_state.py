@@ -12,6 +12,7 @@ from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import needs_keyframe
+from deltacheck.policy.merging import can_merge
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.manifest import LeafEntry
 
@@ -30,6 +31,9 @@ class LeafState:
         key_segment: The segment that holds the leaf whole.
         delta_segments: The segments that hold its deltas, oldest first.
         delta_bytes: Bytes that a restore decodes from each of them.
+        merged_deltas: The number of deltas at the beginning that are results of a merge.
+        is_merged: Whether deltas are merged. False: keyframes are written instead, until the next
+            one, because they take fewer bytes.
         base_write: A write that still reads the memory of ``base``.
     """
 
@@ -42,7 +46,14 @@ class LeafState:
     # Replaced and never changed in place: other threads read them without a lock.
     delta_segments: list[str] = field(default_factory=list)
     delta_bytes: list[int] = field(default_factory=list)
+    merged_deltas: int = 0
+    is_merged: bool = True
     base_write: Pending | None = None
+
+    def begin_at(self, segment: str) -> None:
+        """Begin a chain at a segment that holds the leaf whole."""
+        self.key_segment, self.delta_segments, self.delta_bytes = segment, [], []
+        self.merged_deltas, self.is_merged = 0, True
 
     def is_due(self, policy: Policy) -> bool:
         """Return true if the policy asks for a keyframe of this leaf."""
@@ -52,6 +63,7 @@ class LeafState:
             self.spec.path,
             self.spec.raw_bytes,
             None if self.base is None else self.delta_bytes,
+            merges=self.is_merged and can_merge(policy),
         )
 
     def free_base(self, timeout: float) -> None:

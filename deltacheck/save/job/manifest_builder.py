@@ -91,7 +91,6 @@ def build_manifest(
     segments: tuple[SegmentRef, ...],
     records: Mapping[str, LeafRecord],
     durability: str,
-    failed_saves: int = 0,
 ) -> Manifest:
     """Return the manifest of a step that is about to be committed under the number ``seq``."""
     # Two segments of one sequence number come from ranks that saved together, so this save goes on
@@ -123,7 +122,6 @@ def build_manifest(
         stage_reason=terms.reason,
         replay=request.replay,
         durability=durability,
-        failed_saves=failed_saves,
     )
     return msgspec.structs.replace(manifest, must_understand=manifest.features)
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.policy.causes import cause_of
 from deltacheck.save.job.leaf_capture import LeafCapture
@@ -126,24 +128,29 @@ class SaveJob:
         """Make the segment durable; return ``None`` if no leaf changed and there is none."""
         return self._segment.finish()
 
-    def manifest(self, refs: Mapping[str, SegmentRef], failed_saves: int) -> Manifest:
+    def manifest(
+        self, refs: Mapping[str, SegmentRef], failed_saves: int, merged_bytes: int
+    ) -> Manifest:
         """Return the manifest of the step.
 
         Args:
             refs: The segments by name.
             failed_saves: The saves that failed since the last commit.
+            merged_bytes: The bytes that were written to shorten chains since the last commit.
         """
         terms = self._terms()
         terms.check(self._segment.records)
         # Segments of a manifest ascend by name (docs/reference/format.md, section 3).
-        return build_manifest(
+        manifest = build_manifest(
             self.request,
             self.seq,
             terms,
             tuple(refs[name] for name in sorted(self._segment.segments)),
             self._segment.records,
             self.setup.store.durability.value,
-            failed_saves,
+        )
+        return msgspec.structs.replace(
+            manifest, failed_saves=failed_saves, merged_bytes=merged_bytes
         )
 
     def explain(
@@ -166,13 +173,13 @@ class SaveJob:
                     promised=promised,
                 )
 
-    def report(self, stored_bytes: int, digest: str, failed_saves: int) -> SaveReport:
+    def report(self, stored_bytes: int, digest: str, manifest: Manifest) -> SaveReport:
         """Return the cost of the committed save.
 
         Args:
             stored_bytes: Bytes on disk, of the segment and the checkpoint's documents.
             digest: The digest of the manifest.
-            failed_saves: The saves that failed since the last commit.
+            manifest: The manifest.
         """
         leaves = leaf_reports(self.leaves.values())
         replay = self.request.replay
@@ -191,5 +198,6 @@ class SaveJob:
             note=self.request.note,
             durability=self.setup.store.durability.value,
             digest=digest,
-            failed_saves=failed_saves,
+            failed_saves=manifest.failed_saves,
+            merged_bytes=manifest.merged_bytes,
         )

@@ -85,7 +85,7 @@ class SegmentBuilder:
                 while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
                     await_write(window.popleft()[1], setup.options.io_timeout_seconds)
             leaf.changed_words, leaf.encoded_bytes = int(state.bounds[-1]), host.nbytes
-            state.key_segment, state.delta_segments, state.delta_bytes = writer.id, [], []
+            state.begin_at(writer.id)
             self._enter(leaf, digests, key=key)
 
     def put_rows(self, leaves: Iterable[LeafSave]) -> None:
@@ -115,7 +115,7 @@ class SegmentBuilder:
                 state.delta_segments = [*state.delta_segments, self._writer.id]
                 state.delta_bytes = [*state.delta_bytes, leaf.encoded_bytes]
             else:  # all chunks are in these rows
-                state.key_segment = self._writer.id
+                state.begin_at(self._writer.id)
             delta = tuple((run.part, run.first_row, run.chunks.size) for run in runs)
             self._enter(leaf, digests, delta=delta)
 

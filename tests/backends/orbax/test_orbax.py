@@ -326,6 +326,23 @@ def test_a_delta_covers_every_change_since_its_base_and_unchanged_leaves_are_not
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
+def test_deltas_are_merged_behind_the_saves_of_a_manager(tmp_path: Path) -> None:
+    weights = np.arange(100_000, dtype=np.float32)
+    merged: list[int] = []
+    with manager(tmp_path, policy=Policy.exact(max_chain_depth=4), grace_seconds=0) as mngr:
+        for step in range(60):
+            weights[step::1000] += 1
+            save(mngr, step, {"w": jnp.asarray(weights), "step": step})
+            merged.append(deltacheck.open(tmp_path).manifest(step).merged_bytes)
+            if sum(map(bool, merged)) == 3:
+                break
+        assert sum(map(bool, merged)) == 3
+        assert_same(mngr.restore(step), {"w": jnp.asarray(weights), "step": step})
+        for earlier in mngr.all_steps():
+            assert mngr.restore(earlier)["step"] == earlier
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
 def test_saving_without_async_checkpointing_works_too(tmp_path: Path) -> None:
     with manager(tmp_path, Options(enable_async_checkpointing=False)) as mngr:
         for step in range(2):

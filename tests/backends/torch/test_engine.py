@@ -177,7 +177,8 @@ def test_a_leaf_that_changes_shape_or_dtype_gets_a_keyframe_and_the_others_stay_
 
 def test_a_chain_never_grows_beyond_its_limit_and_keyframes_are_staggered(tmp_path: Path) -> None:
     state = {f"leaf{n}": torch.zeros(8) for n in range(12)}
-    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=4)) as engine:
+    policy = Policy.exact(max_chain_depth=4, merge_deltas=False)
+    with Engine(tmp_path, policy=policy) as engine:
         keyframes = []
         for step in range(12):
             for leaf in state.values():

@@ -59,6 +59,14 @@ class Writer:
             self._next_seq += 1
             return self._next_seq - 1
 
+    def number_from(self, seq: int) -> None:
+        """Give the next save at least this sequence number.
+
+        A saver that sets its number aside for a merge takes the next one for its save.
+        """
+        with _lock:
+            self._next_seq = max(self._next_seq, seq)
+
     def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
         """Remove the segments that no step and no save under way needs.
 

@@ -165,7 +165,14 @@ class Stream:
             root, opened.lease, self.options.retention, self.options.grace_seconds
         )
         try:
-            self._saver = Saver(opened.store, TorchCodec(), self.options, next_seq=opened.next_seq)
+            self._saver = Saver(
+                opened.store,
+                TorchCodec(),
+                # All ranks write the segments of a save under one number, which leaves none for a
+                # merge.
+                self.options.without_merges(),
+                next_seq=opened.next_seq,
+            )
         except BaseException:
             self._writer.release()
             raise

@@ -51,7 +51,8 @@ class ProcessGroupSession(SingleProcessSession):
             # Shared, because the other ranks wait for this one already.
             with self.group.sharing_failure():
                 _require_supported(options)
-            super().__init__(path, options, settle_reads)
+            # A merge would write tiles outside of the agreement of the ranks.
+            super().__init__(path, options.without_merges(), settle_reads)
         except BaseException:
             self.group.close()
             raise

@@ -1,0 +1,155 @@
+"""The decision to merge the deltas of leaves behind a training, in place of keyframes.
+
+The newest deltas of a leaf become one delta: each changed word has its newest value. It takes about
+the union of the changes, while a keyframe takes the whole leaf. Merged deltas are merged again, but
+rarely, so that a delta is written a few times in the life of a run and a chain stays short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deltacheck.policy.keyframes import LEAST_RATIO_BYTES, path_hash
+
+if TYPE_CHECKING:
+    from deltacheck.policy.presets import Policy
+
+# A merge is finished one save after it began, or later. Its leaf must not reach a limit meanwhile.
+_SPARE_SAVES = 2
+# Leaves of one group are merged together. More groups: smaller bursts of writing; fewer groups:
+# fewer segments that a restore opens.
+_GROUPS = 4
+# A merge also reads the leaf, which counts as writing this share of it. Larger: fewer merges, of
+# more deltas each; smaller: fewer bytes written.
+_READ_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """The deltas of a leaf since its keyframe.
+
+    Args:
+        raw_bytes: The size of the leaf.
+        decoded_bytes: The decoded size of each delta, oldest first.
+        merged: The number of deltas at the beginning that are results of a merge.
+    """
+
+    raw_bytes: int
+    decoded_bytes: Sequence[int]
+    merged: int
+
+
+def can_merge(policy: Policy) -> bool:
+    """Return True if the limits of the policy leave room for a merge."""
+    return policy.merge_deltas and policy.max_chain_depth >= 2 * _SPARE_SAVES
+
+
+def is_due(policy: Policy, path: str, deltas: Deltas) -> bool:
+    """Decide if deltas of a leaf are to be merged, so that its chain does not reach a limit.
+
+    The leaves are spread over a few groups, which are due at different lengths of their chains.
+    The result depends on the path, so every process decides alike.
+    """
+    sizes = deltas.decoded_bytes
+    if len(sizes) - deltas.merged < 2:
+        return False
+    if len(sizes) >= _depth_limit(policy, path):
+        return True
+    ratio = policy.max_restore_ratio
+    if ratio is None or deltas.raw_bytes < LEAST_RATIO_BYTES:
+        return False
+    return sum(sizes) + _SPARE_SAVES * _typical(deltas) >= ratio * deltas.raw_bytes
+
+
+def first_merged(policy: Policy, path: str, deltas: Deltas) -> tuple[int, float] | None:
+    """Choose the deltas of a leaf to merge: those that cost the fewest bytes for each later save.
+
+    Either only the deltas of saves are merged, or also some of the newest merged ones.
+
+    Args:
+        policy: The policy that sets the limits.
+        path: The path of the leaf.
+        deltas: Its deltas.
+
+    Returns:
+        The number of the first delta to merge, and the number of saves until the chain is due
+        again; ``None`` if no merge gives room for a save.
+    """
+    ways = [
+        ((_merged_share(deltas, first) + _READ_SHARE) / saves, -first, saves)
+        for first in range(deltas.merged + 1)
+        if (saves := _saves_after(policy, path, deltas, first)) >= 1
+    ]
+    if not ways:
+        return None
+    _, first, saves = min(ways)
+    return -first, saves
+
+
+def pays(merged: float, saves: float, keyframe: float, delta: float, deltas_between: int) -> bool:
+    """Decide if merging costs fewer bytes than keyframes do.
+
+    Args:
+        merged: Bytes of the merged delta.
+        saves: Saves until the next merge.
+        keyframe: Bytes of a keyframe.
+        delta: Bytes of a delta, which a keyframe replaces.
+        deltas_between: Deltas between two keyframes if nothing is merged.
+    """
+    return merged / saves < (keyframe - delta) / max(1, deltas_between)
+
+
+def due_for_reads(
+    chains: Mapping[str, Sequence[str]], reads: Mapping[str, int], limit: int | None
+) -> bool:
+    """Decide if all leaves are to be merged, so that a restore opens at most ``limit`` arrays.
+
+    Args:
+        chains: For each leaf path, the segments whose deltas it needs.
+        reads: For each segment, the number of arrays that its deltas consist of, 1 by default.
+        limit: The largest number of arrays, ``None`` for no limit.
+    """
+    if limit is None:
+        return False
+    counts = [reads.get(name, 1) for name in {name for chain in chains.values() for name in chain}]
+    # The merge itself writes a segment, and so do the saves until it is in use.
+    return len(counts) > 2 and sum(counts) + (_SPARE_SAVES + 1) * max(counts) > limit
+
+
+def _depth_limit(policy: Policy, path: str) -> int:
+    """Return the number of deltas at which a leaf is due."""
+    depth = policy.max_chain_depth
+    spread = path_hash(path) % _GROUPS * (depth // (2 * _GROUPS))
+    return max(2, depth - _SPARE_SAVES - spread)
+
+
+def _typical(deltas: Deltas) -> float:
+    """Return the mean decoded size of the deltas of saves."""
+    sizes = deltas.decoded_bytes[deltas.merged :]
+    return sum(sizes) / len(sizes)
+
+
+def _merged_share(deltas: Deltas, first: int) -> float:
+    """Estimate the decoded size of a merged delta, in units of the leaf.
+
+    The changes of different saves are taken to be independent, and a delta of everything to be as
+    large as the leaf.
+    """
+    size = max(1, deltas.raw_bytes)
+    unchanged = math.prod(max(0.0, 1 - part / size) for part in deltas.decoded_bytes[first:])
+    return 1 - unchanged
+
+
+def _saves_after(policy: Policy, path: str, deltas: Deltas, first: int) -> float:
+    """Return the number of saves until a leaf is due again if the deltas from ``first`` merge."""
+    saves: float = _depth_limit(policy, path) - (first + 1)
+    ratio = policy.max_restore_ratio
+    if ratio is not None and deltas.raw_bytes >= LEAST_RATIO_BYTES:
+        kept_share = sum(deltas.decoded_bytes[:first]) / deltas.raw_bytes
+        typical = max(_typical(deltas), 1) / deltas.raw_bytes
+        room = ratio - kept_share - _merged_share(deltas, first)
+        saves = min(saves, room / typical - _SPARE_SAVES)
+    return saves

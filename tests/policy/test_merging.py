@@ -1,0 +1,70 @@
+"""The decision to merge deltas, and which."""
+
+from __future__ import annotations
+
+from deltacheck import Policy
+from deltacheck.policy.merging import Deltas, can_merge, due_for_reads, first_merged, is_due, pays
+
+RAW = 1 << 20
+PATHS = [f"layers.{n}.weight" for n in range(200)]
+POLICY = Policy.exact()
+
+
+def test_short_chains_are_not_merged() -> None:
+    assert can_merge(POLICY)
+    assert not can_merge(Policy.exact(max_chain_depth=3))
+    assert not can_merge(Policy.exact(merge_deltas=False))
+
+
+def test_leaves_are_due_in_four_groups_before_they_reach_the_limit() -> None:
+    due = [
+        next(n for n in range(33) if is_due(POLICY, path, Deltas(RAW, [100] * n, 0)))
+        for path in PATHS
+    ]
+    assert sorted(set(due)) == [18, 22, 26, 30]
+    assert min(due.count(n) for n in set(due)) > 25
+    # A leaf whose last deltas were merged waits for further ones.
+    assert not is_due(POLICY, PATHS[0], Deltas(RAW, [100] * 31, 30))
+
+
+def test_a_leaf_that_changes_everywhere_is_due_before_it_reaches_the_ratio() -> None:
+    assert not is_due(POLICY, "w", Deltas(RAW, [RAW] * 3, 0))
+    assert is_due(POLICY, "w", Deltas(RAW, [RAW] * 4, 0))
+    assert not is_due(POLICY, "small", Deltas(1 << 10, [1 << 10] * 4, 0))
+
+
+def test_merged_deltas_stay_while_that_costs_fewer_bytes_for_each_save() -> None:
+    path = next(p for p in PATHS if is_due(POLICY, p, Deltas(RAW, [100] * 18, 0)))
+    share = RAW // 100
+    first = first_merged(POLICY, path, Deltas(RAW, [share] * 18, 0))
+    assert first == (0, 17)
+    # The result of the first merge is large and stays.
+    first = first_merged(POLICY, path, Deltas(RAW, [15 * share] + [share] * 17, 1))
+    assert first == (1, 16)
+    # With little room left, everything becomes one delta again.
+    first = first_merged(POLICY, path, Deltas(RAW, [15 * share] * 15 + [share] * 3, 15))
+    assert first is not None
+    assert first[0] < 15
+    assert first[1] == 17 - first[0]
+    # Changes of everything take as much as one of them, however many there are.
+    assert first_merged(POLICY, path, Deltas(RAW, [RAW] * 4, 0)) == (0, 3)
+
+
+def test_a_merge_that_gives_no_room_is_not_chosen() -> None:
+    assert first_merged(Policy.exact(max_restore_ratio=2), "w", Deltas(RAW, [RAW] * 2, 0)) is None
+
+
+def test_the_price_of_a_merge_is_compared_with_that_of_keyframes() -> None:
+    assert pays(merged=10, saves=16, keyframe=50, delta=1, deltas_between=24)
+    assert not pays(merged=40, saves=3, keyframe=50, delta=40, deltas_between=5)
+    assert pays(merged=40, saves=40, keyframe=50, delta=1, deltas_between=0)
+
+
+def test_all_leaves_are_due_when_a_restore_would_open_too_many_arrays() -> None:
+    chains = {"a": ["s1", "s2", "s3"], "b": ["s3"]}
+    reads = {"s1": 4, "s2": 4, "s3": 4}
+    assert not due_for_reads(chains, reads, None)
+    assert not due_for_reads(chains, reads, 24)
+    assert due_for_reads(chains, reads, 23)
+    # Two segments are hardly fewer than one.
+    assert not due_for_reads({"a": ["s1", "s2"]}, reads, 1)
