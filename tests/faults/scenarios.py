@@ -813,7 +813,7 @@ CONTROLS = {
     )
 }
 # They call what public calls and commands call, which then report the error.
-COMMANDS = frozenset({"compaction", "collection", "repair", "ranks"})
+COMMANDS = frozenset({"compaction", "compaction-by-merging", "collection", "repair", "ranks"})
 TIER = _tier()
 SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 
