@@ -116,9 +116,10 @@ class RankedRun:
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
+        # As in a process group: a merge would write tiles outside of the agreement of the ranks.
+        settings = SaveOptions(policy=policy, **options).without_merges()
         self.savers = [
-            Saver(one, default_codec(), SaveOptions(policy=policy, **options), next_seq=next_seq)
-            for one in self.stores
+            Saver(one, default_codec(), settings, next_seq=next_seq) for one in self.stores
         ]
         for joint, saver in zip(self.joints, self.savers, strict=True):
             joint.groups = saver.groups

@@ -35,9 +35,9 @@ def trained(module: torch.nn.Module) -> torch.optim.Optimizer:
 def no_open_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the engines that other tests of this process have left open."""
     monkeypatch.setattr(data_property, "_watchers", ())
+    for kind in data_property._covered:
+        monkeypatch.delattr(kind, "data")
     monkeypatch.setattr(data_property, "_covered", set())
-    if "data" in vars(torch.nn.Parameter):
-        monkeypatch.delattr(torch.nn.Parameter, "data")
 
 
 @pytest.mark.usefixtures("no_open_engine")
