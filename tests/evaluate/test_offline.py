@@ -129,7 +129,7 @@ def test_the_tables_name_policies_causes_and_errors(
     ("words", "code", "message"),
     [
         (["root", "--policy", "lossy"], 2, "is no policy; choose from"),
-        (["root", "--policy", "model_exact:moments=none"], 2, "moments one of"),
+        (["root", "--policy", "model_exact:moments=none"], 2, "moments must be one of"),
         (["root", "--policy", "exact:nothing=1"], 2, "unexpected keyword"),
         (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
         (["lossy"], 5, "contract"),
