@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.record import Cell, Result, Table
 from deltacheck.codec import GroupJob, default_codec
-from deltacheck.evaluate import equality
+from deltacheck.evaluate.workloads import equality
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.testing.codec import moved, same, words
 from tests.gpu_kit.stand_in import accelerator
