@@ -43,8 +43,10 @@ def evaluate(context: Context, policy: str) -> Result:
         judgement = judge(run(plan, folder))
     finally:
         shutil.rmtree(folder)
-    if not judgement.holds:
-        raise AssertionError(f"{policy}: {'; '.join(judgement.reasons)}")
+    # The dozen steps of the rehearsal end before anything may be inexact.
+    reasons = [r for r in judgement.reasons if not (context.rehearse and "not tested" in r)]
+    if reasons:
+        raise AssertionError(f"{policy}: {'; '.join(reasons)}")
     size, latency, correctness = judgement.size, judgement.latency, judgement.correctness
     row: list[Cell] = [
         size.raw_bytes,
