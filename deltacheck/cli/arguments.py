@@ -25,6 +25,13 @@ _STEP = re.compile(r"[0-9]{1,18}")
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print JSON: results on stdout, errors on stderr.")
 ]
+Run: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A root, a folder of torch.save files, or the folder of an Orbax CheckpointManager.",
+    ),
+]
 Item: TypeAlias = Annotated[
     str | None,
     typer.Option(

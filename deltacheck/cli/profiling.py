@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json
+from deltacheck.cli.arguments import Item, Json, Run
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -29,15 +29,7 @@ _NORM = ("gradient_norm", "grad_norm", "train/grad_norm")
 
 
 def profile(  # noqa: PLR0913 - one argument per option
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help=(
-                "A root, a folder of torch.save files, or the folder of an Orbax CheckpointManager."
-            ),
-        ),
-    ] = ".",
+    source: Run = ".",
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The profile to write.")
     ] = Path("profile.json"),

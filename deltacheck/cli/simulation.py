@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json
+from deltacheck.cli.arguments import Item, Json, Run
 from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import policies_of, steps_as, steps_of, workload_folder
 
@@ -24,15 +24,7 @@ _EXACT = "exact"
 
 
 def simulate(  # noqa: PLR0913 - one argument per option
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help=(
-                "A root, a folder of torch.save files, or the folder of an Orbax CheckpointManager."
-            ),
-        ),
-    ] = ".",
+    source: Run = ".",
     policy: Annotated[
         list[str] | None,
         typer.Option(

@@ -49,13 +49,18 @@ class Outcome:
     torn: int = 0
 
 
-def judge(root: Path, outcome: Outcome, expected: dict[int, float] | None = None) -> Outcome:
+def judge(
+    root: Path,
+    outcome: Outcome,
+    wrong_leaves: Callable[[int, dict[str, Any]], list[str]] = lambda step, state: [],
+) -> Outcome:
     """Restore every step of a root and count what is wrong with it.
 
     Args:
         root: The root.
         outcome: The counts to add to.
-        expected: The value of all leaves ``w*`` by step. ``None``: they must be restorable only.
+        wrong_leaves: Returns the leaves of a step and its restored state that are not of the
+            moment of the save. By default, steps must be restorable only.
     """
     reader = deltacheck.open(root)
     for step in reader.steps():
@@ -66,15 +71,10 @@ def judge(root: Path, outcome: Outcome, expected: dict[int, float] | None = None
             outcome.broken += 1
             print(f"step {step} does not restore: {error}", file=sys.stderr)
             continue
-        if expected is not None:
-            wrong = [
-                name
-                for name, value in state.items()
-                if not np.all(np.asarray(value) == expected[step])
-            ]
-            if wrong:
-                outcome.mixed += 1
-                print(f"step {step} is mixed: {wrong}", file=sys.stderr)
+        wrong = wrong_leaves(step, state)
+        if wrong:
+            outcome.mixed += 1
+            print(f"step {step} is mixed: {wrong}", file=sys.stderr)
     return outcome
 
 
@@ -176,7 +176,13 @@ def engine_run(root: Path, saves: int, writer: Writer, options: dict[str, Any]) 
             writer(parameters, value + 1000)
             writer(parameters, value)
             outcome.torn += _settled(handle, engine)
-    return judge(root, outcome, expected)
+
+    def wrong_leaves(step: int, state: dict[str, Any]) -> list[str]:
+        return [
+            name for name, value in state.items() if not np.all(np.asarray(value) == expected[step])
+        ]
+
+    return judge(root, outcome, wrong_leaves)
 
 
 @dataclass
@@ -216,21 +222,16 @@ def scenario_run(root: Path, saves: int, make: Callable[[], Any]) -> Outcome:
             while handle.state == "started":
                 scenario.write()
             outcome.torn += _settled(handle, engine)
-    reader = deltacheck.open(root)
-    for step in reader.steps():
-        outcome.steps += 1
-        try:
-            state = reader.restore(step)
-        except DeltacheckError as error:
-            outcome.broken += 1
-            print(f"step {step} does not restore: {error}", file=sys.stderr)
-            continue
-        if state.keys() != saved[step].keys() or any(
-            not np.array_equal(state[name], value) for name, value in saved[step].items()
-        ):
-            outcome.mixed += 1
-            print(f"step {step} is mixed", file=sys.stderr)
-    return outcome
+
+    def wrong_leaves(step: int, state: dict[str, Any]) -> list[str]:
+        different = [
+            name
+            for name in state.keys() & saved[step].keys()
+            if not np.array_equal(state[name], saved[step][name])
+        ]
+        return [*different, *(state.keys() ^ saved[step].keys())]
+
+    return judge(root, outcome, wrong_leaves)
 
 
 def _bits(value: torch.Tensor) -> np.ndarray:
