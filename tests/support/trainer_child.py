@@ -210,6 +210,29 @@ def refused(folder: Path) -> Any:
     return None
 
 
+def failing(folder: Path) -> Any:
+    """With ``on_error="log"``, a training ends although the save of step 4 fails."""
+    saving = DeltaCheckCallback(on_error="log")
+
+    class FullDisk(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert saving._engine is not None
+            writer = saving._engine._writer
+            if state.global_step == 4:
+                writer.commit = broken  # type: ignore[method-assign, assignment]
+            elif state.global_step == 5:
+                saving._engine.wait()
+                del writer.commit
+
+    one = trainer(folder, saving, FullDisk())
+    one.train()
+    return {"ended": one.state.global_step, "steps": deltacheck.open(folder / "deltacheck").steps()}
+
+
+def broken(manifest: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def accelerated(folder: Path) -> Any:
     def loop(root: Path, stop: int) -> str:
         order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
@@ -276,6 +299,7 @@ SCENARIOS: dict[str, Any] = {
     "partly_frozen": lambda folder: forked(lambda: partly_frozen(folder)),
     "best": best,
     "refused": refused,
+    "failing": failing,
     "accelerated": accelerated,
 }
 if importlib.util.find_spec("peft"):

@@ -864,6 +864,15 @@ def test_on_error_log_goes_on_without_the_failed_steps_until_there_are_too_many(
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
+def test_on_error_log_is_refused_in_a_run_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="on_error='log' is of one process"):
+        manager(tmp_path / "run", on_error="log")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failure_that_nobody_waited_for_surfaces_at_the_next_save_and_the_one_after_works(
     tmp_path: Path, full_disk: threading.Event
 ) -> None:

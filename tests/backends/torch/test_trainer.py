@@ -94,6 +94,12 @@ def test_what_would_not_be_saved_whole_is_refused(told: dict[str, Any]) -> None:
     assert "save_only_model=True, since it could not resume" in told["refused"]
 
 
+def test_with_on_error_log_a_training_ends_without_the_step_that_failed(
+    told: dict[str, Any],
+) -> None:
+    assert told["failing"] == {"ended": 8, "steps": [2, 6, 8]}
+
+
 def test_an_accelerate_loop_that_is_killed_ends_with_the_same_bits(told: dict[str, Any]) -> None:
     found = told["accelerated"]
     assert found["killed"] == {"killed": 9}

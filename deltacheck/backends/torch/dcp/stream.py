@@ -342,7 +342,9 @@ class Stream:
         try:
             if self._is_new and self._committed < 0 and writer.lease is not None:
                 writer.check()
-                collect.collect(writer.root, grace_seconds=0, writer_is_dead=True)
+                collect.collect(
+                    writer.root, grace_seconds=0, writer_is_dead=True, still_ours=writer.check
+                )
                 remove_unused(writer.root)
         except (DeltacheckError, OSError):
             log.warning("%s holds no step and could not be removed", self.path, exc_info=True)
