@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
 
-test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, and the rest of the codec matrix
+test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
 
 experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)

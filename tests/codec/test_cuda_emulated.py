@@ -15,6 +15,9 @@ import xxhash
 
 from tests.suites import cuda_budget, sanitized
 
+# Most of the time is compiling.
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
+
 KERNELS = sanitized.SOURCES / "cuda"
 COMPILER = (
     os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -48,7 +51,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 
 @pytest.mark.xdist_group("emulated")  # what they are built of is built once
-@pytest.mark.timeout(600)  # most of it is compiling
 @pytest.mark.skipif(
     COMPILER is None, reason="needs a C++ compiler, and none of c++, g++ and clang++ is on PATH"
 )
@@ -104,7 +106,6 @@ class TestEmulated:
         assert told.stdout.split() == expected
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, and none is on PATH")
 def test_kernels_compile_for_every_architecture_within_their_budget() -> None:
     uses = cuda_budget.measured(sorted(KERNELS.glob("*.cu")))

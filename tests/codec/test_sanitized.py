@@ -13,7 +13,8 @@ import pytest
 
 from tests.suites import sanitized
 
-pytestmark = pytest.mark.timeout(300)  # two compilers beside everything else
+# Two compilers beside everything else.
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
 
 
 def able(flags: tuple[str, ...], folder: Path) -> bool:
