@@ -1,8 +1,9 @@
 """Readers of optimizer states: the leaves that an optimizer keeps for each parameter.
 
-Two layouts are known: the state dicts of torch optimizers (``state/<index or name>/exp_avg``, and
-the flattened ``state.<name>.exp_avg``) and the states of optax (``mu/<path>``, ``nu/<path>``,
-``count``). To support another optimizer, add a reader here and list it in ``roles.find``.
+Three layouts are known: the state dicts of torch optimizers (``state/<index or name>/exp_avg``, and
+the flattened ``state.<name>.exp_avg``), the states of optax (``mu/<path>``, ``nu/<path>``,
+``count``), and the trees of the DeepSpeed backend (``optimizer/exp_avg/<name>``). To support
+another optimizer, add a reader here and list it in ``roles.find``.
 """
 
 from __future__ import annotations
@@ -133,6 +134,55 @@ def _torch_groups(scalars: Mapping[str, object]) -> dict[tuple[str, str], tuple[
         ):
             groups["/".join(parts[:-4]), escape_key(value)] = ("/".join(parts[:-2]), len(groups))
     return groups
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------
+
+# Names of the DeepSpeed backend's tree, permanent.
+_ZERO_HEADER, _ZERO_MASTERS, _ZERO_STATES, _ZERO_FILES = "deepspeed", "master", "optimizer", "files"
+
+
+def zero_states(
+    specs: Mapping[str, LeafSpec], scalars: Mapping[str, object]
+) -> list[ParameterState]:
+    """Return the states of DeepSpeed's ZeRO optimizers, saved by parameter; none in other trees."""
+    if f"{_ZERO_HEADER}/zero_stage" not in scalars:
+        return []
+    groups = {
+        name: group
+        for (prefix, name), group in _torch_groups(scalars).items()
+        if prefix == _ZERO_HEADER
+    }
+    # Name of the parameter -> key of its state -> path
+    entries: dict[str, dict[str, str]] = {name: {} for name in groups}
+    for path in specs:
+        keys = path.split("/")
+        if len(keys) == 3 and keys[0] == _ZERO_STATES and keys[2] in entries:
+            entries[keys[2]][keys[1]] = path
+    states: list[ParameterState] = []
+    for name, fields in entries.items():
+        group, position = groups[name]
+        master = f"{_ZERO_MASTERS}/{name}"
+        if master not in specs:
+            continue
+        unknown = sorted(fields.keys() - {"exp_avg", "exp_avg_sq"})
+        parameter = Parameter(
+            f"{_ZERO_STATES}/{name}",
+            master=master,
+            first=fields.get("exp_avg"),
+            second=fields.get("exp_avg_sq"),
+            count=path if (path := f"{group}/step") in scalars else None,
+            group=group,
+            adam="exp_avg" in fields and "exp_avg_sq" in fields and not unknown,
+            unknown=tuple(fields[key] for key in unknown),
+        )
+        # The files hold the rest of the optimizer's state, and no weights of the model.
+        states.append(
+            ParameterState(
+                parameter, dotted(name), specs[master].shape, _ZERO_FILES, (group, position)
+            )
+        )
+    return states
 
 
 # --- optax ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.optimizer_state import dotted, optax_states, torch_states
+from deltacheck.policy.optimizer_state import dotted, optax_states, torch_states, zero_states
 from deltacheck.policy.parameters import Roles
 from deltacheck.policy.weight_matching import match_by_name, match_by_order
 
@@ -33,7 +33,8 @@ def find(
             ``specs`` by default. Only torch states with integer keys depend on it: their weights
             are matched by shape, along the order of the groups' parameters, see ``prove``.
     """
-    states = [*torch_states(specs, scalars), *optax_states(specs)]
+    # The files in the tree of DeepSpeed look like states of torch, without the moments.
+    states = zero_states(specs, scalars) or [*torch_states(specs, scalars), *optax_states(specs)]
     optimizer_paths = {path for state in states for path in state.paths()}
     # State of an optimizer that no reader lists, such as a schedule, is no part of the model
     # either.

@@ -391,3 +391,35 @@ def two_groups() -> Any:
         "model": {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)},
         "optimizer": {"state": moments, "param_groups": groups},
     }
+
+
+def test_leaves_in_the_tree_of_deepspeed_belong_to_the_parameter_of_their_name() -> None:
+    """Its files look like a torch state without moments, and are no parameters."""
+    states = {f"optimizer__{key}__a.weight": (4, 4) for key in ("exp_avg", "exp_avg_sq")}
+    rest = {"module__mean": (3,), "files__optim.pt__state__0__step": ()}
+    leaves = specs(**states, **rest) | {
+        "module/a.weight": LeafSpec.of("module/a.weight", (4, 4), "bfloat16"),
+        "master/a.weight": LeafSpec.of("master/a.weight", (4, 4), "float32"),
+    }
+    group = {"lr": 1e-5, "betas": (0.9, 0.99), "step": 7, "params": ["a.weight"]}
+    state = {
+        "deepspeed": {"zero_stage": 2, "param_groups": [group]},
+        "files": {"optim.pt": {"state": {"0": {}}, "param_groups": [{"lr": 1.0, "params": [0]}]}},
+    }
+    scalars = dict(tree.scalars(tree.flatten(state, lambda value: None).skeleton))
+    result = roles.find(leaves, scalars)
+    assert result.parameters == (
+        Parameter(
+            "optimizer/a.weight",
+            weight="module/a.weight",
+            master="master/a.weight",
+            first="optimizer/exp_avg/a.weight",
+            second="optimizer/exp_avg_sq/a.weight",
+            count="deepspeed/param_groups/0/step",
+            group="deepspeed/param_groups/0",
+            adam=True,
+        ),
+    )
+    assert hyperparameters(result, scalars) == {
+        "deepspeed/param_groups/0": Hyperparameters(1e-5, 0.9, 0.99, None)
+    }

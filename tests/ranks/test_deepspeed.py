@@ -259,6 +259,7 @@ def test_files_of_two_saves_are_not_mixed(two: list[dict[str, Any]]) -> None:
 def test_options_come_from_either_section_of_the_configuration(two: list[dict[str, Any]]) -> None:
     assert two[0]["options"] == {"host_cache_bytes": 3 << 30, "keep_last": 7}
     assert "'keep_lots', which is not one of" in two[0]["wrong option"]
+    assert "post_training', which is not one of auto, derive" in two[0]["wrong policy"]
 
 
 def test_another_stage_is_refused_with_the_way_out(two: list[dict[str, Any]]) -> None:
@@ -540,6 +541,8 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
     found["options"] = dict(engine.checkpoint_engine._options)
     found["wrong option"] = message_of(lambda: engine_options({"deltacheck": {"keep_lots": 1}}, {}))
+    section = {"deltacheck": {"policy": "post_training"}}
+    found["wrong policy"] = message_of(lambda: engine_options(section, {}))
     train(engine, False, 1)
     run = folder / "troubles"
     gate, real = threading.Event(), RootWriter.commit

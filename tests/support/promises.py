@@ -29,8 +29,18 @@ def flat(state: Any, at: str = "") -> dict[str, Any]:
     return leaves
 
 
+def torch_weight(master: str) -> str:
+    """Return the path of the weight of a torch optimizer's master."""
+    return "model/w" + master.removeprefix("optimizer/state/").removesuffix("/master")
+
+
 def broken(
-    live: Any, restored: Any, manifest: Any, live_at: Callable[[int], Any], rate: float
+    live: Any,
+    restored: Any,
+    manifest: Any,
+    live_at: Callable[[int], Any],
+    rate: float,
+    weight_of: Callable[[str], str] = torch_weight,
 ) -> list[str]:
     """Return the leaves of a restored state that do not keep the contract of the manifest.
 
@@ -40,6 +50,7 @@ def broken(
         manifest: The manifest of the step.
         live_at: Return the live state of an earlier step.
         rate: The learning rate.
+        weight_of: Return the path of the weight of a bounded master.
     """
     before, after = flat(live), flat(restored)
     problems = [f"{path}: not in both" for path in before.keys() ^ after.keys()]
@@ -47,7 +58,7 @@ def broken(
         problem = _problem(path, before, after, manifest, live_at, rate)
         if problem:
             problems.append(f"{path}: {problem}")
-    return problems + _casts(before, after, manifest)
+    return problems + _casts(before, after, manifest, weight_of)
 
 
 def _problem(
@@ -120,13 +131,12 @@ def _octaves(a: Any, b: Any) -> Any:
     return np.where(flipped, np.inf, np.abs(np.log2(sizes[1] / sizes[0])))
 
 
-def _casts(before: Any, after: Any, manifest: Any) -> list[str]:
+def _casts(before: Any, after: Any, manifest: Any, weight_of: Callable[[str], str]) -> list[str]:
     """Check that a weight that is exact is still the cast of its bounded master."""
     problems = []
     for path in manifest.contracts:
-        number = path.removeprefix("optimizer/state/").removesuffix("/master")
-        weight = f"model/w{number}"
-        if not path.endswith("/master") or weight not in after or weight in manifest.contracts:
+        weight = weight_of(path)
+        if "master" not in path or weight not in after or weight in manifest.contracts:
             continue
         cast = np.asarray(after[path]).astype(ml_dtypes.bfloat16)
         was = np.asarray(before[path]).astype(ml_dtypes.bfloat16)

@@ -114,7 +114,7 @@ class Engine:
         process_group: The ranks that save together (``torch.distributed.group.WORLD``). The state
             may then hold DTensors and ``Shard``; each rank writes its own parts, and rank 0 commits
             one step for all. Every rank makes the same calls, and a failure of one rank is raised
-            on all. Needs an exact policy and ``max_pending=1``. Default: this process alone.
+            on all. Needs ``max_pending=1``. Default: this process alone.
 
     Raises:
         RootBusy: Another process, which the message names, writes to ``root``.

@@ -74,6 +74,8 @@ class Guard:
         # Frozen parameters at the save before, by id: torch.utils.swap_tensors refuses tensors that
         # anything refers to weakly.
         self._frozen_before: dict[int, tuple[int, ...]] = {}
+        # Storages beside those of the optimizers that change only after an optimizer's step began.
+        self._weights: set[int] = set()
         self._before_step = before_step
         # The addresses of the storages that saves since the last ``announced`` may still read.
         self._read_later: Set[int] = frozenset()
@@ -104,13 +106,22 @@ class Guard:
         else:
             self._optimizers.add(owner)
 
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Register the tensors of the next save that change only after an optimizer's step began.
+
+        They replace those of the call before.
+        """
+        self._weights = {
+            tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()
+        }
+
     def guarded(self) -> Guarded:
         """Return the tensors that are guarded at this save.
 
         Call it once for each save, because frozen parameters are found by comparison with the last
         call.
         """
-        guarded = Guarded(self.owned(), self._frozen())
+        guarded = Guarded(self.owned() | self._weights, self._frozen())
         self._read_later = self._read_later | guarded.owned | guarded.frozen.keys()
         return guarded
 

@@ -25,7 +25,12 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
-from deltacheck.backends.torch.deepspeed.configuration import engine_options, refuse_unsupported
+from deltacheck.backends.torch.deepspeed import zero
+from deltacheck.backends.torch.deepspeed.configuration import (
+    engine_options,
+    is_bounded,
+    refuse_unsupported,
+)
 from deltacheck.backends.torch.deepspeed.loading import add_pointers, full_weights, load_file
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
 from deltacheck.backends.torch.deepspeed.reading import Reading
@@ -106,6 +111,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "DeltaCheckpointEngine"
         self._deepspeed: Any = None
         self._options: dict[str, Any] = {}
+        self._is_exact = True  # no leaf may be bounded or reused
         self._root: Path | None = None
         self._engine: PublishingEngine | None = None
         self._saving: PendingSave | None = None  # while save_checkpoint runs
@@ -123,8 +129,10 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             ValueError: As ``attach`` raises it.
         """
-        refuse_unsupported(engine)
         self._options = engine_options(engine._config._param_dict, options)
+        policy = self._options.get("policy")
+        refuse_unsupported(engine, policy)
+        self._is_exact = not is_bounded(policy)
         root = self._options.pop("root", None)
         self._root = None if root is None else Path(root).absolute()
         self._deepspeed = engine
@@ -262,18 +270,28 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if hasattr(self._deepspeed.optimizer, "optimizer"):
                 # torch calls its hooks for the inner optimizer, which ZeRO's own wraps.
                 engine.guard(self._deepspeed.optimizer.optimizer)
-            state = state_of(self._deepspeed, save, engine.folder)
+            state = state_of(self._deepspeed, save, engine.folder, is_exact=self._is_exact)
+            metrics = {} if self._is_exact else self._metrics()
+            if not self._is_exact:
+                # DeepSpeed changes weights only after the step of the inner optimizer.
+                engine.guard_weights(state[zero.MODULE].values())
         if self._must_agree:
             # The saver continues from a loaded step only if no save is under way.
             engine.wait()
             self._continue_chains(engine, state)
-        handle = engine.save(self._deepspeed.global_steps, state)
+        handle = engine.save(self._deepspeed.global_steps, state, metrics=metrics)
         if handle.state == "skipped":
             log.warning(
                 "%s of %s was skipped, since the save before it is still under way",
                 save.tag,
                 save.folder,
             )
+
+    def _metrics(self) -> dict[str, float]:
+        """Return what DeepSpeed knows of the run and a policy decides by."""
+        norm = self._deepspeed.get_global_grad_norm()
+        # None before the first step, and in stages without it.
+        return {} if norm is None else {"gradient_norm": float(norm)}
 
     def _root_of(self, folder: Path) -> Path:
         if self._root is not None:
@@ -338,7 +356,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._must_agree, self._read = True, None
         if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
             reading.keep(
-                own_elements(self._deepspeed), bool(self._deepspeed.save_non_zero_checkpoint)
+                own_elements(self._deepspeed, is_exact=self._is_exact),
+                bool(self._deepspeed.save_non_zero_checkpoint),
             )
             self._read = reading.reader
         return result

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from deltacheck.backends.torch.datastates import SECTION as DATASTATES_SECTION
 from deltacheck.backends.torch.datastates import datastates_options
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.policy import Policy
 
 _SECTION = "deltacheck"
 # Options that belong to this adapter, or that several ranks do not support.
 _NOT_CONFIGURABLE = {"process_group", "max_pending", "compact_after", "storage"}
+
+# Presets that need no arguments, by the names that a configuration in JSON may give.
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "exact": Policy.exact,
+    "derive": partial(Policy.exact, derive=True),
+    "model_exact": Policy.model_exact,
+    "auto": Policy.auto,
+}
 
 
 def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +32,7 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
     ``"datastates_ckpt"``.
 
     Raises:
-        ValueError: A section is not a mapping, an option is unknown, or the policy is not exact.
+        ValueError: A section is not a mapping, or an option or the name of a policy is unknown.
     """
     section = config.get(_SECTION, {})
     if not isinstance(section, Mapping):
@@ -42,17 +52,29 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
                 f"{_SECTION} has the option {name!r}, which is not one of"
                 f" {', '.join(sorted(accepted))}; leave it out"
             )
-    policy = merged.get("policy")
-    if policy is not None and not policy.is_exact:
-        raise ValueError(
-            "DeepSpeed's checkpoints need an exact policy, such as Policy.exact(): their tree has"
-            " other names, in which a policy does not find the leaves of a parameter"
-        )
+    if isinstance(merged.get("policy"), str):
+        merged["policy"] = _policy_named(merged["policy"])
     return merged
 
 
-def refuse_unsupported(engine: Any) -> None:
-    """Raise ``ValueError`` if the engine's state is not of the kind that ``zero.py`` describes."""
+def _policy_named(name: str) -> Policy:
+    """Return a policy by the name of its preset, since JSON cannot hold a ``Policy``."""
+    if name not in _POLICIES:
+        raise ValueError(
+            f"{_SECTION} has the policy {name!r}, which is not one of"
+            f" {', '.join(sorted(_POLICIES))}; for other policies, call"
+            " install(policy=Policy...) in Python"
+        )
+    return _POLICIES[name]()
+
+
+def refuse_unsupported(engine: Any, policy: Policy | None) -> None:
+    """Raise ``ValueError`` if the engine's state is not of the kind that ``zero.py`` describes.
+
+    Args:
+        engine: The DeepSpeed engine.
+        policy: The policy of its saves; ``None``: the default.
+    """
     features = {
         "a pipeline": engine.pipeline_parallelism,
         "tensor or model parallelism": engine.mp_world_size > 1,
@@ -63,9 +85,19 @@ def refuse_unsupported(engine: Any) -> None:
             engine.zero_optimization() and engine.zero_elastic_checkpoint()
         ),
     }
+    offload = engine.zero_offload_param()
+    # Only a bounded master needs the weight beside it, which is not in memory then.
+    features["parameters on NVMe under a policy with bounded contracts (use Policy.exact())"] = (
+        is_bounded(policy) and offload is not None and str(offload.device).endswith("nvme")
+    )
     for feature, is_used in features.items():
         if is_used:
             raise ValueError(
                 f"deltacheck does not save a DeepSpeed engine with {feature}; leave deltacheck out,"
                 " or that"
             )
+
+
+def is_bounded(policy: Policy | None) -> bool:
+    """Return ``True`` if a policy may bound or reuse leaves."""
+    return policy is not None and policy.hidden is not None

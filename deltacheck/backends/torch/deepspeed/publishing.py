@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.group.collective import RankGroup
 from deltacheck.backends.torch.group.process_group import ProcessGroupSession
+from deltacheck.backends.torch.state.shards import Shard
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.export import new_file
@@ -52,6 +54,17 @@ class PublishingEngine(Engine):
         """The root as a local path."""
         assert isinstance(self.root, Path)  # the configuration accepts local folders only
         return self.root
+
+    def guard_weights(self, weights: Iterable[object]) -> None:
+        """Let saves read these weights behind the training loop, like the optimizer's tensors.
+
+        Nothing may write to them before the optimizer's next step begins. If they were copied at
+        once, all that belongs to them would have to be read at once too.
+
+        Args:
+            weights: Fragments, or values of another kind, which are passed over.
+        """
+        self._guard.own(w.data for w in weights if isinstance(w, Shard))
 
     def raise_unpublished(self) -> None:
         """Raise the error that kept an earlier step from being published, once."""

@@ -42,13 +42,16 @@ class PendingSave:
     files: dict[str, Any] = field(default_factory=dict)
 
 
-def state_of(engine: Any, save: PendingSave, root: Path) -> dict[str, Any]:
+def state_of(
+    engine: Any, save: PendingSave, root: Path, *, is_exact: bool = True
+) -> dict[str, Any]:
     """Return the tree that this rank saves.
 
     Args:
         engine: The DeepSpeed engine.
         save: The files of the save.
         root: The root that is saved to.
+        is_exact: As in ``zero.fragments``.
     """
     partitions = zero.partitions(engine)
     flats = {
@@ -70,8 +73,11 @@ def state_of(engine: Any, save: PendingSave, root: Path) -> dict[str, Any]:
         "folder": os.path.relpath(save.folder, root),
         "tag": save.tag,
         "latest": bool(save.save_latest),
+        # Read by the policy (``policy/optimizer_state.py``).
+        "param_groups": zero.parameter_groups(engine, partitions),
     }
-    state: dict[str, Any] = {ABOUT: header, **zero.fragments(engine, partitions), FILES: {}}
+    fragments = zero.fragments(engine, partitions, is_exact=is_exact)
+    state: dict[str, Any] = {ABOUT: header, **fragments, FILES: {}}
     for name, content in save.files.items():
         # A copy, because DeepSpeed may still use its dict.
         reduced = _reduced(engine, dict(content), state)
@@ -88,9 +94,12 @@ def owner_names(engine: Any) -> Mapping[str, str]:
     return {alias: engine.param_names.get(parameter, alias) for alias, parameter in parameters}
 
 
-def own_elements(engine: Any) -> dict[str, range]:
-    """Return, by leaf path, the elements of this rank in leaves that are stored flat."""
-    fragments = zero.fragments(engine, zero.partitions(engine))
+def own_elements(engine: Any, *, is_exact: bool = True) -> dict[str, range]:
+    """Return, by leaf path, the elements of this rank in leaves that are stored flat.
+
+    ``is_exact``: as in ``zero.fragments``.
+    """
+    fragments = zero.fragments(engine, zero.partitions(engine), is_exact=is_exact)
     by_key = {key: fragments[key] for key in (zero.MASTER, zero.MODULE)}
     by_key |= fragments[zero.OPTIMIZER]
     return {

@@ -17,6 +17,8 @@ from deltacheck.backends.torch.state.shards import Fragment
 from deltacheck.leaf.tree import escape_key
 
 MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"  # keys of the saved tree, permanent
+# Constants of a parameter group that a policy needs.
+_CONSTANTS = ("lr", "betas", "eps")
 
 
 def prefix(key: str) -> str:
@@ -62,12 +64,15 @@ class Partition(NamedTuple):
     """A flat partition of this rank.
 
     ``master`` holds the weights that the optimizer updates, 1-D; ``states`` holds its state tensors
-    of the same layout, by key.
+    of the same layout, by key. ``group`` is the number of its parameter group, ``step`` the step
+    count of the optimizer, ``None`` before the first step.
     """
 
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
     parts: tuple[Part, ...]
+    group: int
+    step: int | None
 
 
 def partitions(engine: Any) -> list[Partition]:
@@ -90,18 +95,44 @@ def partitions(engine: Any) -> list[Partition]:
     else:
         return []
     inner = optimizer.optimizer
+    # ZeRO 3 splits a parameter group, the others make one partition of each.
+    group_of = getattr(optimizer, "sub_group_to_group_id", {})
     result = []
-    for master, own_parts in zip(masters, parts, strict=True):
-        state = inner.state.get(master, {}).items()
+    for number, (master, own_parts) in enumerate(zip(masters, parts, strict=True)):
+        state = inner.state.get(master, {})
+        group = group_of.get(number, number)
         states = {
             key: value
-            for key, value in state
+            for key, value in state.items()
             # A step counter is not laid out like the partition; it stays a value of the optimizer's
             # file.
             if isinstance(value, torch.Tensor) and value.shape == master.shape
         }
-        result.append(Partition(master, states, tuple(own_parts)))
+        # Fused optimizers count in the parameter group.
+        count = state.get("step", inner.param_groups[group].get("step"))
+        step = None if count is None else int(count)
+        result.append(Partition(master, states, tuple(own_parts), group, step))
     return result
+
+
+def parameter_groups(engine: Any, partitions: list[Partition]) -> list[dict[str, Any]]:
+    """Return the constants, the step count and the parameter names of each parameter group.
+
+    The files of DeepSpeed hold these values by rank and without names. A policy needs them by name
+    and alike on every rank.
+    """
+    if not partitions:
+        return []
+    groups = [
+        {name: group[name] for name in _CONSTANTS if name in group}
+        for group in engine.optimizer.optimizer.param_groups
+    ]
+    for partition in partitions:
+        group = groups[partition.group]
+        group.setdefault("params", []).extend(part.name for part in partition.parts)
+        if partition.step is not None:
+            group["step"] = partition.step
+    return groups
 
 
 def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> list[Part]:
@@ -180,12 +211,18 @@ def frozen(engine: Any, partitions: list[Partition]) -> dict[str, Part]:
     return parts
 
 
-def fragments(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
+def fragments(engine: Any, partitions: list[Partition], *, is_exact: bool = True) -> dict[str, Any]:
     """Return the content of the partitions, by parameter.
 
     The keys are ``master``, ``optimizer`` (by state), and ``module``, the weights that the model
-    computes with. Under ZeRO 3 the module's trained parameters follow from ``master``, and are left
-    out.
+    computes with.
+
+    Args:
+        engine: The DeepSpeed engine.
+        partitions: Its partitions.
+        is_exact: Every master will be stored exactly. Under ZeRO 3 the module's trained parameters
+            then follow from ``master``, and are left out. If masters are bounded, narrow weights
+            bound them, and are stored.
     """
     result: dict[str, Any] = {MASTER: {}, OPTIMIZER: {}, MODULE: {}}
     stage = engine.zero_optimization_stage()
@@ -203,4 +240,12 @@ def fragments(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
             name: part.of(part.parameter.ds_tensor)
             for name, part in frozen(engine, partitions).items()
         }
+        if not is_exact:
+            # The position is that in the flat partition, and each parameter has its own tensor.
+            result[MODULE] |= {
+                part.name: part._replace(at=0).of(part.parameter.ds_tensor)
+                for partition in partitions
+                for part in partition.parts
+                if part.parameter.ds_tensor.dtype != partition.master.dtype
+            }
     return result

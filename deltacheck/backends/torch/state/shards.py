@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -189,7 +190,13 @@ def held_state(flat: Flat, metrics: Mapping[str, float]) -> HeldState:
         flat: The state of this rank.
         metrics: Values that the caller reports.
     """
-    specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
+    # A leaf that is stored flat is decided on by the shape that it is restored in.
+    specs = {
+        path: LeafSpec.of(
+            path, tree.shape_in(leaf.tag, math.prod(leaf.shape), path) or leaf.shape, leaf.dtype
+        )
+        for path, leaf in flat.leaves.items()
+    }
 
     def values(path: str) -> Iterator[NDArray[Any]]:
         for piece in pieces(flat.arrays[path]):
