@@ -232,6 +232,12 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
             f" step; the final loss differs by {chains.mean:+.3g} in the mean, the noise is"
             f" {chains.noise_sd:.3g}"
         )
+        if chains.lost_steps is not None:
+            noise = "" if chains.noise_steps is None else f", the noise is {chains.noise_steps:.1f}"
+            lines.append(
+                f"chains of kills end {chains.lost_steps:+.1f} steps of the unkilled run behind"
+                f" it{noise}"
+            )
         if chains.missing_steps is not None:
             lines.append(
                 f"lost progress of the first link: {chains.missing_steps.median:.2f} steps"

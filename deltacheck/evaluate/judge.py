@@ -112,6 +112,8 @@ class ChainQuality:
     ``mean``: of the final losses minus those of the unkilled runs, above 0 is worse.
     ``noise_sd``: of the final loss over the orders of the data, of unkilled seeds. ``holds``: every
     chain came to its end, every link was inexact and correct, and ``mean`` is at most ``noise_sd``.
+    ``lost_steps``, ``noise_steps``: ``mean`` and ``noise_sd`` in steps by which the unkilled run
+    reached such a loss before its end; ``None`` if it never had such a loss.
     """
 
     holds: bool
@@ -121,6 +123,8 @@ class ChainQuality:
     noise_sd: float
     missing_steps: Spread | None
     reasons: tuple[str, ...]
+    lost_steps: float | None = None
+    noise_steps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,11 +376,19 @@ def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
             if link.missing_steps is not None:
                 missing.append(link.missing_steps)
     mean = fmean(gaps) if gaps else math.nan
+    lost_steps, noise_steps = (
+        statistics.steps_behind(evidence.held_out, gap) for gap in (mean, final.noise_sd)
+    )
+    in_steps = (
+        ""
+        if lost_steps is None or noise_steps is None
+        else f"; in steps of the unkilled run {lost_steps:+.1f} and {noise_steps:.1f}"
+    )
     # ``not <=`` also counts NaN.
     if gaps and is_lossy and not abs(mean) <= final.noise_sd:
         reasons.append(
             f"chains of kills end {mean:+.3g} from the unkilled runs; one standard deviation of the"
-            f" noise is {final.noise_sd:.3g}"
+            f" noise is {final.noise_sd:.3g}{in_steps}"
         )
     links = [link for chain in evidence.chains for link in chain.links]
     return ChainQuality(
@@ -387,6 +399,8 @@ def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
         final.noise_sd,
         statistics.spread(missing) if missing else None,
         tuple(reasons),
+        lost_steps,
+        noise_steps,
     )
 
 

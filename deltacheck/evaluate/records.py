@@ -8,7 +8,7 @@ are keys of the JSON that `deltacheck eval` prints.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # These are values of ``--policy`` and names of methods of ``Policy``.
@@ -246,6 +246,7 @@ class Evidence:
     ``unkilled``: one run per seed. ``repeat``: the first seed once more. ``saving``: the first seed
     once more, with checkpoints and the peer's files. ``contracts``: the contracts that these
     checkpoints have used (``LeafCheck.exercise``). ``chains``: runs that were killed many times.
+    ``held_out``: held-out losses of the first seed without a kill, by step, if there are chains.
     """
 
     plan: Plan
@@ -259,3 +260,4 @@ class Evidence:
     recoveries: tuple[Recovery, ...]
     contracts: tuple[str, ...] = ()
     chains: tuple[Chain, ...] = ()
+    held_out: Mapping[int, float] = field(default_factory=dict)

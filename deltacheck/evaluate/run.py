@@ -64,7 +64,9 @@ def evaluate(
 
 def _evaluate(session: Session, progress: Progress) -> Evidence:
     plan = session.plan
-    total = (len(plan.unkilled_seeds()) + 2) * plan.steps  # with the repeat and the saving run
+    # With the repeat and the saving run, and the one that is evaluated at every checkpoint.
+    further = 2 + bool(plan.chain and plan.policy != "exact")
+    total = (len(plan.unkilled_seeds()) + further) * plan.steps
     observed = session.run(
         Task("observe"), lambda reports: progress("unkilled runs", reports.trained_steps, total)
     )
@@ -91,7 +93,14 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
         tuple(recoveries),
         contracts,
         _chains(session, pace, progress),
+        _held_out(observed),
     )
+
+
+def _held_out(observed: Reports) -> dict[int, float]:
+    """Return the held-out losses that the unkilled runs have reported; JSON has text for keys."""
+    losses = observed.other_events.get("held_out", {"losses": {}})["losses"]
+    return {int(step): loss for step, loss in losses.items()}
 
 
 def contracts_of(root: Path) -> dict[int, set[str]]:

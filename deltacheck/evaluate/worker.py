@@ -105,8 +105,8 @@ class Run:
 def observe(plan: Plan, folder: Path, factory: Factory) -> None:
     """Run all that is not killed, one after the other.
 
-    These are the runs of every seed, a repeat of the first seed, and a run of the first seed with
-    checkpoints.
+    These are the runs of every seed, a repeat of the first seed, for chains a run that is evaluated
+    at every checkpoint, and a run of the first seed with checkpoints.
     """
     first = plan.first_seed
     for seed in plan.unkilled_seeds():
@@ -122,7 +122,21 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
     repeat = Run(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
+    if plan.chain and plan.policy != "exact":
+        report("held_out", losses=_held_out_losses(plan, factory))
     save(plan, folder, factory, folder / ROOTS / OBSERVED)
+
+
+def _held_out_losses(plan: Plan, factory: Factory) -> dict[int, float]:
+    """Return the held-out loss of the first seed at each checkpoint and at the end.
+
+    This takes a run of its own, because an evaluation may change how a run continues.
+    """
+    run, losses = Run(factory, plan.first_seed), dict[int, float]()
+    for step in sorted({*plan.checkpoints(), plan.steps}):
+        run.train_until(step)
+        losses[step] = float(run.workload.evaluate())
+    return losses
 
 
 def _train_and_keep_weights(run: Run, plan: Plan, folder: Path, seed: int) -> None:

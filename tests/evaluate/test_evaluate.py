@@ -487,6 +487,14 @@ def test_a_chain_of_kills_ends_within_the_noise_and_each_link_is_tested() -> Non
     assert judgement.quality.chains is not None
     assert (judgement.quality.chains.links, judgement.quality.chains.inexact) == (3, 3)
     assert judgement.quality.chains.missing_steps == stats.Spread(0.5, 0.5, 0.5, 3)
+    assert judgement.quality.chains.lost_steps is None  # the held-out losses are not known
+    measured = replace(_chain(0.1, links=3), held_out={0: 3.6, 5: 2.6, 9: 2.5})
+    chains = judge(measured).quality.chains
+    assert chains is not None
+    # 0.1 above the end was reached at step 5; the noise is 1.9 sd of 0.001 a seed, at 0.025 a step.
+    assert chains.lost_steps == pytest.approx(4)
+    assert chains.noise_steps == pytest.approx(chains.noise_sd / 0.025)
+    assert "; in steps of the unkilled run +4.0 and 0.1" in chains.reasons[0]
     for evidence, reason in (
         (_chain(0.1, links=3), "chains of kills end +0.1"),
         (_chain(math.nan, links=3), "chains of kills end +nan"),
@@ -503,6 +511,15 @@ def test_a_chain_of_kills_ends_within_the_noise_and_each_link_is_tested() -> Non
     ):
         assert not judge(evidence).holds
         assert any(reason in why for why in judge(evidence).reasons), judge(evidence).reasons
+
+
+def test_a_difference_of_losses_is_told_in_steps_of_the_unkilled_run() -> None:
+    held_out = {0: 4.0, 10: 3.0, 20: 2.0, 30: 2.2, 40: 1.0}
+    for gap, steps in ((0.6, 5), (1.0, 20), (1.5, 25), (0, 0), (-1.5, -25), (3.0, 40)):
+        assert stats.steps_behind(held_out, gap) == pytest.approx(steps), gap
+    for gap in (3.1, math.nan):
+        assert stats.steps_behind(held_out, gap) is None
+    assert stats.steps_behind({}, 0.1) is None
 
 
 def test_kills_come_where_most_contracts_are_tested() -> None:
