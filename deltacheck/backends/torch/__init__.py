@@ -9,6 +9,7 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files.dropin import release, save
 from deltacheck.backends.torch.files.load import load
 from deltacheck.backends.torch.gradient_log import GradientLog
+from deltacheck.backends.torch.group.arrival import RestoreHandle
 from deltacheck.backends.torch.state.follow import apply
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "DeltaStorageWriter",
     "Engine",
     "GradientLog",
+    "RestoreHandle",
     "Shard",
     "apply",
     "load",

@@ -15,6 +15,7 @@ import torch
 
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard, Guarded
+from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
 from deltacheck.errors import DeltacheckError
@@ -27,6 +28,7 @@ from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
+from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -181,12 +183,14 @@ class Engine:
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.
         self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
-        # ``before_update`` needs the saver, which does not exist yet. The session calls it only in
+        # ``_settle_reads`` needs the saver, which does not exist yet. The session calls it only in
         # a restore.
-        self._session = _session(path, options, self.before_update, memory, capture, process_group)
+        self._session = _session(path, options, self._settle_reads, memory, capture, process_group)
         self._saver = self._session.saver
         self._root, self._writer = self._session.root, self._session.writer
         self.restored_step: int | None = None
+        # The rest of an overlapped restore, also after it has failed.
+        self._arrival: Arrival | None = None
         # The hook is global in torch. It is registered after everything that may raise, because
         # nobody could remove it from an engine that was not made.
         self._guard = Guard(self.before_update)
@@ -248,6 +252,7 @@ class Engine:
         # bool is a subclass of int, and ``True`` would become step 1.
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
+        self._await_arrival()
         begin = time.perf_counter()
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         is_whole = not extra_sources and replay is None
@@ -285,10 +290,26 @@ class Engine:
         return handle
 
     def before_update(self) -> None:
-        """Wait until the saves under way have read the state.
+        """Wait until the saves under way have read the state, and an overlapped restore is done.
 
         The engine calls it before every torch optimizer step. Call it before any other write.
+
+        Raises:
+            Damaged: An overlapped restore has failed, with this or another error of ``restore``.
         """
+        # Its hooks stay, because this may be called by a hook.
+        if self._arrival is not None:
+            self._arrival.wait()
+        self._settle_reads()
+
+    def _await_arrival(self, timeout: float | None = None) -> None:
+        """Wait for an overlapped restore. Each call raises its failure, until the next restore."""
+        if self._arrival is not None:
+            self._arrival.wait(timeout)
+            self._arrival.release()
+            self._arrival = None
+
+    def _settle_reads(self) -> None:
         self._saver.settle_reads()
         # On a device the saver waits only until the reads are enqueued. The training's stream must
         # then wait for them, which does not block the host.
@@ -331,7 +352,9 @@ class Engine:
             TimeoutError: The time ran out.
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        self._session.wait(timeout)
+        deadline = Deadline.after(timeout)
+        self._await_arrival(timeout)
+        self._session.wait(deadline.left)
 
     def persist(self, timeout: float | None = None) -> None:
         """Wait until the newest step is in ``root``, as durable as ``durability`` says.
@@ -344,7 +367,9 @@ class Engine:
             TimeoutError: The time ran out.
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        self._session.persist(timeout)
+        deadline = Deadline.after(timeout)
+        self._await_arrival(timeout)
+        self._session.persist(deadline.left)
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; with ``memory``, those in memory too.
@@ -401,6 +426,7 @@ class Engine:
             StepNotFound: There is no such step.
             StepTagged: The step has a tag.
         """
+        self._await_arrival()
         self._session.delete(step)
 
     def restore(
@@ -413,6 +439,7 @@ class Engine:
         max_bytes: int | None = None,
         fallback: bool = False,
         expected_digest: str | None = None,
+        overlap: bool = False,
     ) -> Any:
         """Restore a committed step, every byte verified. The next save continues its chains.
 
@@ -431,9 +458,15 @@ class Engine:
                 on with older values; ``restored_step`` and a warning name the step. Default: raise.
             expected_digest: The digest that the manifest of the step must have, from the report of
                 the save or ``deltacheck show``. Default: any.
+            overlap: Return once the weights are restored. The state of the optimizers arrives
+                during the first forward and backward pass: ``into`` has the optimizers themselves
+                in the places of their state dicts, and their next step waits. Training begins
+                sooner, but damage may be found after it has begun. Not with ``process_group`` or
+                ``memory``. Default: return when all is restored.
 
         Returns:
-            The state: ``into`` with restored numbers and text, or nested new containers.
+            The state: ``into`` with restored numbers and text, or nested new containers. With
+            ``overlap``, a ``RestoreHandle``, whose ``state`` it is.
 
         Raises:
             StepNotFound: There is no such step.
@@ -445,19 +478,31 @@ class Engine:
             ChainBroken: A segment that the step needs is missing.
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
             UnsupportedLeaf: A value is of a class that this process has not named.
+            ValueError: ``overlap`` cannot be given with another argument or option.
         """
+        # A failed one is the usual reason for another restore.
+        if self._arrival is not None:
+            self._arrival.join()
         request = RestoreRequest(
             step, into, contract, optimizer, max_bytes, fallback, expected_digest
         )
-        manifest, state = self._session.restore(request)
+        arrival: Arrival | None = None
+        if overlap:
+            manifest, state, arrival = self._session.restore_overlapped(request)
+        else:
+            manifest, state = self._session.restore(request)
+        if self._arrival is not None:
+            self._arrival.release()
+        self._arrival = arrival
         self.restored_step = manifest.step
-        return state
+        return state if arrival is None else RestoreHandle(state, arrival)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the saves under way and give the root back. A second call does nothing.
 
         If the time runs out, the saves go on as long as the process lives, and the root is given
-        back after them. In a forked child the saves of the parent are not touched.
+        back after them. An overlapped restore is waited for first; if the time runs out then, the
+        engine stays open. In a forked child the saves of the parent are not touched.
 
         Args:
             timeout: The longest wait, in seconds. Default: as long as the saves get on.
@@ -467,12 +512,19 @@ class Engine:
             TimeoutError: The time ran out.
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        # First, even if a save fails below: torch's global hook would keep the engine alive.
+        deadline = Deadline.after(timeout)
+        arrival = self._arrival if self._saver.is_ours() else None
+        if arrival is not None:
+            arrival.join(timeout)
+            self._arrival = None
+        # Before the saves, of which one may fail: torch's global hook would keep the engine alive.
         self._guard.close()
         exits.forget(self._ending)
         # A forked child has neither the threads nor the lease of its parent.
         if self._saver.is_ours():
-            self._session.close(timeout)
+            self._session.close(deadline.left)
+        if arrival is not None:
+            arrival.finish()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # A copy would write to the root under the same lease, and reuse sequence numbers.

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.group.single_process import Attempt, SingleProcessSession
+from deltacheck.backends.torch.group.arrival import Arrival
+from deltacheck.backends.torch.group.single_process import (
+    Attempt,
+    RestoreRequest,
+    SingleProcessSession,
+)
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
@@ -109,6 +114,10 @@ class MemoryFirstSession(SingleProcessSession):
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step, in memory and in the durable root."""
         self._tier.delete(step)
+
+    def restore_overlapped(self, request: RestoreRequest) -> tuple[Manifest, Any, Arrival]:
+        """Refuse: the memory may be trimmed while the restore reads it."""
+        raise ValueError("memory and overlap=True cannot be given together yet; restore without it")
 
     def find(self, step: int | str | None) -> tuple[Root, Manifest]:
         """Return the newest save of a step and its root: the memory, if both have it.

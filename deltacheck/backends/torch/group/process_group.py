@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.collective import RankGroup
 from deltacheck.backends.torch.group.single_process import (
     Attempt,
@@ -110,6 +111,12 @@ class ProcessGroupSession(SingleProcessSession):
             request.expected_digest,
         )
         return manifest, state if target is None else self.group.filled(request.target, state)
+
+    def restore_overlapped(self, request: RestoreRequest) -> tuple[Manifest, Any, Arrival]:
+        """Refuse: ranks agree on the result of a restore, which they would not know yet."""
+        raise ValueError(
+            "process_group and overlap=True cannot be given together yet; restore without it"
+        )
 
     def release(self) -> None:
         """Give the groups back, and on rank 0 the root."""

@@ -7,7 +7,7 @@ An engine chooses one of three sessions when it is made. This one serves a proce
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.backends.torch.group.arrival import Arrival
+from deltacheck.backends.torch.group.two_stages import TwoStages
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.backends.torch.state.classes import build
+from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
-from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
 from deltacheck.save.root_writer import RootWriter
@@ -178,6 +180,40 @@ class SingleProcessSession:
             root, manifest = self.find(request.step)
             return manifest, self._load_or_durable(root, manifest, load)
 
+    def restore_overlapped(self, request: RestoreRequest) -> tuple[Manifest, Any, Arrival]:
+        """Restore the weights of a step, and begin to restore the state of its optimizers.
+
+        Returns:
+            The manifest of the restored step, the state, and the rest of it that arrives.
+        """
+        self.saver.check_usable()
+        self.saver.wait()
+        places = places_in(request.target)
+        _require_overlap(request, places)
+        root, manifest = self.find(request.step)
+        if manifest.replay is not None:
+            raise ValueError(
+                f"step {manifest.step} is replayed from gradients, which needs the whole state at"
+                " once; restore it without overlap=True"
+            )
+        self._require_digest(root, manifest, request.expected_digest)
+        require_contract(manifest, request.contract)
+        reader = StepReader(root, manifest, max_bytes=request.max_bytes, codec=self.saver.codec)
+        with damage.named(root, manifest):
+            stages = TwoStages(
+                reader, manifest, request.target, places, request.max_bytes, self._settle_reads
+            )
+            state = stages.first()
+
+        def rest() -> None:
+            with damage.named(root, manifest):
+                stages.second()
+            # No save begins before this thread has ended.
+            self._adopt(root, manifest, reader.chains, reader.stored)
+
+        optimizers = [place.optimizer for place in places]
+        return manifest, state, Arrival(manifest.step, optimizers, rest)
+
     def find(self, step: int | str | None) -> tuple[Root, Manifest]:
         """Return the newest save of a step, a tag's save or the newest step, and its root."""
         return self.root, self.root.manifest(step)
@@ -228,7 +264,7 @@ class SingleProcessSession:
             state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
         else:
             values = {
-                path: _fill(value, loaded[saved_paths[path]])
+                path: leaves.filled(value, loaded[saved_paths[path]])
                 for path, value in target.arrays.items()
             }
             owners = tree.array_paths(target.skeleton)
@@ -271,15 +307,16 @@ class SingleProcessSession:
         self.writer.release()
 
 
-def _fill(value: object, item: Loaded) -> object:
-    """Return a leaf of a restore target with the restored content.
-
-    Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
-    """
-    if isinstance(value, torch.Tensor):
-        leaves.fill(value, item)
-        return value
-    if isinstance(value, np.ndarray):
-        np.copyto(value, as_array(item))
-        return value
-    return as_array(item)[()]
+def _require_overlap(request: RestoreRequest, places: Sequence[OptimizerPlace]) -> None:
+    """Raise ``ValueError`` if a restore cannot overlap with training."""
+    if not places:
+        raise ValueError(
+            "overlap=True needs `into` with a torch optimizer in the place of its state dict, whose"
+            " step waits for its state: into={'model': model.state_dict(), 'optimizer': optimizer}."
+            " Restore for another optimizer without overlap=True"
+        )
+    if request.fallback or request.optimizer is not None:
+        raise ValueError(
+            "overlap=True cannot be given with fallback=True or optimizer=: damage may be found"
+            " after the weights are in use, and a replay needs the whole state at once"
+        )

@@ -19,8 +19,9 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.containers import DTYPE
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node, shape_in
-from deltacheck.restore.content import Loaded
+from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.values import unshared_paths
 
 # torch has these dtypes, but no operation on them, not even a copy.
@@ -105,16 +106,16 @@ def _form_of(dtype: torch.dtype) -> tuple[str, str | None]:
         return dtype_named(f"uint{8 * dtype.itemsize}").name, DTYPE + str(dtype)
 
 
-def _dtype_of(item: Loaded, tag: str | None) -> torch.dtype:
-    """Return the dtype in which a loaded leaf is restored."""
-    name = item.spec.dtype
+def _dtype_of(spec: LeafSpec, tag: str | None) -> torch.dtype:
+    """Return the dtype in which a leaf is restored."""
+    name = spec.dtype
     if tag is not None and tag.startswith(DTYPE):
         name = tag.removeprefix(DTYPE).removeprefix("torch.")
     dtype = getattr(torch, name, None)
     # JAX has element types that torch lacks, and a tag may be one of a newer torch.
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item.spec.element.item_bytes:
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != spec.element.item_bytes:
         raise UnsupportedLeaf(
-            f"leaf {item.spec.path!r} is of type {name}, which torch does not have; read it with"
+            f"leaf {spec.path!r} is of type {name}, which torch does not have; read it with"
             " deltacheck.open(root).restore()"
         )
     return dtype
@@ -207,10 +208,17 @@ def tensor_of(item: Loaded, tag: str | None = None) -> torch.Tensor:
     Raises:
         UnsupportedLeaf: torch does not have the element type.
     """
-    dtype = _dtype_of(item, tag)
+    dtype = _dtype_of(item.spec, tag)
     if item.data.size == 0:
         return torch.empty(item.spec.shape, dtype=dtype)
     return torch.from_numpy(item.data).view(dtype).reshape(item.spec.shape)
+
+
+def empty(spec: LeafSpec, tag: str | None, device: torch.device) -> torch.Tensor | None:
+    """Return a tensor to be filled with a leaf; ``None`` if the leaf is no tensor of its shape."""
+    if tag is not None and not tag.startswith(DTYPE):
+        return None
+    return torch.empty(spec.shape, dtype=_dtype_of(spec, tag), device=device)
 
 
 def fill(value: torch.Tensor, item: Loaded) -> None:
@@ -219,6 +227,20 @@ def fill(value: torch.Tensor, item: Loaded) -> None:
     if restored.data_ptr() != value.data_ptr():  # else it was decoded there
         with torch.no_grad():
             copyable(value).copy_(copyable(restored))
+
+
+def filled(value: object, item: Loaded) -> object:
+    """Return a leaf of a restore target with the restored content.
+
+    Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
+    """
+    if isinstance(value, torch.Tensor):
+        fill(value, item)
+        return value
+    if isinstance(value, np.ndarray):
+        np.copyto(value, as_array(item))
+        return value
+    return as_array(item)[()]
 
 
 def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:

@@ -1,0 +1,111 @@
+"""A restore in two stages: what the forward pass needs, then the state of the optimizers.
+
+Each stage reads and verifies its leaves completely before it fills a tensor. Leaves that the first
+stage is computed from, such as masters that give the weights, belong to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.backends.matching import match_targets
+from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.state.classes import build
+from deltacheck.backends.torch.state.optimizers import (
+    OptimizerPlace,
+    expanded,
+    late_paths,
+    with_value,
+)
+from deltacheck.leaf import tree
+from deltacheck.restore.content import check_budget
+from deltacheck.restore.fill import StepReader
+from deltacheck.restore.resolve import needed_by
+from deltacheck.store.manifest import Manifest
+
+
+class TwoStages:
+    """The restore of one step into a target with optimizers.
+
+    Args:
+        reader: Reads the step. After both stages it has all chains.
+        manifest: The step.
+        target: The target.
+        places: Its optimizers.
+        max_bytes: As in ``Engine.restore``.
+        settle_reads: Called before the first tensor is written to.
+
+    Raises:
+        TreeMismatch: The target differs from the step. Nothing was read or changed.
+        BudgetExceeded: Both stages together are larger than ``max_bytes``.
+    """
+
+    def __init__(
+        self,
+        reader: StepReader,
+        manifest: Manifest,
+        target: object,
+        places: Iterable[OptimizerPlace],
+        max_bytes: int | None,
+        settle_reads: Callable[[], None],
+    ) -> None:
+        self._reader = reader
+        self._manifest = manifest
+        self._places = list(places)
+        self._settle_reads = settle_reads
+        self._target = leaves.flatten(expanded(target, self._places, manifest))
+        saved_paths = match_targets(manifest, self._target)
+        check_budget(max_bytes, sum(spec.raw_bytes for spec in manifest.specs.values()))
+        late_targets = late_paths(self._target, self._places)
+        early = [path for path in saved_paths if path not in late_targets]
+        required = set(needed_by(manifest, (saved_paths[path] for path in early)))
+        self._late = {
+            path: saved_paths[path] for path in late_targets if saved_paths[path] not in required
+        }
+        self._early = {
+            path: stored for path, stored in saved_paths.items() if path not in self._late
+        }
+
+    def first(self) -> Any:
+        """Restore all but the late leaves, and let the optimizers use their new state.
+
+        Returns:
+            The state. At the places of optimizers it has the optimizers.
+        """
+        values = dict(self._target.arrays) | self._filled(self._early, self._settle_reads)
+        owners = tree.array_paths(self._target.skeleton)
+        state: Any = tree.unflatten(
+            self._manifest.tree, lambda path, owner, tag: values[owners[path]], build
+        )
+        for place in self._places:
+            saved = state
+            for key in place.keys:
+                saved = saved[key]
+            place.load(saved)
+            state = with_value(state, place.keys, place.optimizer)
+        return state
+
+    def second(self) -> None:
+        """Restore the late leaves. Nothing is changed if this fails before all are verified."""
+        # No save has begun since the first stage.
+        self._filled(self._late, lambda: None)
+
+    def _filled(
+        self, saved_paths: Mapping[str, str], settle_reads: Callable[[], None]
+    ) -> dict[str, object]:
+        """Read leaves, fill their targets and return them, by path of the target."""
+        values = {path: self._target.arrays[path] for path in saved_paths}
+
+        def memory() -> dict[str, NDArray[np.uint8]]:
+            settle_reads()
+            parts = {saved_paths[path]: leaves.memory_of(value) for path, value in values.items()}
+            return {path: array for path, array in parts.items() if array is not None}
+
+        loaded = self._reader.whole(list(dict.fromkeys(saved_paths.values())), into=memory)
+        return {
+            path: leaves.filled(value, loaded[saved_paths[path]]) for path, value in values.items()
+        }
