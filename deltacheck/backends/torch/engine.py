@@ -465,8 +465,8 @@ class Engine:
                 ``memory``. Default: return when all is restored.
 
         Returns:
-            The state: ``into`` with restored numbers and text, or nested new containers. With
-            ``overlap``, a ``RestoreHandle``, whose ``state`` it is.
+            ``into`` with restored numbers and text, or new containers. It is the ``state`` of a
+                ``RestoreHandle`` if ``overlap`` is true.
 
         Raises:
             StepNotFound: There is no such step.
