@@ -86,6 +86,21 @@ class Holdings(msgspec.Struct, frozen=True):
         ]
         return cls(leaves, counts.tobytes(), np.array(numbers, np.int64).tobytes())
 
+    def held(self) -> dict[str, Held]:
+        """Return the shards by leaf path, as ``of`` was given them."""
+        leaves = msgspec.msgpack.decode(self.leaves, type=list[tuple[str, str, tuple[int, ...]]])
+        edges = iter(np.frombuffer(self.boxes, np.int64).tolist())
+        return {
+            path: Held(
+                dtype,
+                shape,
+                tuple(tuple(slice(next(edges), next(edges)) for _ in shape) for _ in range(count)),
+            )
+            for (path, dtype, shape), count in zip(
+                leaves, np.frombuffer(self.counts, np.int32).tolist(), strict=True
+            )
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:

@@ -35,7 +35,7 @@ from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
-from deltacheck.save.treatment.treatment import Treatment
+from deltacheck.save.treatment.treatment import Treatment, leaf_groups
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import Manifest, Replay
@@ -194,11 +194,15 @@ class Saver:
 
     def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
         """Return the leaves that one rank should write, of all leaves of the ranks of a save."""
-        return [] if self.is_exact else self._treatment.groups(specs, tree)
+        return [] if self.is_exact else leaf_groups(specs, tree)
 
     def signals(self, step: int, held: HeldState) -> Signals | None:
         """Return the signals that the ranks of a save agree on; ``None`` if there are none."""
         return self._treatment.signals(step, held)
+
+    def measured(self, state: HeldState) -> Signals | None:
+        """Return what the last save has shown, for ranks that agree before the next one."""
+        return self._treatment.measured(state)
 
     def resumed(self) -> None:
         """Forget the course of the run, because a step was restored."""

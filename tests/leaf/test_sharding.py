@@ -28,7 +28,9 @@ def box(*edges: tuple[int, int]) -> Box:
 def planned(
     held: Sequence[dict[str, Held]], before: dict[str, Before] | None = None
 ) -> dict[str, Planned]:
-    return sharding.plan([Holdings.of(one) for one in held], before)
+    holdings = [Holdings.of(one) for one in held]
+    assert [one.held() for one in holdings] == list(held)
+    return sharding.plan(holdings, before)
 
 
 def boxes_of(one: Planned) -> list[Box]:

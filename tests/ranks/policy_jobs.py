@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import deltacheck
 from deltacheck import Policy
-from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, Engine
 from deltacheck.errors import SaveFailed
 from tests.ranks.jobs import world
 
@@ -67,13 +70,52 @@ class MasterRun:
                 master.sub_(RATE * hat)
                 parameter.to_local().data.copy_(master)
 
-    def state(self) -> dict[str, Any]:
-        group = {"lr": RATE, "betas": BETAS, "eps": 1e-8, "params": list(self.kept)}
+    def state(self, *, is_named: bool) -> dict[str, Any]:
+        """Return the state; the optimizer names its parameters or numbers them."""
+        names = {number: f"w{number}" for number in self.kept}
+        kept = {names[n]: kept for n, kept in self.kept.items()} if is_named else self.kept
+        group = {"lr": RATE, "betas": BETAS, "eps": 1e-8, "params": list(kept)}
         return {
-            "model": {f"w{number}": p.detach() for number, p in enumerate(self.parameters)},
-            "optimizer": {"state": self.kept, "param_groups": [group]},
+            "model": {names[number]: p.detach() for number, p in enumerate(self.parameters)},
+            "optimizer": {"state": kept, "param_groups": [group]},
             "step": self.step,
         }
+
+
+class DcpEngine:
+    """The calls of ``Engine`` that ``train`` makes, carried out by DCP."""
+
+    def __init__(self, root: Path, *, is_async: bool) -> None:
+        self.root, self.is_async = root, is_async
+
+    def __enter__(self) -> DcpEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.writer().close()
+
+    def writer(self) -> DeltaStorageWriter:
+        return DeltaStorageWriter(self.root, policy=Policy.model_exact())
+
+    def steps(self) -> list[int]:
+        return deltacheck.open(self.root).steps() if self.root.exists() else []
+
+    def restore(self, into: dict[str, Any]) -> dict[str, Any]:
+        dcp.load(into, storage_reader=DeltaStorageReader(self.root, resume=True))
+        return into
+
+    def save(self, step: int, state: dict[str, Any]) -> DcpEngine:
+        try:
+            if self.is_async:
+                dcp.async_save(state, checkpoint_id=step, storage_writer=self.writer()).result()
+            else:
+                dcp.save(state, checkpoint_id=step, storage_writer=self.writer())
+        except (CheckpointException, RuntimeError) as error:
+            raise SaveFailed(str(error)) from None
+        return self
+
+    def result(self, timeout: float) -> None:
+        """Do nothing: ``save`` has waited."""
 
 
 def gathered(value: Any) -> Any:
@@ -92,10 +134,17 @@ def gathered(value: Any) -> Any:
     return tensor.numpy().copy()
 
 
+def tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state."""
+    return {"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}
+
+
 def train(
-    rank: int, size: int, port: int, root: Path, saves: int, killed_at: str
+    rank: int, size: int, port: int, root: Path, saves: int, killed_at: str, through: str
 ) -> dict[int, Any]:
     """Restore the newest step if there is one, and train with a save every ten steps.
+
+    ``through``: ``engine`` or ``dcp``, which four ranks call asynchronously.
 
     Rank 1 kills itself in the last save: ``durable`` when its segment is, ``capture`` before.
 
@@ -103,25 +152,30 @@ def train(
         What was live at each save, and what this rank restored, under the key -1.
     """
     live: dict[int, Any] = {}
+    is_named = through == "dcp"
     with (
         world(rank, size) as group,
-        Engine(root, process_group=group, policy=Policy.model_exact(), on_error="log") as engine,
+        DcpEngine(root, is_async=size == 4)
+        if through == "dcp"
+        else Engine(
+            root, process_group=group, policy=Policy.model_exact(), on_error="log"
+        ) as engine,
     ):
         run = MasterRun(size)
         if engine.steps():
-            restored = engine.restore(into=run.state())
+            restored = engine.restore(into=run.state(is_named=is_named))
             run.step = restored["step"]
             live[-1] = gathered(restored)
         else:
             run.advance(100)
         for number in range(saves):
             run.advance(10)
-            live[run.step] = gathered(run.state())
+            state = run.state(is_named=is_named)
+            live[run.step] = gathered(state)
             if killed_at and number == saves - 1 and rank == 1:
                 arm(killed_at)
-            handle = engine.save(run.step, run.state())
             try:
-                handle.result(60)
+                engine.save(run.step, state).result(60)
             except SaveFailed:
                 assert killed_at
                 assert number == saves - 1

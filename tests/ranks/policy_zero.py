@@ -116,7 +116,7 @@ def gathered(engine: Any) -> dict[str, Any]:
     return leaves
 
 
-def stored(run: Any, step: int, paths: Iterable[str]) -> dict[str, Any]:
+def restored_leaves(run: Any, step: int, paths: Iterable[str]) -> dict[str, Any]:
     """Return leaves of a step as ``gathered`` does."""
     tree = flat(run.restore(step))
     return {path: np.asarray(tree[path]).reshape(-1) for path in paths if path in tree}
@@ -141,15 +141,15 @@ def train(
     live: dict[int, dict[int, Any]] = {}
     for stage in STAGES:
         engine = made(stage)
-        held = live[stage] = {}
+        of_stage = live[stage] = {}
         if (folder / str(stage) / "latest").exists():
             engine.load_checkpoint(str(folder / str(stage)))
-            held[-1] = gathered(engine)
+            of_stage[-1] = gathered(engine)
         else:
             advance(engine, FIRST)
         for number in range(saves):
             advance(engine, EVERY)
-            held[engine.global_steps] = gathered(engine)
+            of_stage[engine.global_steps] = gathered(engine)
             is_last = is_killed and stage == STAGES[-1] and number == saves - 1
             if is_last and rank == 1:
                 arm("durable")

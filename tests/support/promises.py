@@ -31,7 +31,8 @@ def flat(state: Any, at: str = "") -> dict[str, Any]:
 
 def torch_weight(master: str) -> str:
     """Return the path of the weight of a torch optimizer's master."""
-    return "model/w" + master.removeprefix("optimizer/state/").removesuffix("/master")
+    name = master.removeprefix("optimizer/state/").removesuffix("/master")
+    return "model/w" + name.removeprefix("w")
 
 
 def broken(

@@ -26,13 +26,12 @@ from deltacheck.policy.decide import Decision, Situation, decide
 from deltacheck.policy.events import Detector, Event, RunObservation
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance, explain
-from deltacheck.restore import derive
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
-from deltacheck.save.treatment.error_measures import sample
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
+from deltacheck.save.treatment.proof import proven
 from deltacheck.save.treatment.run_state import LeafReader, RunState, Shadow
 from deltacheck.save.treatment.signals import (
     Agreed,
@@ -71,18 +70,6 @@ class Treatment:
         """Forget the course of the run, because a step was restored."""
         self._run.reset()
 
-    def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
-        """Return the leaves of each parameter, which one rank should write if several hold them.
-
-        Args:
-            specs: The specs of all leaves of all ranks.
-            tree: The structure of the state, with its scalars.
-        """
-        return [
-            [path for path in parameter.leaves if path in specs]
-            for parameter in roles.find(specs, dict(scalars(tree))).parameters
-        ]
-
     def signals(self, step: int, state: HeldState) -> Signals | None:
         """Return the signals of this process, which the ranks of a save agree on.
 
@@ -114,13 +101,35 @@ class Treatment:
         expected = msgspec.structs.replace(signals, optimizer="")
         if self._advanced(step, expected)[1].name != STABLE and run.stage.name != STABLE:
             return signals
+        return msgspec.structs.replace(signals, scales=self._scales(leaf_roles, state))
+
+    def measured(self, state: HeldState) -> Signals | None:
+        """Return what the last save of this process has shown, for ranks that agree before a save.
+
+        They cannot agree on ``signals`` if the next state is known to each only when it is written.
+
+        Args:
+            state: The state that was saved.
+        """
+        if self._policy.hidden is None:
+            return None
+        run, leaf_roles = self._run, self._roles_and_rates(state)[0]
+        # The next save may be the first one that needs the scales.
+        is_near = run.stage.name == STABLE or run.stage.quiet > 0
+        return Signals(
+            drifts=tuple(run.drifts),
+            events=(("optimizer", 0.0),) if run.zeroed else (),
+            scales=self._scales(leaf_roles, state) if is_near else {},
+        )
+
+    def _scales(self, leaf_roles: Roles, state: HeldState) -> dict[str, tuple[float, int]]:
+        """Return the scales of masters that are not known yet."""
         # Sampled once and not before it is needed, because a master may begin as zeros.
-        scales = {
+        return {
             path: scale_of(state.values(path))
             for path in map(self._wide_weight, leaf_roles.parameters)
-            if path in state.specs and path not in run.scales
+            if path in state.specs and path not in self._run.scales
         }
-        return msgspec.structs.replace(signals, scales=scales)
 
     def plan(
         self,
@@ -159,7 +168,7 @@ class Treatment:
         stored_specs = {name: source.spec for name, source in sources.items()}
         layout = Layout(stored_specs, agreed.cuts)
         if stage == STABLE:
-            leaf_roles = self._prove(leaf_roles, layout, sources)
+            leaf_roles = proven(self._run, self._reader, leaf_roles, layout, sources)
         save = LossySave(
             self._policy,
             step,
@@ -319,37 +328,18 @@ class Treatment:
             events = (Event(step, "optimizer"),)
         return activity, events
 
-    def _prove(self, leaf_roles: Roles, layout: Layout, sources: Mapping[str, LeafSource]) -> Roles:
-        """Return the roles with each master's weight, found by content.
 
-        The proof is repeated while a master has no weight, and after a capture has found a weight
-        that is not the cast of its master.
-        """
-        run = self._run
-        if run.proof is not None and run.proof[0] == leaf_roles:
-            return run.proof[1]
-        proven = roles.prove(leaf_roles, partial(self._is_cast, layout, sources))
-        is_complete = all(p.proven or p.master is None for p in proven.parameters)
-        run.proof = (leaf_roles, proven) if is_complete else None
-        return proven
+def leaf_groups(specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
+    """Return the leaves of each parameter, which one rank should write if several hold them.
 
-    def _is_cast(
-        self, layout: Layout, sources: Mapping[str, LeafSource], weight: str, master: str
-    ) -> bool:
-        """Return true if a sample of a weight is the rounded master, as far as they are here.
-
-        A sample is enough: every value is checked again when the weight is captured.
-        """
-        for cell in layout.cells([weight, master]):
-            if len(cell.names) < 2:  # cut in different ways
-                return False
-            weights, masters = (
-                sample(self._reader.live(sources[cell.names[path]])) for path in (weight, master)
-            )
-            restored = derive.cast(masters, weights.dtype)
-            if not np.array_equal(weights.view(np.uint8), restored.view(np.uint8)):
-                return False
-        return True
+    Args:
+        specs: The specs of all leaves of all ranks.
+        tree: The structure of the state, with its scalars.
+    """
+    return [
+        [path for path in parameter.leaves if path in specs]
+        for parameter in roles.find(specs, dict(scalars(tree))).parameters
+    ]
 
 
 def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> SaveObservation:

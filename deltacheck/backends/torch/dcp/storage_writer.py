@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names, stream
+from deltacheck.backends.torch.dcp.decisions import tree_of_numbers
 from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, stream_of
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
@@ -34,6 +35,7 @@ from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions, retention_of
+from deltacheck.save.treatment.signals import HeldState
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -79,8 +81,10 @@ class DeltaStorageWriter(StorageWriter):
         root: A directory or an address of an object store, the same on every rank.
         step: The step of the next save if DCP is given no ``checkpoint_id``. A ``checkpoint_id`` is
             an integer, or a name or path that ends in one (``"step-1200"``).
-        policy: The length of chains. It must be exact. Longer chains: smaller saves; shorter:
-            faster restores. Default: ``Policy.exact()``.
+        policy: The contract of each leaf and the length of chains. A policy that bounds or reuses
+            leaves needs the learning rate and the betas in the state (``get_state_dict`` puts them
+            there); without them masters or moments stay exact. Longer chains: smaller saves;
+            shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the ranks' memory and the storage. Larger:
             a slow storage blocks a save later; smaller: less memory.
         shadow: The place of the shadow. ``"device"``: faster saves, more device memory; ``"host"``:
@@ -104,7 +108,7 @@ class DeltaStorageWriter(StorageWriter):
         storage: The access to an object store. Default: from the environment.
 
     Raises:
-        ValueError: An option has a value that it cannot have, or the policy is not exact.
+        ValueError: An option has a value that it cannot have.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per option
@@ -126,12 +130,9 @@ class DeltaStorageWriter(StorageWriter):
         storage: ObjectStore | None = None,
     ) -> None:
         super().__init__()
-        policy = policy or Policy.exact()
-        if not policy.is_exact:
-            raise ValueError("DCP's checkpoints need an exact policy, such as Policy.exact()")
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
-            policy=policy,
+            policy=policy or Policy.exact(),
             host_cache_bytes=host_cache_bytes,
             shadow=shadow,
             effort=effort,
@@ -213,10 +214,8 @@ class DeltaStorageWriter(StorageWriter):
         holdings = None
         # A plan that DCP has cached comes without items. They are those of the save before.
         if getattr(plan, "usable", True):
-            tensors = dataclasses.replace(
-                plan, items=[item for item in plan.items if item.tensor_data is not None]
-            )
-            self._stream.held_items = tensors.items
+            self._stream.held_items = plan.items
+            tensors = dataclasses.replace(plan, items=_tensors(plan.items))
             holdings = Holdings.of(_held(tensors, {}))
         intent = Intent(self._step, RankSetup.of(self._path, self._options), holdings)
         return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
@@ -250,7 +249,7 @@ class DeltaStorageWriter(StorageWriter):
         local_holdings = {
             rank: intent.holdings for rank, intent in intents.items() if intent.holdings is not None
         }
-        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings)
+        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings, tree)
         self._planned_save = _PlannedSave(kinds, tree, roots)
         # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
@@ -290,9 +289,15 @@ class DeltaStorageWriter(StorageWriter):
         # Before this rank makes a root of its own there.
         if task.probe:
             require_probe(self._path, task.probe, task.root)
+        held_items = self._stream.held_items
         with beginning(task.step):
-            copies = digests_of(self._copies(plan, planner, task), task.seq)
-            part = self._stream.save(task, _local(plan, planner, task), copies)
+            copies = digests_of(_copies(held_items, plan, planner, task), task.seq)
+            if self._options.policy.is_exact:
+                local, state = _local((), plan, planner, task), None
+            else:
+                local = _local(held_items, plan, planner, task)
+                state = _observed(held_items, plan.planner_data, planner)
+            part = self._stream.save(task, local, copies, state)
         results = [WriteResult(item.index, _bytes_of(item), None) for item in plan.items]
         # The first result has the report of all items. A rank that holds copies only reports, too.
         first = results[0] if results else WriteResult(MetadataIndex(""), 0, None)
@@ -338,16 +343,6 @@ class DeltaStorageWriter(StorageWriter):
             True if it ends in a number.
         """
         return names.is_step(checkpoint_id)
-
-    def _copies(self, plan: SavePlan, planner: SavePlanner, task: Task) -> Iterator[shards.Copy]:
-        """Return the tiles that this rank holds and others write."""
-        tiles = task.share.copied_tiles()
-        items = [
-            item
-            for item in self._stream.held_items
-            if names.path_of(names.keys_of(item.index.fqn, plan.planner_data)) in tiles
-        ]
-        return shards.copies(_flat(items, plan.planner_data, planner), tiles)
 
     @property
     def _stream(self) -> Stream:
@@ -438,12 +433,37 @@ def _box(item: WriteItem) -> Box:
     )
 
 
-def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
+def _copies(
+    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: Task
+) -> Iterator[shards.Copy]:
+    """Return the tiles that this rank holds and others write."""
+    tiles = task.share.copied_tiles()
+    items = [
+        item
+        for item in _tensors(held_items)
+        if names.path_of(names.keys_of(item.index.fqn, plan.planner_data)) in tiles
+    ]
+    return shards.copies(_flat(items, plan.planner_data, planner), tiles)
+
+
+def _local(
+    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: Task
+) -> Flat:
     """Return the tiles that this rank writes, as leaves.
 
-    Raises ``SaveFailed`` if the planner resolves an item to data that it has not planned.
+    Args:
+        held_items: All items that it holds, if our plan may give it tensors that DCP's does not.
+        plan: Its plan.
+        planner: Resolves the items.
+        task: Its task.
+
+    Raises:
+        SaveFailed: The planner resolves an item to data that it has not planned.
     """
-    flat = _flat(plan.items, plan.planner_data, planner)
+    items = list(plan.items)
+    if held_items:
+        items = [item for item in items if item.tensor_data is None] + _tensors(held_items)
+    flat = _flat(items, plan.planner_data, planner)
     tiles = task.share.tiles()
     # Cached plans may be older than the task.
     if tiles.keys() - flat.arrays.keys():
@@ -452,6 +472,18 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
             " which is not in its plan"
         )
     return shards.local_flat(flat, tiles, _NO_TREE)
+
+
+def _observed(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner) -> HeldState:
+    """Return the state that a policy decides by."""
+    # Without objects, whose sizes change: they would look like another optimizer.
+    flat = _flat(_tensors(items), planner_data, planner)
+    tree = tree_of_numbers(items, planner_data, planner)
+    return shards.held_state(flat._replace(skeleton=tree), {})
+
+
+def _tensors(items: Sequence[WriteItem]) -> list[WriteItem]:
+    return [item for item in items if item.tensor_data is not None]
 
 
 def _flat(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner) -> Flat:

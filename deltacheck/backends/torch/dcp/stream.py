@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.backends.torch.dcp.decisions import agreement, shared_signals
 from deltacheck.codec.base import U8
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.leaf import sharding
@@ -30,11 +31,14 @@ from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
-from deltacheck.save.ranks.joint import Report, merged
+from deltacheck.save.ranks.joint import Report, merged, stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
+from deltacheck.save.ranks.rules import RankRules, stored_digest
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
+from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
+from deltacheck.save.treatment.treatment import leaf_groups
 from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
@@ -52,6 +56,7 @@ class Task(msgspec.Struct, frozen=True):
     ``seq``: the sequence number of the save. ``committed``: that of the newest step that this
     stream has committed; -1 if there is none. ``probe``: the file that the rank must see in its
     root, empty after the first step. ``root``: the address of the root on the coordinator.
+    ``signals``: what all ranks have measured at the save before.
     """
 
     step: int
@@ -60,6 +65,7 @@ class Task(msgspec.Struct, frozen=True):
     share: Share
     probe: str = ""
     root: str = ""
+    signals: Signals | None = None
 
 
 class Intent(msgspec.Struct, frozen=True):
@@ -78,11 +84,12 @@ class Part(msgspec.Struct, frozen=True):
     """A rank's message to the coordinator: the durable part of a save.
 
     ``sizes``: the bytes of its objects (``names.OBJECT``) by leaf path. They are not known before
-    the objects are pickled.
+    the objects are pickled. ``signals``: what the rank has measured, if the policy needs that.
     """
 
     report: Report
     sizes: dict[str, int]
+    signals: Signals | None = None
 
 
 inspect_types(Task, Intent, Part)
@@ -103,7 +110,8 @@ class _Planned(NamedTuple):
     """The plan of the newest save, on the coordinator.
 
     ``holdings``: the boxes that each rank saves. ``local_holdings``: those that it holds,
-    by rank. ``copies`` is ``None`` if nothing is compared.
+    by rank. ``copies`` is ``None`` if nothing is compared. ``signals``: what all ranks have
+    measured at that save, once it is committed.
     """
 
     holdings: list[Holdings]
@@ -111,6 +119,7 @@ class _Planned(NamedTuple):
     tiling: Plan
     copies: Copies | None
     shares: list[Share]
+    signals: Signals | None = None
 
 
 class Stream:
@@ -124,10 +133,12 @@ class Stream:
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
         self._probe: Probe | None = None
-        self.capture = Capture(options.shadow, options.host_cache_bytes, in_order=True)
+        self.capture = Capture(
+            options.shadow, options.host_cache_bytes, in_order=options.policy.is_exact
+        )
         self._writer: RootWriter | None = None
         self._saver: Saver | None = None
-        # The tensors of this rank's plan, also those that DCP lets another rank save.
+        # The items of this rank's plan, also those that DCP lets another rank save.
         self.held_items: list[WriteItem] = []
         self._planned = _Planned([], {}, {}, None, [])
         self._last_seq = -1
@@ -190,16 +201,23 @@ class Stream:
         step: int,
         boxes_by_rank: Sequence[Mapping[str, Held]],
         local_holdings: Mapping[int, Holdings],
+        tree: Node,
     ) -> list[Task]:
         """Take the root, and return the task of each rank. The coordinator calls this.
 
         ``boxes_by_rank``: the boxes that each rank saves of each leaf. ``local_holdings``: those
-        that ranks hold, by rank, as far as they have changed. Raises ``RankFailed`` if they do not
-        fit together, and ``RootBusy``.
+        that ranks hold, by rank, as far as they have changed. ``tree``: the structure of all ranks.
+        Raises ``RankFailed`` if they do not fit together, and ``RootBusy``.
         """
-        holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
         previous = self._planned
         local_by_rank = previous.local_holdings | dict(local_holdings)
+        is_exact = self.options.policy.is_exact
+        if not is_exact and len(local_by_rank) == len(boxes_by_rank):
+            # DCP gives replicas to ranks one by one, but the leaves of a parameter belong together.
+            boxes_by_rank = [
+                {**boxes, **local_by_rank[rank].held()} for rank, boxes in enumerate(boxes_by_rank)
+            ]
+        holdings = [Holdings.of(boxes) for boxes in boxes_by_rank]
         tiling = previous.tiling
         # An old plan leaves the tiles on the ranks that have their bases, so it is used while it
         # fits.
@@ -213,7 +231,8 @@ class Stream:
             before |= {
                 path: Before(leaf.cuts, leaf.owners) for path, leaf in previous.tiling.items()
             }
-            tiling = sharding.plan(holdings, before)
+            groups = [] if is_exact else leaf_groups(sharding.specs(holdings), tree)
+            tiling = sharding.plan(holdings, before, groups)
         if (holdings, local_by_rank) != (previous.holdings, previous.local_holdings):
             of_ranks = [
                 local_by_rank[rank] for rank in range(len(holdings)) if rank in local_by_rank
@@ -234,8 +253,11 @@ class Stream:
         if self._committed < 0 and len(boxes_by_rank) > 1:
             self._probe = Probe(self.path)
         probe = "" if self._probe is None else self._probe.name
+        # Taken out: what one save has measured counts once, even if the next one fails.
+        signals, self._planned = previous.signals, self._planned._replace(signals=None)
+        root = full_name(self.path)
         return [
-            Task(step, self._last_seq, self._committed, share, probe, full_name(self.path))
+            Task(step, self._last_seq, self._committed, share, probe, root, signals)
             for share in self._planned.shares
         ]
 
@@ -244,10 +266,11 @@ class Stream:
             self._probe.remove()
             self._probe = None
 
-    def save(self, task: Task, flat: Flat, copies: bytes) -> Part:
+    def save(self, task: Task, flat: Flat, copies: bytes, state: HeldState | None) -> Part:
         """Write the tiles of this rank, and return once they are durable.
 
         ``flat``: the tiles as leaves. ``copies``: the digests of the tiles that other ranks write.
+        ``state``: the state of which this rank holds a part; ``None`` under an exact policy.
         Raises ``SaveFailed``.
         """
         saver = self.follow()
@@ -286,11 +309,17 @@ class Stream:
         }
         # DCP changes no tensor before this call returns, so all of them can be read lazily.
         sources = self.capture.sources(flat, Guarded(owned))
-        saver.save(task.step, flat.skeleton, sources, record).wait("committed")
+        tiles = task.share.tiles()
+        agreed = (
+            Agreed() if state is None else agreement(saver, task.step, state, task.signals, tiles)
+        )
+        saver.save(task.step, flat.skeleton, sources, record, agreed=agreed).wait("committed")
         self._manifest = manifest = manifests[0]
-        digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
+        digests = "".join(stored_digest(manifest, name) for name in stored_names(tiles))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
-        return Part(Report(task.step, manifest.segments, digests, copies), sizes)
+        rules = RankRules.of(manifest, agreed.digests)
+        report = Report(task.step, manifest.segments, digests, copies, rules)
+        return Part(report, sizes, None if state is None else saver.measured(state))
 
     def commit(self, parts: Sequence[Part], tree: Node, roots: Sequence[str]) -> None:
         """Make the step of all ranks exist. The coordinator calls this once all parts are durable.
@@ -318,6 +347,8 @@ class Stream:
         self._root_writer.commit(manifest)
         # After the commit: ranks keep a save as a base only if a task names its number.
         self._committed = manifest.seq
+        signals = shared_signals([part.signals for part in parts])
+        self._planned = self._planned._replace(signals=signals)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for receipts. DCP has already waited for everything else."""
@@ -350,15 +381,6 @@ class Stream:
             log.warning("%s holds no step and could not be removed", self.path, exc_info=True)
         finally:
             writer.release()
-
-
-def _names(share: Share) -> list[str]:
-    """Return the stored names of this rank's tiles, in the order of the plan."""
-    return [
-        name
-        for path, (cuts, numbers) in share.tiles().items()
-        for name in sharding.names_of(path, cuts, numbers)
-    ]
 
 
 # By root. A restored step stays here until the next save to its root.
