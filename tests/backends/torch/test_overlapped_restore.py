@@ -131,7 +131,7 @@ def test_training_begins_with_the_weights_and_its_step_waits_for_the_optimizer(
 
 
 USES: dict[str, Callable[[Engine, Run, Any], object]] = {
-    "save": lambda engine, run, handle: engine.save(2, run.state()),
+    "save": lambda engine, run, handle: engine.save(2, run.model.state_dict()),
     "wait": lambda engine, run, handle: engine.wait(),
     "persist": lambda engine, run, handle: engine.persist(),
     "before_update": lambda engine, run, handle: engine.before_update(),
