@@ -21,6 +21,13 @@ def apply(
     bounds: NDArray[np.uint64],
     word_bytes: int,
 ) -> str | None: ...
+def apply_rows(
+    rows: NDArray[np.uint32],
+    targets: NDArray[np.uint64],
+    offsets: NDArray[np.uint64],
+    streams: NDArray[np.uint8],
+    blocks: list[NDArray[np.uint8]],
+) -> tuple[int, str] | None: ...
 def check(
     rows: NDArray[np.uint32],
     streams: list[NDArray[np.uint8] | None],
@@ -94,6 +101,11 @@ def read_array_file(
     begin: int,
     out: NDArray[np.uint8],
 ) -> str: ...
+def read_array_files(
+    files: list[tuple[int, int, int, bool, str]],
+    pieces: NDArray[np.uint64],
+    out: NDArray[np.uint8],
+) -> tuple[int, str] | None: ...
 def readable_codecs() -> list[str]: ...
 def crc32c(data: NDArray[np.uint8], by_table: bool) -> int: ...
 def registrations() -> list[tuple[str, Any, str]]: ...

@@ -6,7 +6,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "encoder/delta.h"
@@ -128,6 +131,49 @@ std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams
   return refusal;
 }
 
+using Targets = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Offsets = nb::ndarray<const uint64_t, nb::shape<-1, kStreams>, nb::c_contig, nb::device::cpu>;
+
+std::optional<std::pair<uint64_t, std::string>> apply_rows_arrays(
+    const Rows& rows, const Targets& targets, const Offsets& offsets,
+    const Array<const uint8_t>& streams, const std::vector<Array<uint8_t>>& blocks) {
+  const uint64_t count = rows.shape(0);
+  if (targets.shape(0) != count || offsets.shape(0) != count)
+    throw std::invalid_argument("rows, targets and offsets must have one entry for each row");
+  std::vector<PlacedRow> placed;
+  placed.reserve(count);
+  uint64_t block_before = 0, end_before = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t *target = targets.data() + 4 * i, block = target[0], at = target[1],
+                   words = target[2], width = target[3];
+    if (block >= blocks.size() || (width != 1 && width != 2 && width != 4 && width != 8) ||
+        words >> 32 || at > blocks[block].size() || words * width > blocks[block].size() - at) {
+      throw std::invalid_argument("a target does not lie in its block");
+    }
+    PlacedRow row{reinterpret_cast<const Row*>(rows.data())[i], words, static_cast<int>(width),
+                  blocks[block].data() + at, offsets.data() + i * kStreams};
+    const bool same = !placed.empty() && block == block_before &&
+                      placed.back().chunk == row.chunk && placed.back().words == words &&
+                      placed.back().word_bytes == row.word_bytes;
+    // Rows of different chunks are applied at the same time, so their memory must be disjoint.
+    if (!same && !placed.empty() &&
+        (block < block_before || (block == block_before && at < end_before)))
+      throw std::invalid_argument("targets must ascend");
+    block_before = block;
+    end_before = at + words * width;
+    placed.push_back(row);
+  }
+  const StreamView all{streams.data(), streams.size()};
+  std::string refusal;
+  uint64_t bad_row = 0;
+  {
+    nb::gil_scoped_release released;
+    refusal = apply_rows(placed, all, &bad_row);
+  }
+  if (refusal.empty()) return std::nullopt;
+  return std::make_pair(bad_row, refusal);
+}
+
 #ifdef DELTACHECK_ENTROPY
 int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
                uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded, int level,
@@ -170,8 +216,11 @@ std::vector<std::string> readable_codecs() {
   return names;
 }
 
-std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
-                      const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
+// A file as Python passes it: descriptor, chunk bytes, chunks per file, sharded, codec.
+using FileArguments = std::tuple<int, uint64_t, uint64_t, bool, std::string>;
+
+SourceFile source_of(const FileArguments& arguments) {
+  const auto& [descriptor, chunk_bytes, chunks_per_file, sharded, codec] = arguments;
   // Bounds the memory for the index of a shard, whose length comes from metadata.
   constexpr uint64_t kMostChunks = uint64_t{1} << 20;
   if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
@@ -179,20 +228,55 @@ std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_
     throw std::invalid_argument(
         "a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
   }
-  const uint64_t bytes = chunk_bytes * chunks_per_file;
-  if (out.size() == 0 || begin > bytes || out.size() > bytes - begin) {
-    throw std::invalid_argument("the file does not hold as many bytes from there on");
-  }
   const auto* entry = std::find_if(
       std::begin(kChunkCodecs), std::end(kChunkCodecs),
-      [&codec](const auto& item) { return codec == item.first && can_read(item.second); });
+      [&codec = codec](const auto& item) { return codec == item.first && can_read(item.second); });
   if (entry == std::end(kChunkCodecs))
     throw std::invalid_argument("this build reads no codec '" + codec + "'");
-  uint8_t* to = out.data();
-  const uint64_t end = begin + out.size();
+  return {descriptor, {chunk_bytes, chunks_per_file, sharded}, entry->second};
+}
+
+void check_piece(const SourceFile& file, uint64_t begin, uint64_t size) {
+  const uint64_t bytes = file.cut.chunk_bytes * file.cut.chunks_per_file;
+  if (size == 0 || begin > bytes || size > bytes - begin)
+    throw std::invalid_argument("the file does not hold as many bytes from there on");
+}
+
+std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
+                      const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
+  const SourceFile file = source_of({descriptor, chunk_bytes, chunks_per_file, sharded, codec});
+  check_piece(file, begin, out.size());
+  const Piece piece{0, begin, out.size(), out.data()};
   nb::gil_scoped_release released;
-  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, entry->second, begin,
-                         end, to);
+  return read_pieces({file}, {piece}).why;
+}
+
+using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+
+std::optional<std::pair<uint64_t, std::string>> read_files(const std::vector<FileArguments>& files,
+                                                           const PieceRows& rows,
+                                                           const Array<uint8_t>& out) {
+  std::vector<SourceFile> sources;
+  for (const FileArguments& file : files) sources.push_back(source_of(file));
+  std::vector<Piece> pieces;
+  uint64_t filled = 0;
+  for (size_t i = 0; i < rows.shape(0); ++i) {
+    const uint64_t *row = rows.data() + 4 * i, file = row[0], size = row[2], at = row[3];
+    if (file >= sources.size()) throw std::invalid_argument("a piece names no file");
+    check_piece(sources[file], row[1], size);
+    // Ascending, so that no two threads write to the same memory.
+    if (at < filled || at > out.size() || size > out.size() - at)
+      throw std::invalid_argument("pieces must ascend in the memory, and end inside it");
+    filled = at + size;
+    pieces.push_back({file, row[1], size, out.data() + at});
+  }
+  ReadRefusal refusal;
+  {
+    nb::gil_scoped_release released;
+    refusal = read_pieces(sources, pieces);
+  }
+  if (refusal.why.empty()) return std::nullopt;
+  return std::make_pair(refusal.file, refusal.why);
 }
 #endif
 
@@ -375,6 +459,12 @@ NB_MODULE(_native, m) {
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         "Apply a delta to base. Return None, or the reason why the first bad chunk was refused.");
+  m.def("apply_rows", apply_rows_arrays, nb::arg("rows").noconvert(),
+        nb::arg("targets").noconvert(), nb::arg("offsets").noconvert(),
+        nb::arg("streams").noconvert(), nb::arg("blocks").noconvert(),
+        "Apply rows of several deltas. targets: block, first byte, words and bytes of a word of "
+        "each row, ascending; rows of one chunk are applied in order. offsets: of each row's parts "
+        "in streams. Return None, or the number of a row and the reason why it was refused.");
   m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("bytes"), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         "Return (the refusal of apply, None), or (None, the offset of each row in every stream: "
@@ -415,6 +505,11 @@ NB_MODULE(_native, m) {
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"),
         nb::arg("out").noconvert(),
         "Return '', or the damage of the file. Only in builds with libzstd.");
+  m.def("read_array_files", read_files, nb::arg("files"), nb::arg("pieces").noconvert(),
+        nb::arg("out").noconvert(),
+        "Read pieces of several files. files: the first five arguments of read_array_file. pieces: "
+        "number of the file, first byte, size, offset in out, which ascends. Return None, or the "
+        "number of a damaged file and its damage. Only in builds with libzstd.");
   m.def("readable_codecs", readable_codecs,
         "Return the codecs that read_array_file decodes. Only in builds with libzstd.");
   m.def(

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, Codec, Encoded
+from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, ApplyRows, Codec, Encoded
 from deltacheck.errors import Damaged, DamagedStream
-from deltacheck.restore.buffers import Filling, start_ahead
+from deltacheck.leaf import limits
+from deltacheck.restore.buffers import Block, Filling, start_ahead
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
+from deltacheck.store.files.arrays import start_joined
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.files.storage import Place
-from deltacheck.store.segment import Segment, StreamsReading
+from deltacheck.store.segment import PartReader, Segment, StreamsReading
 
+# Streams that are decoded together, and the files that are then open at the same time. Larger: more
+# work for all threads at a time; smaller: less memory, of which more stays in the cache.
+_BATCH_BYTES = 32 << 20
+_BATCH_FILES = 256
 # Streams that are not adjacent are copied together for one call of the decoder up to this size.
 # Copying more takes longer than a second call.
 _JOINED_BYTES = 256 << 10
@@ -63,6 +70,10 @@ class _Span(NamedTuple):
         return self.segment.part(self.part).start(self.first, self.stop, scratch)
 
 
+# Runs of a part, ascending.
+_PartRuns: TypeAlias = "tuple[Segment, int, list[_Run]]"
+
+
 def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
     """Apply deltas to leaves, segment by segment and part by part.
 
@@ -80,8 +91,190 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
                     row_ranges = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
                     runs += [_Run(item, begin, end) for begin, end in row_ranges]
     # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
-    ordered = sorted(by_part.items(), key=lambda item: item[0])
-    spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
+    parts = [
+        (segment, part, sorted(runs, key=lambda run: run.first))
+        for (_, part), (segment, runs) in sorted(by_part.items(), key=lambda item: item[0])
+    ]
+    decode: ApplyRows | None = getattr(codec, "apply_rows", None)
+    if (
+        decode is None
+        or not JoinedRead.is_possible()
+        or not all(segment.part(part).is_native for segment, part, _ in parts)
+    ):
+        _apply_parts(parts, codec)
+        return
+    memory = np.empty(0, np.uint8)
+    memory_map = _MemoryMap.of(items.values())
+    for batch in _batches(parts):
+        limits.check_time()
+        read = JoinedRead()
+        offsets = [_join(segment.part(part), runs, read) for segment, part, runs in batch]
+        # Fresh pages take as long as decoding into them, so all batches share one memory.
+        if memory.size < read.size:
+            memory = np.empty(read.size, np.uint8)
+        try:
+            streams = start_joined(read, memory[: read.size], batch[0][0].path).result()
+        except Damaged:
+            # No row of the batch was applied. Part by part, damage that no leaf needs is left out,
+            # and other damage is named.
+            _apply_parts(batch, codec)
+            memory = np.empty(0, np.uint8)
+            continue
+        _decode(batch, np.concatenate(offsets), streams, memory_map, decode)
+
+
+def _batches(
+    parts: Sequence[_PartRuns],
+) -> Iterator[list[_PartRuns]]:
+    """Group the runs of parts into batches of about ``_BATCH_BYTES`` of streams."""
+    batch: list[_PartRuns] = []
+    size = files = 0
+    for segment, number, runs in parts:
+        part = segment.part(number)
+        if batch and files + part.file_count > _BATCH_FILES:
+            yield batch
+            batch, size, files = [], 0, 0
+        files += part.file_count
+        kept: list[_Run] = []
+        for item, begin, stop in runs:
+            first = begin
+            while first < stop:
+                end = part.row_within(first, stop, _BATCH_BYTES - size)
+                if end == first and not (kept or batch):
+                    end += 1  # a single row may be larger than a batch
+                if end > first:
+                    kept.append(_Run(item, first, end))
+                    size += part.stream_bytes(first, end)
+                    first = end
+                if first < stop:
+                    yield [*batch, (segment, number, kept)] if kept else batch
+                    batch, kept, size, files = [], [], 0, part.file_count
+        if kept:
+            batch.append((segment, number, kept))
+    if batch:
+        yield batch
+
+
+def _join(part: PartReader, runs: Sequence[_Run], read: JoinedRead) -> U64:
+    """Add the streams of some runs to a joined read; return the offsets of their rows."""
+    stretches = np.array(_stretches(runs), np.int64)
+    return part.join(read, stretches[:, 0], stretches[:, 1])
+
+
+class _MemoryMap(NamedTuple):
+    """The chunks of all blocks, numbered in the order of blocks and of their memory.
+
+    Attributes:
+        blocks: The memory of the blocks.
+        first: The number of the first chunk of each item, by the item's path.
+        targets: For each chunk its block, first byte, words, and bytes of a word.
+    """
+
+    blocks: list[U8]
+    first: dict[str, int]
+    targets: U64
+
+    @classmethod
+    def of(cls, items: Iterable[Filling]) -> _MemoryMap:
+        """Number the chunks of some items."""
+        blocks: dict[int, tuple[int, int, Block]] = {}
+        first: dict[str, int] = {}
+        chunks = 0
+        targets = []
+        for item in items:
+            block = item.block
+            if id(block) not in blocks:
+                blocks[id(block)] = (len(blocks), chunks, block)
+                bounds, width = block.bounds, np.uint64(block.word_bytes)
+                table = np.empty((bounds.size - 1, 4), np.uint64)
+                table[:, 0] = len(blocks) - 1
+                table[:, 1] = bounds[:-1] * width
+                table[:, 2] = np.diff(bounds)
+                table[:, 3] = width
+                targets.append(table)
+                chunks += table.shape[0]
+            first[item.chain.spec.path] = blocks[id(block)][1] + item.first
+        empty = np.zeros((0, 4), np.uint64)
+        return cls(
+            [block.data for _, _, block in blocks.values()],
+            first,
+            np.concatenate([empty, *targets]),
+        )
+
+
+def _decode(
+    batch: Sequence[_PartRuns],
+    offsets: U64,
+    streams: U8,
+    memory_map: _MemoryMap,
+    decode: ApplyRows,
+) -> None:
+    """Decode the rows of a batch, chunk by chunk, each chunk with all of its rows.
+
+    Raises:
+        Damaged: The index does not fit a leaf, or a stream does not follow the format.
+    """
+    owners = [(segment, part, run) for segment, part, runs in batch for run in runs]
+    lengths = np.array([run.stop - run.first for _, _, run in owners])
+    rows = np.concatenate(
+        [
+            segment.part(part).index[first:stop]
+            for segment, part, runs in batch
+            for first, stop in _stretches(runs)
+        ]
+    )
+    local = rows[:, columns.CHUNK].astype(np.int64)
+    row = 0
+    for (_, _, run), length in zip(owners, lengths.tolist(), strict=True):
+        if not run.item.is_whole:
+            # Only some chunks are in memory, so the number of a chunk becomes its position.
+            local[row : row + length] = np.searchsorted(
+                np.asarray(run.item.chunks), local[row : row + length]
+            )
+        row += length
+    counts = np.array([len(run.item.chunks) for _, _, run in owners])
+    first_chunks = np.array([memory_map.first[run.item.chain.spec.path] for _, _, run in owners])
+    is_inside = local < np.repeat(counts, lengths)
+    chunks = np.where(is_inside, local, 0) + np.repeat(first_chunks, lengths)
+    targets = memory_map.targets[chunks]
+    # The index has no digest of its own, so it is compared with the shapes before the decoder
+    # relies on it.
+    fits = (
+        is_inside
+        & (rows[:, columns.WORDS] == targets[:, 2])
+        & (rows[:, columns.WORD_BYTES] == targets[:, 3])
+    )
+    # A stable order: rows of one chunk stay in the order of the saves.
+    order = np.argsort(chunks, kind="stable")
+
+    def owner_of(row: int) -> tuple[str, str, str]:
+        segment, part, run = owners[int(np.searchsorted(np.cumsum(lengths), row, "right"))]
+        span = _Span(segment, part, [run])
+        return _location(span, run), str(span.path), run.item.chain.spec.path
+
+    if not fits.all():
+        location, file, leaf = owner_of(int(np.argmin(fits)))
+        raise Damaged(
+            f"{location}: its index does not fit the leaf's shape and dtype", file=file, leaf=leaf
+        )
+    refusal = decode(
+        np.ascontiguousarray(
+            np.concatenate([rows[:, [columns.CHUNK]], rows[:, columns.METHOD :]], axis=1)[order]
+        ),
+        targets[order],
+        offsets[order],
+        streams,
+        memory_map.blocks,
+    )
+    if refusal is not None:
+        number, reason = refusal
+        location, file, leaf = owner_of(int(order[number]))
+        raise DamagedStream(f"{location}: {reason}", file=file, leaf=leaf)
+
+
+def _apply_parts(parts: Sequence[_PartRuns], codec: Codec[Any]) -> None:
+    """Apply runs part by part."""
+    spans = [span for segment, part, runs in parts for span in _spans(segment, part, runs)]
     scratch = Scratch()
     for span, reading in start_ahead(spans, lambda span: span.start(scratch)):
         try:

@@ -28,6 +28,7 @@ from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Rea
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
@@ -551,6 +552,54 @@ class PartReader:
         A chunk of a stream is decoded whole in any case.
         """
         return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
+
+    def row_within(self, first: int, stop: int, size: int) -> int:
+        """Return the last row, at most ``stop``, up to which the streams have ``size`` bytes."""
+        limit = self._ends[first] + np.uint64(max(0, size))
+        return min(stop, int(np.searchsorted(self._ends, limit, "right")) - 1)
+
+    @property
+    def is_native(self) -> bool:
+        """Return True if the native module reads all streams."""
+        return all(array.is_native for array in self._arrays.values())
+
+    @property
+    def file_count(self) -> int:
+        """The number of files of the streams."""
+        return sum(stream_spec(n, s).file_count for n, s in self._part.streams.items())
+
+    def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
+        """Add the streams of ranges of rows to a joined read.
+
+        Args:
+            read: The read.
+            first: The first row of each range; the ranges ascend.
+            stop: The row after the last one of each range.
+
+        Returns:
+            The offset in the memory of each row's bytes in each stream, uint64
+            ``(rows of all ranges, streams)``; undefined if a row has no bytes in a stream.
+        """
+        lengths = stop - first
+        before = np.cumsum(lengths) - lengths
+        rows = np.arange(int(lengths.sum())) + np.repeat(first - before, lengths)
+        offsets = np.zeros((rows.size, len(STREAMS)), np.uint64)
+        for column, name in enumerate(STREAMS):
+            if name not in self._part.streams:
+                continue
+            ends = self.offsets[name]
+            begin, size = ends[first], ends[stop] - ends[first]
+            present = size > 0
+            if not present.any():
+                continue
+            # Differences of unsigned numbers wrap, and so do the sums below: ranges without bytes
+            # keep any value.
+            shift = np.zeros(first.size, np.uint64)
+            shift[present] = (
+                self._arrays[name].join(read, begin[present], size[present]) - begin[present]
+            )
+            offsets[:, column] = ends[rows] + np.repeat(shift, lengths)
+        return offsets
 
     def start(self, first: int, stop: int, scratch: Scratch) -> StreamsReading:
         """Begin to read the streams of rows ``first`` to ``stop``."""

@@ -14,10 +14,12 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.codec import default_codec
+from deltacheck.codec import STREAMS, default_codec
+from deltacheck.restore import deltas
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents, segment
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.root import open_root
 from tests.support.states import bits
@@ -87,10 +89,14 @@ def test_verify_parses_each_document_once_however_many_steps_stand_on_it(
 
 
 class Counting:
-    """A codec that records the number of rows of each call."""
+    """A codec that records the number of rows of each call.
 
-    def __init__(self) -> None:
+    ``joined``: it decodes rows of several parts at a time, if the native module does.
+    """
+
+    def __init__(self, joined: bool) -> None:
         self.rows: list[int] = []
+        self._joined = joined
 
     def __getattr__(self, name: str) -> Any:
         return getattr(default_codec(), name)
@@ -99,14 +105,38 @@ class Counting:
         self.rows.append(encoded.rows.shape[0])
         default_codec().apply(encoded, base, bounds, word_bytes)
 
+    @property
+    def apply_rows(self) -> Any:
+        decode = getattr(default_codec(), "apply_rows", None)
 
-def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(
-    saved: tuple[Path, dict[str, torch.Tensor]],
+        def counted(rows: Any, *arguments: Any) -> Any:
+            self.rows.append(rows.shape[0])
+            return decode(rows, *arguments)
+
+        return counted if self._joined and decode is not None else None
+
+
+JOINED = [False] + [True] * hasattr(default_codec(), "apply_rows")
+
+
+@pytest.mark.parametrize("joined", JOINED)
+def test_small_leaves_are_decoded_by_one_call_a_part_or_by_one_for_all(
+    saved: tuple[Path, dict[str, torch.Tensor]], joined: bool
 ) -> None:
-    root, codec = open_root(saved[0]), Counting()
+    root, codec = open_root(saved[0]), Counting(joined)
     load_leaves(resolve_leaves(root, root.manifest()), codec=codec)
-    assert len(codec.rows) == 2 * (STEPS - 1)
+    # Apart, leaves of each element size take a call of their own.
+    assert len(codec.rows) == (1 if joined else 2 * (STEPS - 1))
     assert sum(codec.rows) == (STEPS - 1) * (LEAVES + 1)
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 3000, 20_000])
+def test_rows_that_are_decoded_in_batches_of_any_size_give_the_same_bits(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    monkeypatch.setattr(deltas, "_BATCH_BYTES", batch_bytes)
+    restored = deltacheck.open(saved[0]).restore()
+    assert all(bits(restored[path]) == bits(value) for path, value in saved[1].items())
 
 
 @pytest.mark.parametrize("wanted", [["p03"], ["p31", "p02", "p30", "scalar"], ["empty"]])
@@ -138,14 +168,18 @@ def _owner(value: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("path", ["p00", "p17", "p38"])
+@pytest.mark.parametrize("joined", JOINED)
 def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with_it(
-    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, path: str
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    joined: bool,
 ) -> None:
     root = open_root(saved[0])
     manifest = root.manifest()
     last = root.store.segment(manifest.segments[-1])
     ((number, first, rows),) = last.table.leaves[path].delta
-    part, original = last.part(number), segment.PartReader.start
+    part, original, decode = last.part(number), segment.PartReader.start, deltas._decode
 
     class Changed(segment.StreamsReading):
         def result(self) -> Any:
@@ -161,7 +195,19 @@ def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with
         assert (begin, stop) == (0, part.index.shape[0])
         return Changed(*reading)
 
+    def changed_decode(batch: Any, offsets: Any, streams: Any, *rest: Any) -> None:
+        row = 0
+        for of, of_part, runs in batch:
+            for run in runs:
+                if (of.id, of_part, run.item.chain.spec.path) == (last.id, number, path):
+                    tiles = int(offsets[row, STREAMS.index("tiles")])
+                    streams[tiles : tiles + 6] = 255
+                row += run.stop - run.first
+        decode(batch, offsets, streams, *rest)
+
     monkeypatch.setattr(segment.PartReader, "start", start)
+    monkeypatch.setattr(deltas, "_decode", changed_decode)
+    monkeypatch.setattr(JoinedRead, "is_possible", lambda: joined)
     with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):
         load_leaves(resolve_leaves(root, manifest))
 

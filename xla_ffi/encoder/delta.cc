@@ -355,6 +355,17 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const St
   return parts;
 }
 
+// The same for streams that lie in one memory. REQUIRES: problem_with() found nothing.
+ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const uint8_t* streams,
+                        const uint64_t* offsets) {
+  ChunkStreams parts;
+  for (int stream = 0; stream < kStreams; ++stream) {
+    const bool present = stream_bytes(row, stream, words, word_bytes) != 0;
+    parts.at[stream] = present ? streams + offsets[stream] : nullptr;
+  }
+  return parts;
+}
+
 // Checks every row and, if there is a base, applies each row that passed.
 std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
                        const StreamView* streams, uint8_t* base, std::vector<uint64_t>* offsets) {
@@ -391,6 +402,21 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
                  work);
   return bad_row < row_count ? text_of(rows[bad_row], refusal) : "";
+}
+
+// Returns the defect of a row that is placed by itself, or an empty string.
+std::string problem_with(const PlacedRow& placed, const StreamView& streams) {
+  const Row& row = placed.row;
+  const std::string problem = problem_with(row, placed.words);
+  if (!problem.empty()) return in_chunk(row.chunk, problem);
+  for (int stream = 0; stream < kStreams; ++stream) {
+    const uint64_t size = stream_bytes(row, stream, placed.words, placed.word_bytes);
+    const uint64_t at = size == 0 ? 0 : placed.offsets[stream];
+    if (at > streams.size || size > streams.size - at) {
+      return in_chunk(row.chunk, std::string("stream ") + kStreamNames[stream] + " ends inside it");
+    }
+  }
+  return "";
 }
 
 // --- arithmetic ----------------------------------------------------------------------------------
@@ -445,6 +471,49 @@ void add(const Statistics& part, Statistics* sum) {
 
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method) {
   return Encoder(run, current, base, method).encode();
+}
+
+std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
+                       uint64_t* bad_row) {
+  std::vector<uint64_t> starts;  // of the rows of each chunk
+  for (uint64_t i = 0; i < rows.size(); ++i) {
+    if (i == 0 || rows[i].chunk != rows[i - 1].chunk) starts.push_back(i);
+  }
+  const uint64_t chunks = starts.size();
+  starts.push_back(rows.size());
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> next_chunk{0}, bad{rows.size()};
+  std::mutex mutex;
+  std::string refusal;  // of bad; guarded by the mutex
+  const auto refused = [&](const PlacedRow& placed) {
+    std::string problem = problem_with(placed, streams);
+    if (!problem.empty()) return problem;
+    const Row& row = placed.row;
+    const ChunkStreams parts =
+        streams_of(row, placed.words, placed.word_bytes, streams.data, placed.offsets);
+    const Refusal result = kernels.check_chunk(placed.word_bytes, row, parts, placed.words);
+    if (result.check != Check::kPassed) return text_of(row, result);
+    kernels.apply_chunk(placed.word_bytes, row, parts, placed.chunk, placed.words);
+    return std::string();
+  };
+  const auto work = [&] {
+    for (uint64_t number; (number = next_chunk.fetch_add(1)) < chunks;) {
+      for (uint64_t i = starts[number]; i < starts[number + 1] && i < bad.load(); ++i) {
+        const std::string problem = refused(rows[i]);
+        if (problem.empty()) continue;
+        std::lock_guard lock(mutex);
+        if (i < bad.load()) {
+          bad = i;
+          refusal = problem;
+        }
+        break;
+      }
+    }
+  };
+  run_on_threads(static_cast<int>(std::min<uint64_t>(chunks, static_cast<uint64_t>(threads()))),
+                 work);
+  *bad_row = bad;
+  return refusal;
 }
 
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,

@@ -46,6 +46,24 @@ struct StreamView {
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   uint8_t* base);
 
+// A row of any delta with its chunk. `offsets`: the kStreams offsets of its parts
+// in one memory that holds all streams; only those of streams in which it has bytes matter.
+struct PlacedRow {
+  Row row;
+  uint64_t words;
+  int word_bytes;
+  uint8_t* chunk;
+  const uint64_t* offsets;
+};
+
+// Applies rows of several deltas, each checked before it is written. Consecutive rows of the same
+// chunk are applied in order by one thread, while the chunk is in its cache. Returns an empty
+// string, or the reason why the first bad row was refused, and its number. Other rows may have been
+// applied by then, but never a bad one. REQUIRES: rows of one chunk are consecutive, and different
+// chunks are disjoint in memory.
+std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
+                       uint64_t* bad_row);
+
 // Returns the refusal of `apply` without a base: it performs all checks of format.md, 4.3.
 // `offsets` receives, for each row, the kStreams offsets at which its parts of the streams begin.
 std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,

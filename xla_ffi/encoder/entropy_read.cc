@@ -13,6 +13,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "crc32c.h"
@@ -81,40 +82,39 @@ std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint6
 #endif
 }
 
-// Reads a range of one file. Threads take chunks from `next_chunk_`; the first refusal stops them
-// all.
+// An open file of an array, whose chunks can be decoded in any order.
 class File {
  public:
-  File(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end,
-       uint8_t* out)
-      : descriptor_(descriptor),
-        cut_(cut),
-        codec_(codec),
-        begin_(begin),
-        end_(end),
-        out_(out),
-        next_chunk_(begin / cut.chunk_bytes),
-        stop_((end - 1) / cut.chunk_bytes + 1) {}
+  explicit File(const SourceFile& source) : source_(source) {}
 
-  std::string read() {
+  // Reads the index. Returns "", or the reason why there is none. REQUIRED before the others.
+  std::string open() {
     struct stat status;
-    if (fstat(descriptor_, &status) != 0) return std::strerror(errno);
+    if (fstat(source_.descriptor, &status) != 0) return std::strerror(errno);
     chunks_end_ = static_cast<uint64_t>(status.st_size);
-    if (cut_.sharded) {
-      std::string refusal = read_index();
-      if (!refusal.empty()) return refusal;
+    return source_.cut.sharded ? read_index() : "";
+  }
+
+  // Decodes a whole chunk. Returns "", or the damage.
+  std::string decode(uint64_t chunk, uint8_t* whole) const {
+    uint64_t at = 0, size = chunks_end_;
+    if (source_.cut.sharded) {
+      at = little_endian(index_.data() + chunk * kIndexEntryBytes, 8);
+      size = little_endian(index_.data() + chunk * kIndexEntryBytes + 8, 8);
+      if (at == kNoChunk && size == kNoChunk) return "it is not there";
+      // Written as a subtraction, because at + size may overflow.
+      if (at > chunks_end_ || size > chunks_end_ - at) return "the index leads out of the file";
     }
-    const int useful =
-        static_cast<int>(std::min<uint64_t>(stop_ - next_chunk_, static_cast<uint64_t>(threads())));
-    run_on_threads(useful, [this] { work(); });
-    if (no_memory_) throw std::bad_alloc();
-    return refusal_;
+    if (size < kCrcBytes) return "it has no room for a checksum";
+    const uint64_t content = size - kCrcBytes;
+    return source_.codec == ChunkCodec::kStore ? stored(at, content, whole)
+                                               : compressed(at, content, whole);
   }
 
  private:
   // The index is at the end of the file (index_location "end"), followed by its checksum.
   std::string read_index() {
-    index_.resize(cut_.chunks_per_file * kIndexEntryBytes + kCrcBytes);
+    index_.resize(source_.cut.chunks_per_file * kIndexEntryBytes + kCrcBytes);
     if (chunks_end_ < index_.size()) return "it is too short for the index of its chunks";
     chunks_end_ -= index_.size();
     std::string refusal = read_at(index_.data(), index_.size(), chunks_end_);
@@ -125,54 +125,10 @@ class File {
                : "the checksum of its index does not fit";
   }
 
-  void work() {
-    try {
-      for (uint64_t chunk; (chunk = next_chunk_.fetch_add(1)) < stop_;) {
-        std::string refusal = read_chunk(chunk);
-        if (refusal.empty()) continue;
-        std::lock_guard lock(mutex_);
-        refusal_ = "chunk " + std::to_string(chunk) + ": " + refusal;
-        // No other thread starts a chunk from here on.
-        next_chunk_ = stop_;
-      }
-    } catch (const std::bad_alloc&) {
-      std::lock_guard lock(mutex_);
-      no_memory_ = true;
-    }
-  }
-
-  std::string read_chunk(uint64_t chunk) {
-    uint64_t at = 0, size = chunks_end_;
-    if (cut_.sharded) {
-      at = little_endian(index_.data() + chunk * kIndexEntryBytes, 8);
-      size = little_endian(index_.data() + chunk * kIndexEntryBytes + 8, 8);
-      if (at == kNoChunk && size == kNoChunk) return "it is not there";
-      // Written as a subtraction, because at + size may overflow.
-      if (at > chunks_end_ || size > chunks_end_ - at) return "the index leads out of the file";
-    }
-    if (size < kCrcBytes) return "it has no room for a checksum";
-    const uint64_t content = size - kCrcBytes, start = chunk * cut_.chunk_bytes;
-    const uint64_t from = std::max(begin_, start), to = std::min(end_, start + cut_.chunk_bytes);
-    // Kept until the thread ends: the next chunk needs the same memory.
-    thread_local std::vector<uint8_t> framed, decoded;
-    uint8_t* whole = out_ + (from - begin_);
-    // A chunk that is requested whole is decoded directly into the output.
-    const bool in_place = to - from == cut_.chunk_bytes;
-    if (!in_place) {
-      if (decoded.size() < cut_.chunk_bytes) decoded.resize(cut_.chunk_bytes);
-      whole = decoded.data();
-    }
-    std::string refusal = codec_ == ChunkCodec::kStore ? stored(at, content, whole)
-                                                       : compressed(at, content, whole, &framed);
-    if (refusal.empty() && !in_place)
-      std::memcpy(out_ + (from - begin_), whole + (from - start), to - from);
-    return refusal;
-  }
-
   std::string stored(uint64_t at, uint64_t content, uint8_t* whole) const {
-    if (content != cut_.chunk_bytes) {
+    if (content != source_.cut.chunk_bytes) {
       return "it has " + std::to_string(content) + " bytes and not " +
-             std::to_string(cut_.chunk_bytes);
+             std::to_string(source_.cut.chunk_bytes);
     }
     uint8_t crc[kCrcBytes];
     std::string refusal = read_at(whole, content, at);
@@ -181,26 +137,28 @@ class File {
     return refusal;
   }
 
-  std::string compressed(uint64_t at, uint64_t content, uint8_t* whole,
-                         std::vector<uint8_t>* framed) const {
+  std::string compressed(uint64_t at, uint64_t content, uint8_t* whole) const {
+    const uint64_t chunk_bytes = source_.cut.chunk_bytes;
     // Every frame of this many bytes is shorter, except for frames with empty blocks.
-    if (content > ZSTD_compressBound(cut_.chunk_bytes) + 64)
+    if (content > ZSTD_compressBound(chunk_bytes) + 64)
       return "it is longer than any encoding of it";
-    if (framed->size() < content + kCrcBytes) framed->resize(content + kCrcBytes);
-    std::string refusal = read_at(framed->data(), content + kCrcBytes, at);
+    // Kept until the thread ends: the next chunk needs the same memory.
+    thread_local std::vector<uint8_t> framed;
+    if (framed.size() < content + kCrcBytes) framed.resize(content + kCrcBytes);
+    std::string refusal = read_at(framed.data(), content + kCrcBytes, at);
     if (!refusal.empty()) return refusal;
-    if (!crc_fits(framed->data(), content, framed->data() + content))
+    if (!crc_fits(framed.data(), content, framed.data() + content))
       return "its checksum does not fit";
-    if (codec_ == ChunkCodec::kBlosc)
-      return decode_blosc(framed->data(), content, whole, cut_.chunk_bytes);
+    if (source_.codec == ChunkCodec::kBlosc)
+      return decode_blosc(framed.data(), content, whole, chunk_bytes);
     thread_local Decompressor decompressor;
-    return decompressor.decode(framed->data(), content, whole, cut_.chunk_bytes);
+    return decompressor.decode(framed.data(), content, whole, chunk_bytes);
   }
 
   std::string read_at(uint8_t* into, uint64_t size, uint64_t at) const {
     while (size > 0) {
       // pread has no shared file position, so threads may read at the same time.
-      const ssize_t count = pread(descriptor_, into, size, static_cast<off_t>(at));
+      const ssize_t count = pread(source_.descriptor, into, size, static_cast<off_t>(at));
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) return std::strerror(errno);
       if (count == 0) return "the file ends before it";
@@ -211,18 +169,111 @@ class File {
     return "";
   }
 
-  const int descriptor_;
-  const FileCut& cut_;
-  const ChunkCodec codec_;
-  const uint64_t begin_, end_;
-  uint8_t* const out_;
-  std::atomic<uint64_t> next_chunk_;
-  const uint64_t stop_;
+  const SourceFile source_;
   uint64_t chunks_end_ = 0;  // offset of the index, or the size of the file
   std::vector<uint8_t> index_;
+};
+
+// A part of a piece: bytes `from` to `to` of one chunk.
+struct Portion {
+  uint64_t file, chunk, from, to;
+  uint8_t* out;
+};
+
+// Reads pieces of files. Threads take chunks, and each chunk is decoded once, whatever number of
+// pieces lie in it. The first refusal stops them all.
+class PieceReader {
+ public:
+  PieceReader(const std::vector<SourceFile>& sources, const std::vector<Piece>& pieces)
+      : files_(sources.begin(), sources.end()) {
+    for (const Piece& piece : pieces) {
+      const uint64_t chunk_bytes = sources[piece.file].cut.chunk_bytes;
+      const uint64_t end = piece.begin + piece.size;
+      for (uint64_t begin = piece.begin; begin < end;) {
+        const uint64_t chunk = begin / chunk_bytes, start = chunk * chunk_bytes;
+        const uint64_t to = std::min(end - start, chunk_bytes);
+        portions_.push_back(
+            {piece.file, chunk, begin - start, to, piece.out + (begin - piece.begin)});
+        begin = start + to;
+      }
+    }
+    const auto key = [](const Portion& portion) {
+      return std::make_pair(portion.file, portion.chunk);
+    };
+    std::stable_sort(portions_.begin(), portions_.end(),
+                     [&](const Portion& a, const Portion& b) { return key(a) < key(b); });
+    for (uint64_t i = 0; i < portions_.size(); ++i) {
+      if (i == 0 || key(portions_[i]) != key(portions_[i - 1])) starts_.push_back(i);
+    }
+    chunks_ = starts_.size();
+    starts_.push_back(portions_.size());
+    for (const SourceFile& source : sources) chunk_bytes_.push_back(source.cut.chunk_bytes);
+  }
+
+  ReadRefusal read() {
+    run(files_.size(), [this](uint64_t file) { refuse(file, files_[file].open()); });
+    if (refusal_.why.empty()) run(chunks_, [this](uint64_t number) { decode(number); });
+    if (no_memory_) throw std::bad_alloc();
+    return refusal_;
+  }
+
+ private:
+  // Calls `work` for 0 to `count` - 1 on as many threads as are useful.
+  template <typename Work>
+  void run(uint64_t count, const Work& work) {
+    next_ = 0;
+    stop_ = count;
+    const int useful =
+        static_cast<int>(std::min<uint64_t>(count, static_cast<uint64_t>(threads())));
+    run_on_threads(useful, [&] {
+      try {
+        for (uint64_t number; (number = next_.fetch_add(1)) < stop_;) work(number);
+      } catch (const std::bad_alloc&) {
+        std::lock_guard lock(mutex_);
+        no_memory_ = true;
+      }
+    });
+  }
+
+  void decode(uint64_t number) {
+    const uint64_t first = starts_[number], stop = starts_[number + 1];
+    const Portion& portion = portions_[first];
+    const uint64_t size = chunk_bytes_[portion.file];
+    // A chunk that is requested whole is decoded directly into the output.
+    const bool in_place = portion.from == 0 && portion.to == size;
+    // Kept until the thread ends: the next chunk needs the same memory.
+    thread_local std::vector<uint8_t> decoded;
+    if (!in_place && decoded.size() < size) decoded.resize(size);
+    uint8_t* whole = in_place ? portion.out : decoded.data();
+    const std::string why = files_[portion.file].decode(portion.chunk, whole);
+    if (!why.empty()) {
+      refuse(portion.file, "chunk " + std::to_string(portion.chunk) + ": " + why);
+      return;
+    }
+    for (uint64_t i = first + (in_place ? 1 : 0); i < stop; ++i) {
+      const Portion& other = portions_[i];
+      std::memcpy(other.out, whole + other.from, other.to - other.from);
+    }
+  }
+
+  void refuse(uint64_t file, const std::string& why) {
+    if (why.empty()) return;
+    std::lock_guard lock(mutex_);
+    refusal_ = {file, why};
+    // No other thread starts a chunk from here on.
+    next_ = stop_;
+  }
+
+  std::vector<File> files_;
+  std::vector<uint64_t> chunk_bytes_;
+  std::vector<Portion> portions_;  // by file and chunk
+  std::vector<uint64_t> starts_;   // of each chunk's portions
+  uint64_t chunks_ = 0;
+  std::atomic<uint64_t> next_{0};
+  uint64_t stop_ = 0;
 
   std::mutex mutex_;  // guards the members below
-  std::string refusal_;
+  ReadRefusal refusal_;
   bool no_memory_ = false;
 };
 
@@ -237,9 +288,8 @@ bool can_read(ChunkCodec codec) {
 #endif
 }
 
-std::string read_array_file(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin,
-                            uint64_t end, uint8_t* out) {
-  return File(descriptor, cut, codec, begin, end, out).read();
+ReadRefusal read_pieces(const std::vector<SourceFile>& files, const std::vector<Piece>& pieces) {
+  return PieceReader(files, pieces).read();
 }
 
 }  // namespace deltacheck

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "entropy.h"
 
@@ -14,14 +15,32 @@ enum class ChunkCodec { kStore, kZstd, kBlosc };  // the encoding of a chunk's b
 
 bool can_read(ChunkCodec codec);  // true if the build has its library
 
-// Fills `out` with bytes `begin` to `end` of the content of one file, counted from the file's first
-// chunk. Returns "", or a description of the damage, for any content of the file; `out` is then
-// undefined. Reads nothing behind the end that the file's index implies, and decodes only chunks
-// that hold requested bytes. Throws std::bad_alloc.
+// An open file of an array.
+struct SourceFile {
+  int descriptor;
+  FileCut cut;
+  ChunkCodec codec;
+};
+
+// A range of the content of file number `file`, counted from the file's first chunk, and the memory
+// that receives it. REQUIRES: begin + size <= cut.chunk_bytes * cut.chunks_per_file.
+struct Piece {
+  uint64_t file, begin, size;
+  uint8_t* out;
+};
+
+// The damage that ended a call, and the file; no damage if `why` is empty.
+struct ReadRefusal {
+  uint64_t file = 0;
+  std::string why;
+};
+
+// Fills the memory of all pieces, or returns the damage, for any content of the files; the memory
+// is then undefined. Reads nothing behind the end that a file's index implies, and decodes each
+// chunk that holds requested bytes once. Throws std::bad_alloc.
 //
-// REQUIRES: begin < end <= cut.chunk_bytes * cut.chunks_per_file; can_read(codec). Memory: two
-// chunks for each of threads(), kept until the thread ends.
-std::string read_array_file(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin,
-                            uint64_t end, uint8_t* out);
+// REQUIRES: can_read(codec); pieces do not overlap in memory. Memory: two chunks for each of
+// threads(), kept until the thread ends.
+ReadRefusal read_pieces(const std::vector<SourceFile>& files, const std::vector<Piece>& pieces);
 
 }  // namespace deltacheck

@@ -22,6 +22,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
+from deltacheck.codec.base import U8, U64
 from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed
 from deltacheck.leaf import grid
@@ -31,6 +32,7 @@ from deltacheck.store.files import chunk_files, native_files
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells, Piece
 from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.object_path import brief
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.files.waiting import wait_for
@@ -505,13 +507,24 @@ class ReadableArray:
         future = target.write(view.translate_to[(0,) * view.rank])
         return Reading(future, self._path, self._patience(view.size))
 
+    def join(self, read: JoinedRead, begin: U64, size: U64) -> U64:
+        """Add byte ranges of a 1-D uint8 array, inside it, to a joined read; return their offsets.
+
+        The array must be ``is_native``.
+        """
+        assert isinstance(self._path, Path)
+        return read.add(self._path, self._cells, self._spec.codec, begin, size)
+
+    @property
+    def is_native(self) -> bool:
+        """Return True if the native module reads the array."""
+        return isinstance(self._path, Path) and self._spec.codec in native_files.codecs()
+
     def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box for the native module; ``None`` to use TensorStore."""
         # The arithmetic of ``Cells`` does not look at bounds.
         checked = self._checked(box)
-        if not isinstance(self._path, Path) or self._spec.codec not in native_files.codecs():
-            return None
-        return self._cells.pieces(checked)
+        return self._cells.pieces(checked) if self.is_native else None
 
     def _start_native(self, out: NDArray[Any], pieces: Sequence[Piece]) -> Reading:
         path = self._path
@@ -542,6 +555,13 @@ class ReadableArray:
                 storage_of(self._path / name).check_array_file(self._cells)
                 self._looked_at.add(name)
         return self._array[tuple(box)] if box else self._array
+
+
+def start_joined(read: JoinedRead, out: U8, path: Place) -> Reading:
+    """Begin a joined read into ``out``; errors name ``path`` if it takes too long."""
+    return Reading(
+        native_files.start(partial(read.read, out)), path, storage_of(path).patience(read.size), out
+    )
 
 
 class Reading:

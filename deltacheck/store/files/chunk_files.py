@@ -81,7 +81,7 @@ class Cells(NamedTuple):
         # An empty span was left out above: then no element lies in the box.
         if len(spans) == len(self.shape):
             for position in itertools.product(*spans):
-                yield _name(position)
+                yield name_of(position)
 
     def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box (bounded, one slice per axis) in the order of memory.
@@ -116,7 +116,7 @@ class Cells(NamedTuple):
         """Return the file of the chunk at a grid position, and its first decoded byte there."""
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
         number = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
-        return _name([i // t for i, t in zip(at, times, strict=True)]), number * self.chunk_bytes
+        return name_of([i // t for i, t in zip(at, times, strict=True)]), number * self.chunk_bytes
 
     def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
         if any(
@@ -132,12 +132,13 @@ class Cells(NamedTuple):
         while begin < end:
             number, offset = divmod(begin, per_file)
             size = min(per_file - offset, end - begin)
-            pieces.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), offset, size))
+            pieces.append(Piece(name_of([number, *[0] * (len(self.shape) - 1)]), offset, size))
             begin += size
         return pieces
 
 
-def _name(at: Sequence[int]) -> str:
+def name_of(at: Sequence[int]) -> str:
+    """Return the name of the file at a position of the grid of files."""
     return ".".join(["c", *map(str, at)])
 
 

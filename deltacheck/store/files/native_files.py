@@ -14,7 +14,9 @@ from concurrent.futures import Future, wait
 from functools import cache
 from pathlib import Path
 
-from deltacheck.codec.base import U8
+import numpy as np
+
+from deltacheck.codec.base import U8, U64
 from deltacheck.codec.extension import extension, required
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.files import chunk_files
@@ -53,16 +55,9 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
         Damaged: A file is not what the array's metadata implies.
     """
     native = required().read_array_file
-    # Its own decoder looks at the headers of frames.
-    cells = cells._replace(blosc=False)
     position = 0
     for name, begin, size in pieces:
-        try:
-            descriptor = chunk_files.open_file(path / name, cells)
-        except FileNotFoundError:
-            raise ChainBroken(
-                f"array {path} lacks data that was committed: {name} is not there", file=path
-            ) from None
+        descriptor = _opened(path, path / name, cells)
         try:
             refusal = native(
                 descriptor,
@@ -78,6 +73,109 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
         if refusal:
             raise Damaged(f"array {path} is damaged: {name}: {refusal}", file=path)
         position += size
+
+
+class JoinedRead:
+    """Ranges of flat arrays that one call reads into one memory, one after the other.
+
+    Each chunk is decoded once, whatever number of ranges lie in it.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[Path, int], tuple[int, Cells, str]] = {}
+        self._pieces: list[U64] = []
+        self.size = 0
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return False if the native module lacks the call."""
+        return hasattr(extension(), "read_array_files")
+
+    @property
+    def file_count(self) -> int:
+        """The number of files, which are open at the same time."""
+        return len(self._files)
+
+    def add(self, path: Path, cells: Cells, codec: str, begin: U64, size: U64) -> U64:
+        """Add byte ranges of a 1-D array.
+
+        Args:
+            path: The array's directory.
+            cells: The cut of the array into files.
+            codec: One of ``codecs()``.
+            begin: The first byte of each range, ascending.
+            size: The bytes of each range, at least 1.
+
+        Returns:
+            The offset of each range in the memory, uint64.
+        """
+        ends = np.cumsum(size, dtype=np.uint64)
+        offsets: U64 = ends - size + np.uint64(self.size)
+        self.size += int(ends[-1])
+        per_file = np.uint64(cells.chunk_bytes * cells.chunks)
+        first = begin // per_file
+        counts = ((begin + size - np.uint64(1)) // per_file - first + np.uint64(1)).astype(np.int64)
+        # A range that spans several files becomes a piece of each.
+        owner = np.repeat(np.arange(begin.size), counts)
+        number = first[owner] + (
+            np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
+        ).astype(np.uint64)
+        start = np.maximum(begin[owner], number * per_file)
+        stop = np.minimum((begin + size)[owner], (number + np.uint64(1)) * per_file)
+        files = {
+            n: self._files.setdefault((path, n), (len(self._files), cells, codec))[0]
+            for n in dict.fromkeys(number.tolist())
+        }
+        self._pieces.append(
+            np.stack(
+                [
+                    np.array([files[n] for n in number.tolist()], np.uint64),
+                    start - number * per_file,
+                    stop - start,
+                    offsets[owner] + start - begin[owner],
+                ],
+                axis=1,
+            )
+        )
+        return offsets
+
+    def read(self, out: U8) -> None:
+        """Fill ``out``, of ``size`` bytes.
+
+        Raises:
+            ChainBroken, Damaged: As ``read`` raises them.
+        """
+        descriptors: list[int] = []
+        arguments = []
+        names = [path / chunk_files.name_of([file]) for path, file in self._files]
+        try:
+            for (path, _), name, (_, cells, codec) in zip(
+                self._files, names, self._files.values(), strict=True
+            ):
+                descriptors.append(_opened(path, name, cells))
+                arguments.append(
+                    (descriptors[-1], cells.chunk_bytes, cells.chunks, cells.sharded, codec)
+                )
+            refusal = required().read_array_files(arguments, np.concatenate(self._pieces), out)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if refusal is not None:
+            name = names[refusal[0]]
+            raise Damaged(
+                f"array {name.parent} is damaged: {name.name}: {refusal[1]}", file=name.parent
+            )
+
+
+def _opened(path: Path, file: Path, cells: Cells) -> int:
+    """Return a descriptor of a file of an array that passed all checks."""
+    # The native decoder looks at the headers of frames.
+    try:
+        return chunk_files.open_file(file, cells._replace(blosc=False))
+    except FileNotFoundError:
+        raise ChainBroken(
+            f"array {path} lacks data that was committed: {file.name} is not there", file=path
+        ) from None
 
 
 def start(work: Callable[[], None]) -> Future[None]:
