@@ -85,12 +85,18 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
     from deltacheck.store import segment
 
     applied: list[str] = []
-    start = segment.PartReader.start
-    monkeypatch.setattr(
-        segment.PartReader,
-        "start",
-        lambda self, *rows: applied.append(str(self._path.parents[1].name)) or start(self, *rows),
-    )
+
+    def record(name: str) -> None:
+        original = getattr(segment.PartReader, name)
+
+        def read(self: Any, *rows: Any) -> Any:
+            applied.append(str(self._path.parents[1].name))
+            return original(self, *rows)
+
+        monkeypatch.setattr(segment.PartReader, name, read)
+
+    record("start")  # of a part by itself
+    record("join")  # together with others
     monkeypatch.setattr(
         segment.Segment, "start_natural", lambda *_: pytest.fail("a keyframe was read")
     )
