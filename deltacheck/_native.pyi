@@ -58,6 +58,9 @@ def lattice_values(
     seed: int,
     out: NDArray[np.float32],
 ) -> None: ...
+def lattice_cast_errors(
+    values: NDArray[np.float32], weights: NDArray[np.uint16], step: float, seed: int
+) -> tuple[int, float, float, float]: ...
 def relative_codes(
     values: NDArray[np.float32],
     weights: NDArray[np.uint16],

@@ -363,6 +363,22 @@ void lattice_values_arrays(const Array<const int32_t>& codes,
   lattice_values(from, cells, count, step, seed, to);
 }
 
+nb::tuple lattice_cast_errors_arrays(const Array<const float>& values,
+                                     const Array<const uint16_t>& weights, double step,
+                                     uint64_t seed) {
+  const uint64_t count = values.size();
+  if (weights.size() != count)
+    throw std::invalid_argument("weights must have as many elements as values");
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
+  CastErrors errors{};
+  {
+    nb::gil_scoped_release released;
+    errors = lattice_cast_errors(from, beside, count, step, seed);
+  }
+  return nb::make_tuple(errors.refused, errors.largest, errors.differences, errors.weights);
+}
+
 // Returns the bytes of one relative code after a check of the sizes. Codes are passed as bytes,
 // because they are uint8 or uint16.
 uint32_t relative_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
@@ -480,6 +496,10 @@ NB_MODULE(_native, m) {
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert());
+  m.def("lattice_cast_errors", lattice_cast_errors_arrays, nb::arg("values").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        "Return (refused, largest error of a value, sum of squared errors of the weights, sum of "
+        "squared weights).");
   m.def("relative_codes", relative_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(),

@@ -36,6 +36,23 @@ class Coded(NamedTuple):
     sum_squared_error: float
 
 
+class CastErrors(NamedTuple):
+    """The errors of bfloat16 weights that are cast from the codes of their masters.
+
+    Attributes:
+        refused: Masters without a code, as in ``Coded``.
+        largest_error: Maximum of ``|x' - x|`` over the other masters, float64.
+        sum_squared_error: Sum of ``(w' - w)^2`` over their weights, float64: ``w'`` is ``x'``
+            rounded to bfloat16, to nearest, ties to even.
+        sum_squared_weights: Sum of ``w^2`` over all weights, float64.
+    """
+
+    refused: int
+    largest_error: float
+    sum_squared_error: float
+    sum_squared_weights: float
+
+
 def codes(
     values: F32,
     step: float,
@@ -124,6 +141,34 @@ def values(
         # The result is complete before ``out`` is written, which may be the memory of the codes.
         out.reshape(-1)[:] = reference_codes.lattice_values(codes.reshape(-1), cells, step, first)
     return out
+
+
+def cast_errors(
+    values: F32, step: float, seed: int, *, weights: NDArray[np.generic]
+) -> CastErrors:
+    """Measure the errors of weights that a restore casts from the codes of ``values``.
+
+    Nothing is written, and each element is read once.
+
+    Args:
+        values: The masters: float32, C-contiguous.
+        step: As given to ``codes``.
+        seed: As given to ``codes``.
+        weights: The weights: bfloat16, or its bits as uint16, in the shape of ``values``. One that
+            is not finite gives sums that are not.
+
+    Raises:
+        ValueError: The arguments do not fit.
+    """
+    memory.checked_array("values", values, np.float32)
+    first = first_phase(step, seed, 0)
+    cells = bits_of(weights, values.shape)
+    native = extension()
+    if native is not None:
+        return CastErrors(*native.lattice_cast_errors(values.reshape(-1), cells, step, first))
+    return CastErrors(
+        *reference_codes.lattice_cast_errors(values.reshape(-1), cells, step, first)
+    )
 
 
 def first_phase(step: float, seed: int, start: int) -> int:

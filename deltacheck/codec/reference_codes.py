@@ -63,6 +63,16 @@ def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F
     return values if weights is None else in_cell(values, weights)
 
 
+def _lattice_cells(values: F32, step: float, seed: int) -> tuple[F64, F64, NDArray[np.bool_]]:
+    """Return the values, 0 for those that are not finite, their cells, and which have a code."""
+    finite = np.isfinite(values)
+    # An overflow gives an infinity, which has no code.
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.where(finite, values, np.float32(0)).astype(np.float64)
+        q = np.floor(x / step + phase(seed, values.size))
+        return x, q, finite & (q >= -(2.0**31)) & (q < 2.0**31)
+
+
 def lattice_codes(
     values: F32, weights: U16 | None, step: float, seed: int
 ) -> tuple[I32, int, float, float]:
@@ -72,12 +82,8 @@ def lattice_codes(
         The codes, the number of elements without one, the largest error and the sum of the squared
         errors of the others.
     """
-    finite = np.isfinite(values)
-    # An overflow gives an infinity, which has no code.
+    x, q, coded = _lattice_cells(values, step, seed)
     with np.errstate(over="ignore", under="ignore"):
-        x = np.where(finite, values, np.float32(0)).astype(np.float64)
-        q = np.floor(x / step + phase(seed, values.size))
-        coded = finite & (q >= -(2.0**31)) & (q < 2.0**31)
         codes = np.where(coded, q, 0).astype(np.int32)
         error = np.where(
             coded, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0
@@ -88,6 +94,26 @@ def lattice_codes(
             float(error.max(initial=0.0)),
             added(error * error),
         )
+
+
+def lattice_cast_errors(
+    values: F32, weights: U16, step: float, seed: int
+) -> tuple[int, float, float, float]:
+    """Return the errors of bfloat16 weights that are cast from lattice codes.
+
+    Returns:
+        The number of values without a code, the largest error of the others, the sum of squared
+        errors of their weights, and the sum of all squared weights.
+    """
+    codes, refused, largest, _ = lattice_codes(values, None, step, seed)
+    coded = _lattice_cells(values, step, seed)[2]
+    bits = lattice_values(codes, None, step, seed).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    cast = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+    live = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference = np.where(coded, cast.view(np.float32).astype(np.float64) - live, 0.0)
+        return refused, largest, added(difference * difference), added(live * live)
 
 
 # Section 4.5.3 of the format: lattice codes relative to a weight.

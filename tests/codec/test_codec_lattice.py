@@ -211,6 +211,31 @@ def test_bits_are_those_of_the_plain_telling_on_any_kernels(kernels):
             assert np.array_equal(
                 bits(back), bits(reference_codes.lattice_values(codes, cells, step, 77))
             )
+        live = weights & np.uint16(0xBFFF)  # finite ones
+        for step in (16e-6, 1e30):
+            assert tuple(
+                lattice.cast_errors(x, step, 77, weights=live)
+            ) == reference_codes.lattice_cast_errors(x, live, step, 77)
+
+
+def test_cast_errors_are_those_of_the_weights_that_a_restore_casts():
+    x = (np.random.default_rng(0).standard_normal(3 * 65536 + 7) * 0.02).astype(np.float32)
+    x[[3, 70_000]] = np.nan, np.inf  # no code, so no error
+    live = x.astype(ml_dtypes.bfloat16)
+    live[[3, 70_000]] = 1.0
+    coded = lattice.codes(x, 1e-3, 5)
+    restored = lattice.values(coded.codes, 1e-3, 5).astype(ml_dtypes.bfloat16).astype(np.float64)
+    errors = restored - live.astype(np.float64)
+    errors[[3, 70_000]] = 0
+    found = lattice.cast_errors(x, 1e-3, 5, weights=live)
+    assert (found.refused, found.largest_error) == (2, coded.largest_error)
+    assert found.sum_squared_error == pytest.approx((errors**2).sum(), rel=1e-12)
+    assert found.sum_squared_weights == pytest.approx(
+        (live.astype(np.float64) ** 2).sum(), rel=1e-12
+    )
+    assert found.sum_squared_error > 0
+    live[9] = np.nan  # the caller sees that the promise cannot be kept
+    assert np.isnan(lattice.cast_errors(x, 1e-3, 5, weights=live).sum_squared_error)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 65536, 65537, 3 * 65536 + 5])
@@ -307,6 +332,7 @@ def test_the_extension_refuses_what_would_be_written_out_of_bounds():
     for call, says in (
         (lambda: _native.lattice_codes(x, None, 1.0, 0, codes[:3].copy()), "out"),
         (lambda: _native.lattice_codes(x, weights, 1.0, 0, codes), "weights"),
+        (lambda: _native.lattice_cast_errors(x, weights, 1.0, 0), "weights"),
         (lambda: _native.lattice_values(codes, None, 1.0, 0, x[:3].copy()), "out"),
         (lambda: _native.lattice_values(codes, weights, 1.0, 0, x), "weights"),
     ):

@@ -589,6 +589,24 @@ void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count
   });
 }
 
+CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                               double step, uint64_t seed) {
+  const Kernels& kernels = *chosen().load();
+  std::vector<CastErrors> parts(parts_of(count));
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
+    parts[part] = kernels.lattice_cast_part(values + 4 * first, weights + 2 * first, size, step,
+                                            seed + first);
+  });
+  CastErrors whole{};
+  for (const CastErrors& part : parts) {
+    whole.refused += part.refused;
+    whole.largest = std::max(whole.largest, part.largest);
+    whole.differences += part.differences;
+    whole.weights += part.weights;
+  }
+  return whole;
+}
+
 LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
                              double step, uint64_t seed, uint32_t code_bytes, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();

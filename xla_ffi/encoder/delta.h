@@ -83,6 +83,10 @@ LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint6
 void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
                     uint64_t seed, uint8_t* values);
 
+// Measures the errors of weights that are cast from the codes of lattice.h. `weights`: bfloat16.
+CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                               double step, uint64_t seed);
+
 // Writes the codes of relative.h, of `code_bytes` 1 or 2. Otherwise as lattice_codes; `weights` are
 // required.
 LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,

@@ -3,8 +3,26 @@
 // of this file except those behind the table may have external linkage: the linker would select one
 // copy for all processors.
 
-#include "kernels.h"
+#include <cmath>
+#include <cstdint>
+#include <cstring>
 
+#include "format.h"
+
+// Arithmetic on all elements is faster in vectors of 512 bits; code that mostly writes memory is
+// not (CMakeLists.txt).
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#  pragma GCC push_options
+#  pragma GCC target("prefer-vector-width=512")
+#endif
+#include "lattice.h"
+#include "octaves.h"
+#include "relative.h"
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#  pragma GCC pop_options
+#endif
+
+#include "kernels.h"
 #include "segment.h"
 #include "statistics.h"
 
@@ -75,9 +93,9 @@ Statistics span_statistics_any(Elements elements, const uint8_t* current, const 
 }  // namespace
 
 const Kernels DELTACHECK_KERNELS = {
-    DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,          encode_positions_any,
-    encode_dense_any,           check_chunk_any,      apply_chunk_any,     span_statistics_any,
-    lattice_codes_part,         lattice_values_part,  relative_codes_part, relative_values_part,
-    octave_codes_part,          octave_values_part};
+    DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,        encode_positions_any,
+    encode_dense_any,           check_chunk_any,      apply_chunk_any,   span_statistics_any,
+    lattice_codes_part,         lattice_values_part,  lattice_cast_part, relative_codes_part,
+    relative_values_part,       octave_codes_part,    octave_values_part};
 
 }  // namespace deltacheck

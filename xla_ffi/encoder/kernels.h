@@ -90,6 +90,8 @@ struct Kernels {
                                       double step, uint64_t seed, uint8_t* codes);
   void (*lattice_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
                               double step, uint64_t seed, uint8_t* values);
+  CastErrors (*lattice_cast_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                                  double step, uint64_t seed);
   LatticeErrors (*relative_codes_part)(const uint8_t* values, const uint8_t* weights,
                                        uint64_t count, double step, uint64_t seed,
                                        uint32_t code_bytes, uint8_t* codes);

@@ -74,7 +74,15 @@ struct LatticeErrors {
   double squared;    // sum of their squares
 };
 
-// The order of the sum: element i of a part is added to lane i mod 32, the lanes are added in
+// The errors of bfloat16 weights that are cast from the codes of their masters.
+struct CastErrors {
+  uint64_t refused;    // masters that have no code
+  double largest;      // |x' - x| of the others
+  double differences;  // sum of (w' - w)^2 of the others, w' being x' rounded to bfloat16
+  double weights;      // sum of w^2
+};
+
+// The order of a sum: element i of a part is added to lane i mod 32, the lanes are added in
 // halves, then the parts. A fixed order gives equal bits on every processor.
 constexpr uint32_t kSumLanes = 32;
 constexpr uint32_t kPartValues = 65536;
@@ -83,8 +91,11 @@ static_assert(kBlockValues % kSumLanes == 0);
 
 namespace {
 
-// Adds the squares of errors to their lanes. REQUIRES: there are `rows` times kSumLanes errors.
-inline void add_squares(const double* errors, uint32_t rows, double* lanes) {
+// Adds the squares of the errors of a block to their lanes. Writes zeros behind the errors, up to a
+// multiple of kSumLanes.
+inline void add_squares(double* errors, uint64_t size, double* lanes) {
+  const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
+  for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
   for (uint32_t row = 0; row < rows; ++row) {
 #pragma omp simd
     for (uint32_t lane = 0; lane < kSumLanes; ++lane) {
@@ -131,11 +142,44 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
       coded_count += coded;
       to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell));
     }
-    const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
-    for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
-    add_squares(errors, rows, lanes);
+    add_squares(errors, size, lanes);
   }
   return {count - coded_count, largest, added(lanes)};
+}
+
+// Measures one part. `values`: float32 at any address. `weights`: bfloat16.
+inline CastErrors lattice_cast_part(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                                    double step, uint64_t seed) {
+  const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  alignas(64) double differences[kBlockValues], lives[kBlockValues];
+  alignas(64) double difference_lanes[kSumLanes] = {}, live_lanes[kSumLanes] = {};
+  uint64_t coded_count = 0;
+  double largest = 0;
+  for (uint64_t start = 0; start < count; start += kBlockValues) {
+    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
+#pragma omp simd reduction(+ : coded_count) reduction(max : largest)
+    for (uint64_t i = 0; i < size; ++i) {
+      const uint32_t bits = x[start + i];
+      const bool finite = (bits & kMagnitude) < kInfinity;
+      const float value = float_of(finite ? bits : 0);
+      const double u = phase(seed, start + i), q = floor(value / step + u);
+      const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
+      const float middle = middle_of(coded ? q : 0, step, u);
+      const double distance = fabs(static_cast<double>(middle) - static_cast<double>(value));
+      const double error = coded ? distance : 0;
+      const uint32_t from = bits_of(middle);
+      const double cast = float_of((from + 0x7fff + ((from >> 16) & 1u)) & 0xffff0000u);
+      const double live = float_of(uint32_t{w[start + i]} << 16);
+      differences[i] = coded ? cast - live : 0;
+      lives[i] = live;
+      largest = error > largest ? error : largest;
+      coded_count += coded;
+    }
+    add_squares(differences, size, difference_lanes);
+    add_squares(lives, size, live_lanes);
+  }
+  return {count - coded_count, largest, added(difference_lanes), added(live_lanes)};
 }
 
 template <bool kCells>

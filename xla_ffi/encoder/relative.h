@@ -18,30 +18,51 @@ DELTACHECK_HD double double_of(uint64_t bits) {
   return value;
 }
 
+// The lattice of a tensor.
+struct Lattice {
+  double step;     // the spacing: finite and at least 2^-149
+  double inverse;  // 1 / step
+  double most;     // the number of codes
+};
+
 // The cells that a master of one weight can lie in.
 struct Cells {
   double count;   // the modulus of the codes; 1: the weight itself is close enough
   double lowest;  // the number of the first one
+  double fits;    // 1, or 0 if the count is above the number of codes
 };
 
-// REQUIRES: step is finite and at least 2^-149. A weight that is infinite or NaN gives numbers of
-// no meaning.
-DELTACHECK_HD Cells cells_of(uint32_t weight, double step, double u) {
+// A weight that is infinite or NaN gives numbers of no meaning.
+DELTACHECK_HD Cells cells_of(uint32_t weight, const Lattice& lattice, double u) {
   const uint32_t exponent = (weight >> 7) & 0xffu, place = exponent > 1 ? exponent : 1;
   // 2^(place - 134), a unit in the last place of the weight.
   const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
   const double center = float_of(weight << 16);
-  const double count = width <= step ? 1 : ceil(width / step) + 1;
-  return {count, floor((center - 0.5 * width) / step + u)};
+  // A product with a power of two is exact, so this is the quotient width / step, rounded once.
+  const double steps = width * lattice.inverse;
+  const double count = width > lattice.step ? ceil(steps) + 1 : 1;
+  const double fits = count <= lattice.most ? 1 : 0;
+  return {count, floor((center - 0.5 * width) / lattice.step + u), fits};
 }
 
-DELTACHECK_HD bool is_finite_weight(uint32_t weight) { return (weight & 0x7f80u) != 0x7f80u; }
+// Returns number modulo `modulus`. REQUIRES: both are integers, and their quotient is below 2^31.
+DELTACHECK_HD double modulo(double number, double modulus) {
+  // A quotient from an inverse of 48 valid bits is at most one too large or too small.
+  const double about = 1.0f / static_cast<float>(modulus);
+  const double rest = number - modulus * floor(number * (about * (2 - modulus * about)));
+  const double positive = rest < 0 ? rest + modulus : rest;
+  return positive < modulus ? positive : positive - modulus;
+}
+
+DELTACHECK_HD uint32_t is_finite_weight(uint32_t weight) {
+  return (weight & 0x7f80u) != 0x7f80u ? 1 : 0;
+}
 
 // Returns x' of cell q, which is one of the weight's.
 DELTACHECK_HD uint32_t relative_value(uint32_t weight, double count, double q, double step,
                                       double u) {
   const uint32_t moved = in_cell(bits_of(middle_of(q, step, u)), static_cast<uint16_t>(weight));
-  return count > 1 ? moved : weight << 16;
+  return static_cast<int32_t>(count) > 1 ? moved : weight << 16;
 }
 
 namespace {
@@ -49,66 +70,66 @@ namespace {
 template <int W>
 inline LatticeErrors relative_codes_of(const uint8_t* values, const uint8_t* weights,
                                        uint64_t count, double step, uint64_t seed, uint8_t* codes) {
-  constexpr double kMost = W == 1 ? 0x1p8 : 0x1p16;
+  const Lattice lattice{step, 1 / step, W == 1 ? 0x1p8 : 0x1p16};
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
   alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
-  uint64_t coded_count = 0;
-  double largest = 0;
+  double coded_count = 0, largest = 0;
   for (uint64_t start = 0; start < count; start += kBlockValues) {
     const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
     for (uint64_t i = 0; i < size; ++i) {
       const uint32_t bits = x[start + i], weight = w[start + i];
-      const bool finite = ((bits & kMagnitude) < kInfinity) & is_finite_weight(weight);
+      // Numbers in place of conditions: GCC 12 does not vectorise choices between conditions.
+      const uint32_t finite =
+          ((bits & kMagnitude) < kInfinity ? 1u : 0u) & is_finite_weight(weight);
       const float value = float_of(finite ? bits : 0);
       const uint32_t known = finite ? weight : 0;
       const double u = phase(seed, start + i);
-      const Cells cells = cells_of(known, step, u);
-      const bool coded = finite & (cells.count <= kMost);
-      const double modulus = coded ? cells.count : 1, last = cells.lowest + (modulus - 1);
+      const Cells cells = cells_of(known, lattice, u);
+      const double coded = cells.fits * static_cast<int32_t>(finite);
+      const double modulus = coded > 0 ? cells.count : 1, last = cells.lowest + (modulus - 1);
       double q = floor(value / step + u);
       q = q > cells.lowest ? q : cells.lowest;
       q = q < last ? q : last;
-      const double code = q - modulus * floor(q / modulus);
+      const double code = modulo(q, modulus);
       const float restored = float_of(relative_value(known, modulus, q, step, u));
       const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
-      const double error = coded ? distance : 0;
+      const double error = coded * distance;
       errors[i] = error;
       largest = error > largest ? error : largest;
       coded_count += coded;
-      const uint32_t stored = static_cast<uint32_t>(static_cast<int32_t>(coded ? code : 0));
+      const uint32_t stored = static_cast<uint32_t>(static_cast<int32_t>(coded * code));
       to[start + i] = static_cast<typename Word<W>::type>(stored);
     }
-    const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
-    for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
-    add_squares(errors, rows, lanes);
+    add_squares(errors, size, lanes);
   }
-  return {count - coded_count, largest, added(lanes)};
+  return {count - static_cast<uint64_t>(coded_count), largest, added(lanes)};
 }
 
 template <int W>
 inline uint64_t relative_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
                                    double step, uint64_t seed, uint8_t* values) {
-  constexpr double kMost = 0x1p16;
+  const Lattice lattice{step, 1 / step, 0x1p16};
   const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
-  uint64_t valid_count = 0;
+  double valid_count = 0;
 #pragma omp simd reduction(+ : valid_count)
   for (uint64_t i = 0; i < count; ++i) {
     const uint32_t weight = w[i];
     const double code = static_cast<double>(static_cast<int32_t>(uint32_t{from[i]}));
     const double u = phase(seed, i);
-    const Cells cells = cells_of(weight, step, u);
-    const bool valid = is_finite_weight(weight) & (cells.count <= kMost) & (code < cells.count);
-    const double modulus = valid ? cells.count : 1, away = code - cells.lowest;
-    const double q = cells.lowest + (away - modulus * floor(away / modulus));
+    const Cells cells = cells_of(weight, lattice, u);
+    const double below = code < cells.count ? cells.fits : 0;
+    const double valid = below * static_cast<int32_t>(is_finite_weight(weight));
+    const double modulus = valid > 0 ? cells.count : 1;
+    const double q = cells.lowest + modulo(code - cells.lowest, modulus);
     to[i] = relative_value(weight, modulus, q, step, u);
     valid_count += valid;
   }
-  return count - valid_count;
+  return count - static_cast<uint64_t>(valid_count);
 }
 
 // Codes one part. `values`: float32 at any address. `weights`: bfloat16. `codes`: of `code_bytes`,

@@ -56,6 +56,11 @@ class RelativeError:
     @property
     def l2(self) -> float:
         """The relative error of the parts so far."""
-        if self._live_squares:
-            return math.sqrt(self._error_squares / self._live_squares)
-        return 0.0 if self._error_squares == 0 else math.inf
+        return relative_error(self._error_squares, self._live_squares)
+
+
+def relative_error(error_squares: float, live_squares: float) -> float:
+    """Return ``||restored - live|| / ||live||`` from the squares of both norms."""
+    if live_squares:
+        return math.sqrt(error_squares / live_squares)
+    return 0.0 if error_squares == 0 else math.inf

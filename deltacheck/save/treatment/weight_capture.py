@@ -13,11 +13,8 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
 from deltacheck.restore import derive
 from deltacheck.save.job.source import Coded
-from deltacheck.save.treatment.error_measures import Array, RelativeError
+from deltacheck.save.treatment.error_measures import Array, relative_error
 from deltacheck.save.treatment.lossy_save import ParameterSave, value_digest
-
-# Elements of a weight whose error is measured at a time, so that the memory stays small and warm.
-_BLOCK = 1 << 18
 
 
 class WeightCapture:
@@ -104,17 +101,11 @@ class WeightCapture:
 
         ``None`` if a value of the master does not fit its lattice.
         """
-        rate = self._learning_rate()
         assert isinstance(bounded.terms, Bounded)
-        error = RelativeError()
-        for begin in range(0, live.size, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            codes = lattice.codes(master[block], bounded.spacing, bounded.seed, start=begin)
-            if codes.refused or codes.largest_error / rate > bounded.terms.limit:
-                return None
-            values = lattice.values(codes.codes, bounded.spacing, bounded.seed, start=begin)
-            error.add(live[block], derive.cast(values, live.dtype))
-        return error.l2
+        errors = lattice.cast_errors(master, bounded.spacing, bounded.seed, weights=live)
+        if errors.refused or errors.largest_error / self._learning_rate() > bounded.terms.limit:
+            return None
+        return relative_error(errors.sum_squared_error, errors.sum_squared_weights)
 
     def _learning_rate(self) -> float:
         rate = self._group.situation.hyperparameters.lr
