@@ -22,6 +22,7 @@ from deltacheck.evaluate import machine
 BENCHMARKS = {
     "importing": "benchmarks.importing",
     "encode": "benchmarks.encode",
+    "codes": "benchmarks.codes",
     "size": "benchmarks.size",
     "merging": "benchmarks.merging",
     "compression": "benchmarks.compression",

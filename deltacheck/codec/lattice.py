@@ -143,9 +143,7 @@ def values(
     return out
 
 
-def cast_errors(
-    values: F32, step: float, seed: int, *, weights: NDArray[np.generic]
-) -> CastErrors:
+def cast_errors(values: F32, step: float, seed: int, *, weights: NDArray[np.generic]) -> CastErrors:
     """Measure the errors of weights that a restore casts from the codes of ``values``.
 
     Nothing is written, and each element is read once.
@@ -166,9 +164,7 @@ def cast_errors(
     native = extension()
     if native is not None:
         return CastErrors(*native.lattice_cast_errors(values.reshape(-1), cells, step, first))
-    return CastErrors(
-        *reference_codes.lattice_cast_errors(values.reshape(-1), cells, step, first)
-    )
+    return CastErrors(*reference_codes.lattice_cast_errors(values.reshape(-1), cells, step, first))
 
 
 def first_phase(step: float, seed: int, start: int) -> int:

@@ -105,7 +105,7 @@ def lattice_cast_errors(
         The number of values without a code, the largest error of the others, the sum of squared
         errors of their weights, and the sum of all squared weights.
     """
-    codes, refused, largest, _ = lattice_codes(values, None, step, seed)
+    codes, refused_count, largest, _ = lattice_codes(values, None, step, seed)
     coded = _lattice_cells(values, step, seed)[2]
     bits = lattice_values(codes, None, step, seed).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -113,7 +113,7 @@ def lattice_cast_errors(
     live = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         difference = np.where(coded, cast.view(np.float32).astype(np.float64) - live, 0.0)
-        return refused, largest, added(difference * difference), added(live * live)
+        return refused_count, largest, added(difference * difference), added(live * live)
 
 
 # Section 4.5.3 of the format: lattice codes relative to a weight.
@@ -139,8 +139,8 @@ def _relative_value(weights: U16, k: F64, q: F64, step: float, u: F64) -> F32:
     """Return the middle of cell ``q``, moved into the cell of its weight; the weight if k is 1."""
     with np.errstate(over="ignore", under="ignore"):
         middle = np.clip((q - u + 0.5) * step, -MOST, MOST).astype(np.float32)
-    whole = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.where(k > 1, in_cell(middle, weights), whole)
+    exact = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.where(k > 1, in_cell(middle, weights), exact)
 
 
 def relative_values(codes: Codes, weights: U16, step: float, seed: int) -> tuple[F32, int]:
@@ -150,8 +150,8 @@ def relative_values(codes: Codes, weights: U16, step: float, seed: int) -> tuple
     valid = finite & (k <= 65536) & (codes < k)
     k = np.where(valid, k, 1.0)
     lowest = _lowest_cell(np.where(finite, weights, np.uint16(0)), step, u)
-    away = codes.astype(np.float64) - lowest
-    q = lowest + (away - k * np.floor(away / k))
+    distance = codes.astype(np.float64) - lowest
+    q = lowest + (distance - k * np.floor(distance / k))
     return _relative_value(weights, k, q, step, u), int(np.count_nonzero(~valid))
 
 

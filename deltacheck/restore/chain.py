@@ -94,11 +94,11 @@ class Chain(Leaf):
     def stored_chains(self) -> Iterator[Chain]:
         yield self
 
-    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
-        needed[self.spec.path].update(chunks_of_elements(self.spec, first, stop))
+    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
+        chunk_numbers[self.spec.path].update(chunks_of_elements(self.spec, first, stop))
 
-    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
-        needed[self.spec.path].update(chunks_of_box(self.spec, box))
+    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
+        chunk_numbers[self.spec.path].update(chunks_of_box(self.spec, box))
 
     def computed_bytes(self, chunks: Sequence[int]) -> int:
         return 0

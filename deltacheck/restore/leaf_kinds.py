@@ -59,8 +59,8 @@ class LoadedChunks:
 class Leaf(ABC):
     """A resolved leaf: the chains that it comes from, and the way from their chunks to its values.
 
-    Ranges count the elements of the leaf in C order. ``needed`` maps the stored path of each chain
-    to the numbers of its chunks.
+    Ranges count the elements of the leaf in C order. ``chunk_numbers`` maps the stored path of
+    each chain to the numbers of its chunks.
     """
 
     # Without it, the subclasses would have a `__dict__` in spite of their slots.
@@ -93,13 +93,13 @@ class Leaf(ABC):
         """Yield the chains that the leaf is read from."""
 
     @abstractmethod
-    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
         """Add the chunks that elements ``first`` to ``stop`` come from."""
 
-    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
+    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
         """Add the chunks that a box comes from."""
         for first, stop in element_runs(self.spec, chunks_of_box(self.spec, box)):
-            self.add_needed(first, stop, needed)
+            self.add_needed(first, stop, chunk_numbers)
 
     def computed_bytes(self, chunks: Sequence[int]) -> int:
         """Return the memory that chunks of the leaf take beside the chunks of its chains."""
@@ -162,13 +162,13 @@ class Tiled(Leaf):
         for tile in self.tile_leaves.values():
             yield from tile.stored_chains()
 
-    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
         for box in tiles.boxes_of_range(self.spec.shape, first, stop):
-            self.add_needed_box(box, needed)
+            self.add_needed_box(box, chunk_numbers)
 
-    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
+    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
         for overlap in tiles.overlaps(self.cuts, box):
-            self.tile_leaves[overlap.number].add_needed_box(overlap.in_tile, needed)
+            self.tile_leaves[overlap.number].add_needed_box(overlap.in_tile, chunk_numbers)
 
     def computed_bytes(self, chunks: Sequence[int]) -> int:
         # A tile that is computed takes memory beside that of the leaf; it is computed whole.
@@ -232,11 +232,11 @@ class Formula(Leaf):
         for source in self.sources.values():
             yield from source.stored_chains()
 
-    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
         # Formulas work element by element, so the range is the same in all of their inputs.
         for part in (self.codes, *self.sources.values()):
             if part is not None:
-                part.add_needed(first, stop, needed)
+                part.add_needed(first, stop, chunk_numbers)
 
     def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
         spec = self.spec

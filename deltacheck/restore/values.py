@@ -120,7 +120,7 @@ def load_boxes(
 
 def _read(
     leaves: Mapping[str, Leaf],
-    needed: Mapping[str, set[int]],
+    chunk_numbers: Mapping[str, set[int]],
     computed_bytes: int,
     load: Callable[[LoadedChunks], dict[str, _Content]],
     max_bytes: int | None,
@@ -134,7 +134,7 @@ def _read(
         computed_bytes: The memory that ``load`` allocates.
     """
     chains = stored_chains(leaves.values())
-    chunks = {path: sorted(numbers) for path, numbers in needed.items()}
+    chunks = {path: sorted(numbers) for path, numbers in chunk_numbers.items()}
     total = computed_bytes + sum(
         chunk_bytes(chains[path].spec, numbers) for path, numbers in chunks.items()
     )

@@ -198,6 +198,16 @@ def test_detection_is_compared_with_a_read_and_with_torch(
     assert len(results["detection"]["figures"]) == 4
 
 
+def test_each_call_of_the_codes_is_compared_with_numpy(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    by_key = rows(results["codes"])
+    assert len(by_key) == len(results["codes"]["figures"]) == 5
+    for row in by_key:
+        assert row["of NumPy"] == pytest.approx(row["ns per element"] / row["NumPy, ns"])
+        assert row["ns per element"] > 0
+
+
 def test_the_profiler_is_measured_as_a_share_of_the_step(
     results: dict[str, dict[str, Any]],
 ) -> None:
