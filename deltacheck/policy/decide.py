@@ -83,6 +83,7 @@ class Situation:
         master_scale: The root mean square of a sample of that weight: the master, if it has one.
         is_due: True if this save is the turn of its moments to be written again, see
             ``policy.refresh``.
+        phases: The number of the lattice's phases. A resumed run has another one, see ``_seed``.
     """
 
     hyperparameters: Hyperparameters
@@ -90,6 +91,7 @@ class Situation:
     spacing: float | None
     master_scale: float
     is_due: bool = False
+    phases: int = 0
 
 
 def is_treatable(spec: LeafSpec | None, dtype: str) -> bool:
@@ -146,7 +148,9 @@ def decide(
         spacing = lattice_spacing(hidden, situation, master)
         if spacing is not None:
             terms = Bounded(hidden.master_error_lr, "lr")
-            lattice = Decision("lattice", terms, spacing=spacing, seed=_seed(master))
+            lattice = Decision(
+                "lattice", terms, spacing=spacing, seed=_seed(master, situation.phases)
+            )
             if hidden.weights == "exact":
                 decisions[master] = replace(lattice, how="relative", of=weight)
                 decisions.pop(weight, None)
@@ -182,7 +186,7 @@ def _wide_weight(
     if spacing is None:
         return {}
     terms = Bounded(hidden.master_error_lr, "lr")
-    return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path))}
+    return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path, situation.phases))}
 
 
 def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float | None:
@@ -285,6 +289,10 @@ def betas(hidden: Hidden, hyperparameters: Hyperparameters) -> tuple[float, floa
     return hidden.betas
 
 
-def _seed(path: str) -> int:
-    """Return the seed of a leaf's phases: fixed by its path, so that the lattice is fixed too."""
-    return xxhash.xxh3_64_intdigest(path.encode())
+def _seed(path: str, phases: int = 0) -> int:
+    """Return the seed of a leaf's phases: fixed by its path until the run is resumed.
+
+    A resumed run starts on points of the lattice. On the same lattice, whatever it gains in less
+    than half a spacing would be lost at the next resume (law 2).
+    """
+    return xxhash.xxh3_64_intdigest(path.encode(), seed=phases)

@@ -687,6 +687,30 @@ def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:
             assert np.abs(np.log2(found["exp_avg_sq"] / live["exp_avg_sq"])).max() <= 0.5
 
 
+def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves: Any) -> None:
+    """On the lattice of the restored step, each master would return to where the resume began."""
+    made = saves(Policy.model_exact(moments="exact", stable_from=0), AdamRun(rate=1e-6))
+    made.until_stable()
+    masters = lambda state: [e["master"] for e in state["optimizer"]["state"].values()]  # noqa: E731
+    seeds = set()
+    for _ in range(3):
+        seeds |= {made.manifest().derived["optimizer/state/0/master"].seed}
+        state = made.engine.restore()
+        start = [np.array(master) for master in masters(state)]
+        made.run.masters = [master.copy() for master in start]
+        while made.save(every=2) and made.manifest().stage != "stable":
+            pass
+        assert made.manifest().contracts.keys() == {f"optimizer/state/{n}/master" for n in (0, 1)}
+        for begin, live, restored in zip(
+            start, masters(made.live()), masters(made.restored()), strict=True
+        ):
+            gained = live - begin
+            assert 0 < np.abs(gained).max() < 25 * made.run.rate  # less than half a spacing
+            kept = float(np.sum((restored - begin) * gained) / np.sum(gained * gained))
+            assert 0.7 < kept < 1.3, kept
+    assert len(seeds) == 3
+
+
 def test_exact_is_refused_where_the_step_is_not_and_the_leaves_are_named(saves: Any) -> None:
     made = saves(Policy.model_exact())
     made.until_stable()

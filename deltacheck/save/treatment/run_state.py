@@ -100,6 +100,9 @@ class RunState:
         clocks: The time that spreads the writes of reused moments, by parameter group.
         stored_pairs: The time at which the reused moments of a parameter were stored, by name.
         counts: The optimizer's step count at the last save, by parameter name.
+        is_resumed: True if a step was restored.
+        phases: The number of the phases of all lattices, ``None`` until the first of them: 0, or
+            in a resumed run its step.
         proof: The roles before and after a proof by content that no capture has contradicted.
     """
 
@@ -114,7 +117,19 @@ class RunState:
     clocks: dict[str, Clock] = field(default_factory=dict)
     stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
     counts: dict[str, int | None] = field(default_factory=dict)
+    is_resumed: bool = False
+    phases: int | None = None
     proof: tuple[Roles, Roles] | None = None
+
+    def phases_at(self, step: int) -> int:
+        """Return the number of the phases of lattices at a save.
+
+        It stays until the next restore. The step of the first lattice after a restore is later than
+        the restored one, so no earlier lattice of the run has this number.
+        """
+        if self.phases is None:
+            self.phases = step if self.is_resumed else 0
+        return self.phases
 
     def reset(self) -> None:
         """Forget the course of the run after a restore; scales and spacings stay valid."""
@@ -125,6 +140,7 @@ class RunState:
         self.stored_pairs.clear()
         self.clocks.clear()
         self.counts.clear()
+        self.is_resumed, self.phases = True, None
 
     def doubt_proof(self) -> None:
         """Discard the proof: a weight was not the cast of its master."""

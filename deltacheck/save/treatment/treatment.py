@@ -194,6 +194,7 @@ class Treatment:
                 self._run.spacings.get(wide_weight),
                 self._run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
+                self._run.phases_at(step) if stage == STABLE else 0,
             )
             decisions = decide(self._policy, stage, parameter, state.specs, situation)
             for cell in layout.cells(parameter.leaves):
