@@ -165,8 +165,7 @@ class Treatment:
             self._run.activity, _ = self._count(step, leaf_roles, numbers, state)
             self._run.zeroed.clear()
         stage = self._run.stage.name
-        stored_specs = {name: source.spec for name, source in sources.items()}
-        layout = Layout(stored_specs, agreed.cuts)
+        layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
         if stage == STABLE:
             leaf_roles = proven(self._run, self._reader, leaf_roles, layout, sources)
         save = LossySave(
