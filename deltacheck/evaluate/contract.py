@@ -6,7 +6,7 @@ Errors are measured anew from both states, not taken from the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -34,6 +34,9 @@ def check(
     promises: Mapping[str, Promise],
     step: int,
     live_at: Callable[[int], Snapshot],
+    *,
+    earlier_steps: Sequence[int] = (),
+    rate_floor: float = 0.0,
 ) -> tuple[LeafCheck, ...]:
     """Compare every leaf and every Python value of a restored state with the live one.
 
@@ -44,9 +47,16 @@ def check(
             the manifest is used.
         step: The step that was saved.
         live_at: Returns the live state of an earlier save, whose values a reused leaf has.
+        earlier_steps: The earlier saves of the run, whose largest learning rate is taken.
+        rate_floor: The share of that rate which a contract may have as its unit of ``lr``.
     """
     # The rates come from the live state: a wrong restore must not choose the unit of its own error.
     rates = learning_rates(live)
+    has_units = any(isinstance(p.terms, Bounded) and p.terms.rate for p in promises.values())
+    units = dict(rates)
+    for earlier in earlier_steps if has_units else ():
+        for path, rate in learning_rates(live_at(earlier)).items():
+            units[path] = max(units.get(path, 0.0), rate_floor * rate)
     state_at = cache(lambda earlier: live if earlier == step else live_at(earlier))
     counts_at = cache(lambda earlier: step_counts(state_at(earlier)))
     assignment = roles.prove(
@@ -70,7 +80,13 @@ def check(
             promise, values = promises[owner], restored.arrays[restored_owner]
             before_values = live.arrays[owner]
             if isinstance(promise.terms, Bounded):
-                result = _bounded(path, promise.terms, before_values, values, rates.get(owner))
+                result = _bounded(
+                    path,
+                    promise.terms,
+                    before_values,
+                    values,
+                    (rates.get(owner), units.get(owner, 0.0)),
+                )
             else:
                 from_step = step if promise.from_step is None else promise.from_step
                 age: float = step - from_step
@@ -173,8 +189,29 @@ def _bits(live: Array, restored: Array) -> str:
 
 
 def _bounded(
-    path: str, terms: Bounded, live: Array, restored: Array, rate: float | None
+    path: str,
+    terms: Bounded,
+    live: Array,
+    restored: Array,
+    known_rates: tuple[float | None, float],
 ) -> LeafCheck:
+    """Check a bounded leaf.
+
+    Args:
+        path: The path of the leaf.
+        terms: Its contract.
+        live: The saved values.
+        restored: The restored values.
+        known_rates: The live learning rate, and the largest that may be the unit of the contract.
+    """
+    rate, most = known_rates
+    if terms.rate and not terms.rate <= most * (1 + _SLACK):
+        problem = (
+            f"its error is promised in learning rates of {terms.rate:.4g}; the run permits at most"
+            f" {most:.4g}"
+        )
+        return LeafCheck(path, "bounded", problem)
+    rate = terms.rate or rate
     # Without a rate the promise cannot be checked, and a promise that is not checked counts as
     # broken.
     if terms.norm == "lr" and not rate:

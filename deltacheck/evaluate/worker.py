@@ -248,8 +248,9 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
 def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
     run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
-    saver = run.backend.Saver(run_folder / "root", _policy(plan, folder))
-    resumed, start = _restore_and_check(run, saver, run_folder)
+    policy = _policy(plan, folder)
+    saver = run.backend.Saver(run_folder / "root", policy)
+    resumed, start = _restore_and_check(run, saver, policy, run_folder)
     missing: float | None = None
     for next_step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
         loss = run.train_until(next_step)
@@ -267,7 +268,9 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     report("resumed", **resumed, missing_steps=missing, ending=ending)
 
 
-def _restore_and_check(run: Run, saver: Any, run_folder: Path) -> tuple[dict[str, Any], Snapshot]:
+def _restore_and_check(
+    run: Run, saver: Any, policy: Policy, run_folder: Path
+) -> tuple[dict[str, Any], Snapshot]:
     """Restore the newest step into a run, and compare it with the live state of the save.
 
     Returns:
@@ -279,7 +282,16 @@ def _restore_and_check(run: Run, saver: Any, run_folder: Path) -> tuple[dict[str
     manifest = deltacheck.open(run_folder / "root").manifest(step)
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
-    checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
+    live_steps = sorted(int(file.stem) for file in (run_folder / "live").glob("*.npz"))
+    checks = contract.check(
+        live_at(step),
+        restored,
+        manifest.contracts,
+        step,
+        live_at,
+        earlier_steps=[earlier for earlier in live_steps if earlier < step],
+        rate_floor=0.0 if policy.hidden is None else policy.hidden.rate_floor,
+    )
     # Compared before and after ``load``: a wrong restore is a defect of deltacheck, but a wrong
     # ``load`` is one of the workload.
     run.workload.load(state)
@@ -308,9 +320,10 @@ def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     root = run_folder / "root"
     (run_folder / "live").mkdir(parents=True, exist_ok=True)
     resuming = root.exists() and bool(deltacheck.open(root).steps())
-    saver = run.backend.Saver(root, _policy(plan, folder))
+    policy = _policy(plan, folder)
+    saver = run.backend.Saver(root, policy)
     if resuming:
-        resumed, start = _restore_and_check(run, saver, run_folder)
+        resumed, start = _restore_and_check(run, saver, policy, run_folder)
     else:
         resumed, start = {"restored_step": 0}, None
     contracts = set().union(

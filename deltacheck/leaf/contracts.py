@@ -15,7 +15,7 @@ class Exact(msgspec.Struct, frozen=True, tag_field="contract", tag="exact"):
     """The contract that a restore returns every bit of the leaf."""
 
 
-class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
+class Bounded(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="bounded"):
     """The contract that a restore returns values with a bounded error.
 
     The save measures the error. In the formulas, ``x`` is the saved value and ``x'`` the restored
@@ -28,10 +28,13 @@ class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
             rate. ``"octaves"``: the largest ``|log2(x' / x)|``, with first moments below 2^-100
             counted as zero. ``"max"``: the largest ``|x' - x|`` divided by the largest ``|x|`` of
             the leaf. ``"l2"``: ``||x' - x|| / ||x||``.
+        rate: The learning rate that is the unit of the norm ``"lr"``. 0: that of the saved state.
+            Otherwise it is larger, and a share of the largest rate that the run has had.
     """
 
     limit: float
     norm: str
+    rate: float = 0.0
 
 
 class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="reused"):
@@ -61,6 +64,20 @@ def weakest_of(promises: Iterable[Promise]) -> str:
 def name_of(contract: Contract) -> str:
     """Return the name of the kind of a contract, as in ``RANK``."""
     return RANK[(Exact, Bounded, Reused).index(type(contract))]
+
+
+class PeakRate(msgspec.Struct, frozen=True):
+    """The course of the learning rate of one parameter group, for the saves that follow.
+
+    Args:
+        peak: The largest rate since the run, its optimizer or its schedule began.
+        newest: The rate of the step.
+        count: The optimizer's count of updates at the step; the training step if it keeps none.
+    """
+
+    peak: float
+    newest: float
+    count: int
 
 
 class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,6 +116,7 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
     def allowed(self) -> str:
         """Return a description of the allowed error."""
         if isinstance(self.terms, Bounded):
-            return f"{self.terms.limit:g} {self.terms.norm}"
+            unit = f" of {self.terms.rate:.3g}" if self.terms.rate else ""
+            return f"{self.terms.limit:g} {self.terms.norm}{unit}"
         drift = "" if self.terms.max_drift is None else f"{self.terms.max_drift:g} octaves, "
         return f"{drift}{self.terms.max_age_steps} steps"

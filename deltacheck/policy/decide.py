@@ -84,6 +84,7 @@ class Situation:
         is_due: True if this save is the turn of its moments to be written again, see
             ``policy.refresh``.
         phases: The number of the lattice's phases. A resumed run has another one, see ``_seed``.
+        peak_rate: The largest learning rate of its group so far, 0 if it is unknown.
     """
 
     hyperparameters: Hyperparameters
@@ -92,6 +93,7 @@ class Situation:
     master_scale: float
     is_due: bool = False
     phases: int = 0
+    peak_rate: float = 0.0
 
 
 def is_treatable(spec: LeafSpec | None, dtype: str) -> bool:
@@ -147,7 +149,7 @@ def decide(
     ):
         spacing = lattice_spacing(hidden, situation, master)
         if spacing is not None:
-            terms = Bounded(hidden.master_error_lr, "lr")
+            terms = _master_terms(hidden, situation)
             lattice = Decision(
                 "lattice", terms, spacing=spacing, seed=_seed(master, situation.phases)
             )
@@ -185,20 +187,38 @@ def _wide_weight(
     spacing = lattice_spacing(replace(hidden, weights="bounded"), situation, path)
     if spacing is None:
         return {}
-    terms = Bounded(hidden.master_error_lr, "lr")
+    terms = _master_terms(hidden, situation)
     return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path, situation.phases))}
+
+
+def error_unit(hidden: Hidden, situation: Situation) -> float | None:
+    """Return the learning rate that is the unit of a master's error, ``None`` without one.
+
+    Updates vanish at the end of a schedule, but the noise that training tolerates does not. The
+    unit is therefore at least ``hidden.rate_floor`` of the largest rate so far.
+    """
+    rate = situation.hyperparameters.lr
+    if rate is None or not math.isfinite(rate) or rate < 0:
+        return None
+    return max(rate, hidden.rate_floor * situation.peak_rate) or None
+
+
+def _master_terms(hidden: Hidden, situation: Situation) -> Bounded:
+    """Return the contract of a master, with its unit if that is not the rate of the state."""
+    unit, rate = error_unit(hidden, situation), situation.hyperparameters.lr
+    return Bounded(hidden.master_error_lr, "lr", 0.0 if unit is None or unit == rate else unit)
 
 
 def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float | None:
     """Return the spacing of a master's lattice, ``None`` if no lattice is possible.
 
     The spacing is as large as the learning rate permits, but small beside the weights. Law 2: it is
-    in units of the learning rate, on a fixed lattice. The random phases of its cells make the
-    rounding error independent of the value: subtractive dither (Schuchman, "Dither signals and
-    their effect on quantization noise", 1964).
+    in units of the learning rate (``error_unit``), on a fixed lattice. The random phases of its
+    cells make the rounding error independent of the value: subtractive dither (Schuchman, "Dither
+    signals and their effect on quantization noise", 1964).
     """
-    rate = situation.hyperparameters.lr
-    if not rate or not math.isfinite(rate) or rate < 0 or not situation.master_scale > 0:
+    rate = error_unit(hidden, situation)
+    if rate is None or not situation.master_scale > 0:
         return None
     error, largest = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
     if hidden.weights == "bounded":

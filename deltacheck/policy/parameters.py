@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+from deltacheck.leaf.contracts import PeakRate
+
+# Events after which the largest learning rate so far says nothing of the run that goes on.
+_NEW_SCHEDULE = frozenset({"learning-rate", "optimizer"})
+# After a resume, a rate that fell by more than this factor, and by more than this share of the
+# peak, belongs to another schedule. The end of a cosine falls by less than the share.
+_RESUMED_FACTOR, _RESUMED_SHARE = 2.0, 1 / 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +129,44 @@ def hyperparameters(roles: Roles, scalars: Mapping[str, object]) -> dict[str, Hy
         )
         for group in groups
     }
+
+
+def peak_rates(
+    peaks: Mapping[str, PeakRate],
+    rates: Mapping[str, float],
+    counts: Mapping[str, int],
+    events: Collection[str],
+    *,
+    is_resumed: bool,
+) -> dict[str, PeakRate]:
+    """Return the course of each group's learning rate at a save: a pure fold.
+
+    A rising rate raises the peak. A new optimizer, or a rate that leaves its schedule, begins a new
+    one, so that an earlier peak does not coarsen what follows at a small rate.
+
+    Args:
+        peaks: The course at the previous save, or in the manifest of the restored step.
+        rates: The rate of each group, of those that have one.
+        counts: The largest count of updates in each group, else the step.
+        events: The names of the events at this save.
+        is_resumed: True at the first save of a process. No event can be seen at it.
+    """
+    earlier = {} if _NEW_SCHEDULE & set(events) else peaks
+    # This process may hold a part of the groups only.
+    course = dict(earlier)
+    for group, rate in rates.items():
+        if not 0 <= rate < math.inf:
+            continue
+        count = counts.get(group, 0)
+        before = earlier.get(group)
+        if before is None or count < before.count or (is_resumed and _has_left(before, rate)):
+            course[group] = PeakRate(rate, rate, count)
+        else:
+            course[group] = PeakRate(max(before.peak, rate), rate, count)
+    return course
+
+
+def _has_left(before: PeakRate, rate: float) -> bool:
+    """Return True if a rate is too far below that of the restored step to be of its schedule."""
+    least = before.newest / _RESUMED_FACTOR
+    return least - rate > _RESUMED_SHARE * before.peak

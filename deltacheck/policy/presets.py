@@ -16,6 +16,10 @@ WEIGHTS = ("exact", "bounded")
 # begins (docs/explanation/stability.md).
 MASTER_ERROR_LR = 32.0
 
+# The unit of a master's error is at least this share of the largest learning rate of the run. With
+# MASTER_ERROR_LR, no master then errs by more than about one update at that rate.
+RATE_FLOOR = 1 / 32
+
 # If every word changes, a restore then decodes at most seven times the state instead of 33 times,
 # and four to six deltas follow each keyframe.
 RESTORE_RATIO = 6.0
@@ -37,6 +41,7 @@ class Hidden:
         steady_from: The step from which a profile found the moments stable, ``None`` without one.
         leaves: Paths of the leaves that may be inexact, ``None`` for all.
         betas: The constants of Adam if the state does not hold them.
+        rate_floor: The least unit of ``master_error_lr``, as a share of the largest learning rate.
     """
 
     weights: str
@@ -50,6 +55,7 @@ class Hidden:
     betas: tuple[float, float] | None
     steady_from: int | None = None
     float32_weights: str = "exact"
+    rate_floor: float = RATE_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,7 @@ class Policy:
         *,
         moments: str = "reused",
         master_error_lr: float = MASTER_ERROR_LR,
+        rate_floor: float = RATE_FLOOR,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
@@ -173,6 +180,10 @@ class Policy:
             master_error_lr: The largest error of a float32 master weight, in units of the learning
                 rate (default: 32). A master never leaves the cell of its exact bfloat16 weight.
                 Larger: fewer bytes, more noise on resume; smaller: the opposite.
+            rate_floor: The least learning rate that is the unit of ``master_error_lr``, as a share
+                of the largest rate of the parameter group so far, from 0 to 1 (default: 1/32).
+                Larger: fewer bytes at the end of a schedule, more noise in a run that is resumed
+                there; smaller: the opposite. 0: the error follows the rate, and is 0 at rate 0.
             moment_error_octaves: The largest error of v, as ``|log2|`` of the ratio, from 0.02 to 2
                 (default: 0.5); the error of m is 0.6. Larger: fewer bytes, a less faithful step
                 size; smaller: the opposite.
@@ -208,6 +219,7 @@ class Policy:
             stable_from,
             None,
             betas,
+            rate_floor=rate_floor,
         )
         limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden), merge_deltas=merge_deltas)
@@ -260,6 +272,7 @@ class Policy:
         float32_weights: str = "exact",
         moments: str = "reused",
         master_error_lr: float = MASTER_ERROR_LR,
+        rate_floor: float = RATE_FLOOR,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
@@ -294,6 +307,7 @@ class Policy:
                 a typical bfloat16 weight, or 8 learning rates.
             moments: As in ``Policy.model_exact``.
             master_error_lr: As in ``Policy.model_exact``.
+            rate_floor: As in ``Policy.model_exact``.
             moment_error_octaves: As in ``Policy.model_exact``.
             max_drift_octaves: As in ``Policy.model_exact``.
             max_age_steps: As in ``Policy.model_exact``.
@@ -328,6 +342,7 @@ class Policy:
             betas,
             profile.stable_start,
             float32_weights,
+            rate_floor,
         )
         limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden), derive=True, merge_deltas=merge_deltas)
@@ -370,6 +385,8 @@ def _checked_hidden(hidden: Hidden) -> Hidden:
             f" moment_error_octaves from 0.02 to 2, not {hidden.master_error_lr},"
             f" {hidden.max_drift_octaves} and {hidden.moment_error_octaves}"
         )
+    if not 0 <= hidden.rate_floor <= 1:
+        raise ValueError(f"rate_floor must be from 0 to 1, not {hidden.rate_floor}")
     if hidden.max_age_steps < 0:
         raise ValueError(f"max_age_steps must be at least 0, not {hidden.max_age_steps}")
     return hidden

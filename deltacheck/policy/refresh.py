@@ -36,6 +36,24 @@ def places(sizes: Mapping[str, int]) -> dict[str, float]:
     return result
 
 
+def turns(roles: Roles, specs: Mapping[str, LeafSpec]) -> dict[str, float]:
+    """Return the place of each pair that may be reused, by the name of its parameter.
+
+    It hashes and sorts all names, so callers keep the result for as long as the roles stay.
+
+    Args:
+        roles: The roles of all leaves.
+        specs: The specs of all leaves.
+    """
+    return places(
+        {
+            p.name: math.prod(specs[str(p.second)].shape)
+            for p in roles.parameters
+            if p.adam and is_treatable(specs.get(p.second or ""), "float32")
+        }
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """A clock that advances by 1 in the time from one write of a pair to the next.
@@ -70,7 +88,7 @@ def due(
     policy: Policy,
     stage: str,
     roles: Roles,
-    specs: Mapping[str, LeafSpec],
+    places_of: Mapping[str, float],
     rates: Mapping[str, Hyperparameters],
     counts: Mapping[str, int | None],
     clocks: Mapping[str, Clock],
@@ -81,7 +99,7 @@ def due(
         policy: The policy of the save.
         stage: The stage of the run, a constant of ``policy.stage``.
         roles: The roles of all leaves.
-        specs: The specs of all leaves.
+        places_of: The place of each pair, as ``turns`` returns it.
         rates: The constants of each parameter group.
         counts: The step count of each parameter, by name.
         clocks: The clock of each parameter group at the last save.
@@ -91,14 +109,11 @@ def due(
         return dict(clocks), frozenset()
     if hidden.moments != "reused":
         return {}, frozenset()
-    pairs = [
-        p for p in roles.parameters if p.adam and is_treatable(specs.get(p.second or ""), "float32")
-    ]
     by_group: dict[str, list[Parameter]] = {}
-    for p in pairs:
-        by_group.setdefault(p.group or "", []).append(p)
+    for p in roles.parameters:
+        if p.name in places_of:
+            by_group.setdefault(p.group or "", []).append(p)
     clocks_now, names = {}, set()
-    turns = places({p.name: math.prod(specs[str(p.second)].shape) for p in pairs})
     for group, members in by_group.items():
         # A frozen parameter does not count; the others have the same count.
         count = max(counts.get(p.name) or 0 for p in members)
@@ -106,5 +121,5 @@ def due(
         age = 0 if constants is None else reusable_steps(hidden, count or None, constants[1])
         clock = clocks.get(group, Clock())
         clocks_now[group] = clock.advance(count, age)
-        names |= {p.name for p in members if clock.passes(clocks_now[group], turns[p.name])}
+        names |= {p.name for p in members if clock.passes(clocks_now[group], places_of[p.name])}
     return clocks_now, frozenset(names)

@@ -204,9 +204,13 @@ class Saver:
         """Return what the last save has shown, for ranks that agree before the next one."""
         return self._treatment.measured(state)
 
-    def resumed(self) -> None:
-        """Forget the course of the run, because a step was restored."""
-        self._treatment.resumed()
+    def resumed(self, manifest: Manifest) -> None:
+        """Forget the course of the run, because a step was restored.
+
+        Args:
+            manifest: The manifest of the step.
+        """
+        self._treatment.resumed(manifest.rates)
 
     def fail(self, step: int, error: BaseException) -> SaveHandle:
         """Return the handle of a save that failed before it began, such as for want of memory.
@@ -250,7 +254,7 @@ class Saver:
         # Even without a shadow the chains are adopted: a leaf that equals its keyframe is not
         # written again.
         self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
-        self._treatment.resumed()
+        self._treatment.resumed(manifest.rates)
 
     @property
     def has_chains(self) -> bool:

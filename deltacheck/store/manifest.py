@@ -15,7 +15,7 @@ import msgspec
 
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import Node, has_types
-from deltacheck.leaf.contracts import Promise
+from deltacheck.leaf.contracts import Bounded, PeakRate, Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 
@@ -31,8 +31,9 @@ REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
+RATE = "contracts.rate"  # of manifests whose contracts have a learning rate of their own
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
-FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES, MERGED)
+FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES, RATE, MERGED)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -450,6 +451,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         stage_reason: Why the policy is in its stage, for people only.
         merged_bytes: Bytes that the process wrote to merge deltas since its last commit, for people
             only.
+        rates: The course of the learning rate of each parameter group, for later saves.
     """
 
     format: str
@@ -475,6 +477,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     failed_saves: int = 0
     stage_reason: str = ""
     merged_bytes: int = 0
+    rates: dict[str, PeakRate] = {}
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:
@@ -500,6 +503,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             TILES: bool(self.tiles or self.lanes),
             TILES_DERIVED: bool(self.tiles) and is_derived,
             TYPES: needs_types(self.tree, self.replay),
+            RATE: any(
+                isinstance(promise.terms, Bounded) and promise.terms.rate
+                for promise in self.contracts.values()
+            ),
         }
         return tuple(name for name, is_used in needed.items() if is_used)
 

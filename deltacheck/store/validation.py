@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from deltacheck.codec.base import STREAMS
 from deltacheck.leaf import grid, tiles, tree
-from deltacheck.leaf.contracts import name_of, weakest_of
+from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
@@ -67,6 +67,7 @@ def check_manifest(manifest: Manifest) -> None:
             path not in owners
             or (promise.from_step is not None) != is_reused
             or (promise.age_steps is not None and (promise.age_steps < 0 or not is_reused))
+            or not _has_unit(promise)
         ):
             raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
     weakest = weakest_of(manifest.contracts.values())
@@ -78,6 +79,14 @@ def check_manifest(manifest: Manifest) -> None:
     # In both directions: an older reader would misread a step whose feature is not listed.
     if set(manifest.features) != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _has_unit(promise: Promise) -> bool:
+    """Return True if a learning rate of the contract, if there is one, can be the unit of it."""
+    terms = promise.terms
+    if not isinstance(terms, Bounded) or terms.rate == 0:
+        return True
+    return terms.norm == "lr" and 0 < terms.rate < math.inf
 
 
 def _check_segments(manifest: Manifest) -> None:

@@ -232,6 +232,25 @@ def test_a_bounded_master_is_measured_in_its_own_learning_rates(
     assert (path not in problems) == holds
 
 
+@pytest.mark.parametrize(
+    ("unit", "error", "problem"),
+    [(1e-6, 31e-6, ""), (1e-6, 33e-6, "its error is"), (1.1e-6, 1e-6, "permits at most 1e-06")],
+)
+def test_the_unit_of_an_error_is_a_permitted_share_of_the_largest_rate_of_the_run(
+    unit: float, error: float, problem: str
+) -> None:
+    path = "optimizer/state/0/master"
+    promise = {path: Promise(Bounded(32.0, "lr", unit), 1.0)}
+    live, restored = _snapshot(_adam(lr=0.0)), _snapshot(_adam(master=1.0 + error, lr=0.0))
+    earlier = _snapshot(_adam(lr=3.2e-5))
+    checks = contract.check(
+        live, restored, promise, 100, lambda _: earlier, earlier_steps=[90], rate_floor=1 / 32
+    )
+    reported = {leaf.path: leaf.problem for leaf in checks}[path]
+    assert problem in reported
+    assert bool(problem) == bool(reported)
+
+
 def test_a_missing_learning_rate_is_a_problem_and_that_of_the_run_is_used() -> None:
     path = "optimizer/state/0/master"
     promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}

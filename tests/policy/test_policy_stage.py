@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from deltacheck import Policy
-from deltacheck.leaf.contracts import Bounded, Reused
+from deltacheck.leaf.contracts import Bounded, PeakRate, Reused
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.decide import Situation, decide, lattice_spacing
-from deltacheck.policy.parameters import Hyperparameters, Parameter
+from deltacheck.policy.decide import Situation, decide, error_unit, lattice_spacing
+from deltacheck.policy.parameters import Hyperparameters, Parameter, peak_rates
 from deltacheck.policy.presets import Hidden
 from deltacheck.policy.stage import DEGRADED, STABLE, WARM, SaveObservation, Stage, advance
 
@@ -160,6 +161,46 @@ def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is
     assert spacing(7e-5, first) > first
 
 
+def test_the_unit_of_an_error_is_at_least_a_share_of_the_largest_rate() -> None:
+    terms = hidden(rate_floor=1 / 32)
+
+    def unit(rate: float | None, peak: float) -> float | None:
+        return error_unit(terms, dataclasses.replace(situation(rate), peak_rate=peak))
+
+    assert unit(1e-5, 3.2e-5) == 1e-5
+    assert unit(0.0, 3.2e-5) == unit(1e-9, 3.2e-5) == 1e-6
+    assert [unit(0.0, 0.0), unit(None, 1.0), unit(-1.0, 1.0), unit(math.nan, 1.0)] == [None] * 4
+    falling = dataclasses.replace(situation(1e-9), peak_rate=3.2e-5)
+    master = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, falling)["x"]
+    assert master.terms == Bounded(32.0, "lr", 1e-6)
+    assert 0.3 * 32e-6 < master.spacing < 2 * 32e-6
+
+
+def course(*rates: float, **last: Any) -> float:
+    """Return the peak after saves at these rates, the last of them as described."""
+    peaks: dict[str, PeakRate] = {}
+    for number, rate in enumerate(rates):
+        is_last = number == len(rates) - 1
+        events, count = last.get("events", ()) if is_last else (), 10 * number
+        count = last.get("count", count) if is_last else count
+        resumed = is_last and last.get("is_resumed", False)
+        peaks = peak_rates(peaks, {"g": rate}, {"g": count}, events, is_resumed=resumed)
+    return peaks["g"].peak
+
+
+def test_the_largest_rate_is_forgotten_if_the_run_goes_on_with_another_schedule() -> None:
+    assert course(1e-5, 2e-5, 1e-6, 0.0) == 2e-5  # warm-up and decay
+    assert course(2e-5, 1e-5, 4e-5) == 4e-5
+    assert course(2e-5, 0.0, math.nan) == course(2e-5, 0.0, -1.0) == 2e-5
+    assert course(2e-5, 1e-6, 3e-6, events=["loss", "frozen"]) == 2e-5
+    for event in ("learning-rate", "optimizer"):
+        assert course(2e-5, 1e-6, 3e-6, events=[event]) == 3e-6
+    assert course(2e-5, 2e-5, 3e-6, count=5) == 3e-6  # an optimizer that counts anew
+    assert course(2e-5, 2e-5, 3e-6, is_resumed=True) == 3e-6
+    assert course(2e-5, 2e-5, 1.2e-5, is_resumed=True) == 2e-5
+    assert course(2e-5, 1e-6, 0.0, is_resumed=True) == 2e-5  # the end of a cosine
+
+
 def test_leaves_do_not_change_their_lattice_in_the_same_save() -> None:
     """Each leaf that changes is written whole: all of them in one save would be a burst."""
     terms, paths = hidden(), [f"optimizer/state/{number}/master" for number in range(100)]
@@ -197,6 +238,8 @@ def test_bounded_weights_are_the_cast_of_their_bounded_master() -> None:
         {"moment_error_octaves": 3.0},
         {"max_drift_octaves": 0.0},
         {"max_age_steps": -1},
+        {"rate_floor": 1.5},
+        {"rate_floor": math.nan},
         {"max_chain_depth": -1},
     ],
 )

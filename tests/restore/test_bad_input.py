@@ -693,6 +693,32 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
         deltacheck.open(root).restore()
 
 
+@pytest.mark.parametrize(
+    ("terms", "problem"),
+    [
+        ({"norm": "lr", "rate": 1e-6}, "features .* do not match"),
+        ({"norm": "lr", "rate": -1e-6}, "is not one that a leaf can have"),
+        ({"norm": "octaves", "rate": 1e-6}, "is not one that a leaf can have"),
+    ],
+)
+def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates(
+    terms: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    root = forge.unpack("relative", tmp_path)
+    path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
+
+    def edit(manifest: dict[str, Any]) -> None:
+        next(
+            promise["terms"].update(terms)
+            for promise in manifest["contracts"].values()
+            if promise["terms"].get("norm") == "lr"
+        )
+
+    forge.forge_manifest(path, edit)
+    with pytest.raises(errors.Damaged, match=problem):
+        deltacheck.open(root).restore()
+
+
 @pytest.mark.parametrize("features", [["derived"], ["relative"]])
 def test_relative_codes_need_their_feature(features: list[str], tmp_path: Path) -> None:
     root = forge.unpack("relative", tmp_path)

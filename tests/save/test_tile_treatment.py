@@ -367,6 +367,11 @@ def reused(age: int, drift: float | None, measured: float, from_step: int) -> Pr
             Promise(Bounded(16.0, "lr"), 12.0),
             Promise(Bounded(32.0, "lr"), 12.0),
         ),
+        (
+            Promise(Bounded(32.0, "lr", 1e-6), 9.0),
+            Promise(Bounded(32.0, "lr"), 12.0),
+            Promise(Bounded(32.0, "lr", 1e-6), 12.0),
+        ),
         (reused(30, 0.3, 0.1, 90), reused(40, 0.2, 0.2, 80), reused(40, 0.3, 0.2, 80)),
         (
             reused(30, None, 1.0, 90),

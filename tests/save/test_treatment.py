@@ -575,6 +575,33 @@ def test_moments_that_drift_are_written_again_and_the_run_stays_stable(saves: An
     assert promise.measured <= promise.terms.max_drift
 
 
+def masters_at(manifest: Any) -> set[Any]:
+    return {c.terms for path, c in manifest.contracts.items() if path.endswith("master")}
+
+
+@pytest.mark.parametrize("floor", [1 / 32, 0.0])
+def test_at_rate_0_the_largest_rate_of_the_run_is_the_unit_of_a_masters_error(
+    saves: Any, floor: float
+) -> None:
+    made = saves(Policy.model_exact(moments="exact", rate_floor=floor))
+    made.until_stable()
+    for rate in (6e-6, 3e-6, 0.0):
+        made.run.rate = rate
+        made.save()
+    at_zero = {Bounded(32.0, "lr", 1e-5 / 32)} if floor else set()
+    assert made.manifest().stage == "stable"
+    assert masters_at(made.manifest()) == at_zero
+    assert ("contracts.rate" in made.manifest().must_understand) == bool(floor)
+    made.engine.restore()  # another writer goes on with what the manifest tells
+    made.save(6)
+    assert made.manifest().stage == "stable"
+    assert masters_at(made.manifest()) == at_zero
+    made_anew(made.run)
+    made.run.rate = 1e-7
+    made.save()
+    assert {rate.peak for rate in made.manifest().rates.values()} == {1e-7}
+
+
 def test_a_resumed_run_begins_warm(saves: Any) -> None:
     made = saves(Policy.model_exact(moments="dropped"))
     made.until_stable()

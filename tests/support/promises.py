@@ -42,6 +42,7 @@ def broken(
     live_at: Callable[[int], Any],
     rate: float,
     weight_of: Callable[[str], str] = torch_weight,
+    peak: float = 0.0,
 ) -> list[str]:
     """Return the leaves of a restored state that do not keep the contract of the manifest.
 
@@ -52,18 +53,24 @@ def broken(
         live_at: Return the live state of an earlier step.
         rate: The learning rate.
         weight_of: Return the path of the weight of a bounded master.
+        peak: The largest learning rate of the run, 1/32 of which may be the unit of an error.
     """
     before, after = flat(live), flat(restored)
     problems = [f"{path}: not in both" for path in before.keys() ^ after.keys()]
     for path in before.keys() & after.keys():
-        problem = _problem(path, before, after, manifest, live_at, rate)
+        problem = _problem(path, before, after, manifest, live_at, (rate, max(rate, peak / 32)))
         if problem:
             problems.append(f"{path}: {problem}")
     return problems + _casts(before, after, manifest, weight_of)
 
 
 def _problem(
-    path: str, before: Any, after: Any, manifest: Any, live_at: Callable[[int], Any], rate: float
+    path: str,
+    before: Any,
+    after: Any,
+    manifest: Any,
+    live_at: Callable[[int], Any],
+    rates: tuple[float, float],
 ) -> str:
     old, new = np.asarray(before[path]), np.asarray(after[path])
     if (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -74,9 +81,12 @@ def _problem(
     terms = promise.terms
     a, b = old.astype(np.float64), new.astype(np.float64)
     if hasattr(terms, "norm"):
+        unit, most = terms.rate or rates[0], rates[1]
+        if unit > most * SLACK:
+            return f"promised in learning rates of {unit}, at most {most} are allowed"
         error = {
             # Equal bits have no error: the elements of an exact tile may be NaN.
-            "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / rate,
+            "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / unit,
             "octaves": lambda: _octaves(a, b).max(),
             "l2": lambda: np.linalg.norm(a - b) / np.linalg.norm(a),
         }[terms.norm]()

@@ -261,7 +261,7 @@ class Item:
                     saver.forget()
                 if opened.resumes and base is not None:
                     # Before the signals: they are of the run that goes on.
-                    saver.resumed()
+                    saver.resumed(base[1])
                 held = None if saver.is_exact else pieces.held_state(flat, metrics)
                 signals = None if held is None else saver.signals(place.step, held)
             if opened.resumes and base is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from deltacheck.leaf.contracts import Promise, weakest_of
+from deltacheck.leaf.contracts import PeakRate, Promise, weakest_of
 from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node
 from deltacheck.save.job.leaf_state import LeafSave
@@ -38,6 +38,7 @@ class Terms:
         stage: The stage of the policy.
         digests: Digests of leaves as they were read to derive others from them, by path.
         reason: The reason for the stage.
+        rates: The course of the learning rate of each parameter group.
     """
 
     derived: Mapping[str, Derived] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Terms:
     stage: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
+    rates: Mapping[str, PeakRate] = field(default_factory=dict)
 
     def check(self, records: Mapping[str, LeafRecord]) -> None:
         """Check that leaves were read as they are stored.
@@ -120,6 +122,7 @@ def build_manifest(
         contracts=dict(terms.contracts),
         stage=terms.stage,
         stage_reason=terms.reason,
+        rates=dict(terms.rates),
         replay=request.replay,
         durability=durability,
     )

@@ -530,6 +530,8 @@ def merged(
         derived=derived,
         contracts=contracts,
         contract=weakest_of(contracts.values()),
+        # Ranks of a pipeline may have other groups each; those that they share have one course.
+        rates={group: rate for of_rank in rules for group, rate in of_rank.rates.items()},
     )
     # A reader that does not know tiles would find leaves missing, so it must refuse the step.
     features = manifest_of_all.features

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
-from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
+from deltacheck.leaf.contracts import Bounded, PeakRate, Promise, Reused, name_of
 from deltacheck.leaf.sharding import Plan
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.store.manifest import NO_DIGEST, Derived, Manifest, Tiles
@@ -29,12 +29,14 @@ class RankRules(msgspec.Struct, frozen=True, omit_defaults=True):
         contracts: The promises for those that are not exact, by stored path.
         codes: The element types of the codes that are stored of them, by stored path.
         contents: The digests of those that follow from stored content, as they were read.
+        rates: The course of the learning rate of its parameter groups.
     """
 
     derived: dict[str, Derived] = {}
     contracts: dict[str, Promise] = {}
     codes: dict[str, str] = {}
     contents: dict[str, str] = {}
+    rates: dict[str, PeakRate] = {}
 
     @classmethod
     def of(cls, manifest: Manifest, contents: Mapping[str, str]) -> RankRules:
@@ -50,7 +52,9 @@ class RankRules(msgspec.Struct, frozen=True, omit_defaults=True):
             for name in manifest.derived
             if name in manifest.leaves
         }
-        return cls(dict(manifest.derived), dict(manifest.contracts), codes, digests)
+        return cls(
+            dict(manifest.derived), dict(manifest.contracts), codes, digests, dict(manifest.rates)
+        )
 
 
 inspect_types(RankRules)
@@ -152,7 +156,9 @@ def weaker(first: Promise, second: Promise, step: int) -> Promise | None:
         if first.terms.norm != second.terms.norm:
             return None
         limit = max(first.terms.limit, second.terms.limit)
-        return Promise(Bounded(limit, first.terms.norm), measured)
+        # In the larger unit, neither error is larger than it was measured.
+        rate = max(first.terms.rate, second.terms.rate)
+        return Promise(Bounded(limit, first.terms.norm, rate), measured)
     if isinstance(first.terms, Reused) and isinstance(second.terms, Reused):
         drifts = (first.terms.max_drift, second.terms.max_drift)
         if (drifts[0] is None) != (drifts[1] is None):

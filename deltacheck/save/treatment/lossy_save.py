@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.leaf.contracts import Promise
+from deltacheck.leaf.contracts import PeakRate, Promise
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
@@ -36,6 +36,7 @@ class LossySave:
         run: The memory of the run; captures update it.
         reader: Access to leaves.
         reason: The reason for the stage.
+        rates: The course of the learning rate of each parameter group.
     """
 
     policy: Policy
@@ -47,12 +48,13 @@ class LossySave:
     _derived: dict[str, Derived] = field(default_factory=dict)
     _contracts: dict[str, Promise] = field(default_factory=dict)
     reason: str = field(default="", kw_only=True)
+    rates: Mapping[str, PeakRate] = field(default_factory=dict, kw_only=True)
 
     def terms(self) -> Terms:
         """Return the terms for the manifest. The caller must have captured every source."""
         stage = self.stage if self.policy.hidden is not None else ""
         reason = self.reason if stage else ""
-        return Terms(self._derived, self._contracts, stage, self._digests, reason)
+        return Terms(self._derived, self._contracts, stage, self._digests, reason, self.rates)
 
     def read(self, source: LeafSource) -> Array:
         """Return a copy of a leaf's values, 1-D, equal at every call of this save.

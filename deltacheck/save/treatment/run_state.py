@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltacheck.codec.base import U8
+from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.activity import Activity
 from deltacheck.policy.events import Detector
@@ -103,6 +104,8 @@ class RunState:
         is_resumed: True if a step was restored.
         phases: The number of the phases of all lattices, ``None`` until the first of them: 0, or
             in a resumed run its step.
+        peaks: The course of the learning rate, by parameter group.
+        turns: The roles of the leaves, and the places of their pairs (``refresh.turns``).
         proof: The roles before and after a proof by content that no capture has contradicted.
     """
 
@@ -117,6 +120,8 @@ class RunState:
     clocks: dict[str, Clock] = field(default_factory=dict)
     stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
     counts: dict[str, int | None] = field(default_factory=dict)
+    peaks: dict[str, PeakRate] = field(default_factory=dict)
+    turns: tuple[Roles, dict[str, float]] | None = None
     is_resumed: bool = False
     phases: int | None = None
     proof: tuple[Roles, Roles] | None = None
@@ -131,8 +136,12 @@ class RunState:
             self.phases = step if self.is_resumed else 0
         return self.phases
 
-    def reset(self) -> None:
-        """Forget the course of the run after a restore; scales and spacings stay valid."""
+    def reset(self, rates: Mapping[str, PeakRate]) -> None:
+        """Forget the course of the run after a restore; scales and spacings stay valid.
+
+        Args:
+            rates: The course of the learning rate up to the restored step.
+        """
         # The run that goes on may be another one, with other data or another learning rate.
         self.stage, self.detector, self.activity = Stage(), Detector(), Activity()
         self.zeroed.clear()
@@ -141,6 +150,7 @@ class RunState:
         self.clocks.clear()
         self.counts.clear()
         self.is_resumed, self.phases = True, None
+        self.peaks = dict(rates)
 
     def doubt_proof(self) -> None:
         """Discard the proof: a weight was not the cast of its master."""

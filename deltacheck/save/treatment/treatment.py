@@ -18,13 +18,20 @@ import msgspec
 import numpy as np
 
 from deltacheck.codec.base import U8
+from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
 from deltacheck.policy import Policy, refresh, roles
 from deltacheck.policy.activity import Activity
 from deltacheck.policy.decide import Decision, Situation, decide
 from deltacheck.policy.events import Detector, Event, RunObservation
-from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
+from deltacheck.policy.parameters import (
+    Hyperparameters,
+    Parameter,
+    Roles,
+    hyperparameters,
+    peak_rates,
+)
 from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance, explain
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource
@@ -66,9 +73,13 @@ class Treatment:
         self._run = RunState()
         self._find_roles = roles.Finder()
 
-    def resumed(self) -> None:
-        """Forget the course of the run, because a step was restored."""
-        self._run.reset()
+    def resumed(self, rates: Mapping[str, PeakRate]) -> None:
+        """Forget the course of the run, because a step was restored.
+
+        Args:
+            rates: The course of the learning rate up to that step, from its manifest.
+        """
+        self._run.reset(rates)
 
     def signals(self, step: int, state: HeldState) -> Signals | None:
         """Return the signals of this process, which the ranks of a save agree on.
@@ -158,10 +169,20 @@ class Treatment:
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
         leaf_roles, rates, numbers = self._roles_and_rates(state)
+        counts, places = _counts(leaf_roles, numbers, step), self._turns(leaf_roles, state)
         # Before any decision: an event of this very step must already end the stable stage.
         signals = agreed.signals or self.signals(step, state)
         if signals is not None:
-            self._observe(step, signals)
+            is_resumed = self._run.detector.last is None
+            run_events = self._observe(step, signals)
+            group_counts = _group_counts(leaf_roles, counts)
+            self._run.peaks = peak_rates(
+                self._run.peaks,
+                {name: rate for name in group_counts if (rate := rates[name].lr) is not None},
+                group_counts,
+                [event.what for event in run_events],
+                is_resumed=is_resumed,
+            )
             self._run.activity, _ = self._count(step, leaf_roles, numbers, state)
             self._run.zeroed.clear()
         stage = self._run.stage.name
@@ -176,17 +197,17 @@ class Treatment:
             self._reader,
             agreed.digests,
             reason=self._run.reason,
+            rates=self._run.peaks,
         )
         replacements = save.share_equal(
             {path: sources[path] for path in state.numbers if path in sources}
         )
-        counts = _counts(leaf_roles, numbers, step)
-        # The specs are those of whole leaves, so the ranks take the same turns.
         self._run.clocks, turns = refresh.due(
-            self._policy, stage, leaf_roles, state.specs, rates, counts, self._run.clocks
+            self._policy, stage, leaf_roles, places, rates, counts, self._run.clocks
         )
         for parameter in leaf_roles.parameters:
             wide_weight = self._wide_weight(parameter)
+            peak = self._run.peaks.get(parameter.group or "")
             situation = Situation(
                 rates[parameter.group or ""],
                 counts[parameter.name],
@@ -194,6 +215,7 @@ class Treatment:
                 self._run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
                 self._run.phases_at(step) if stage == STABLE else 0,
+                0.0 if peak is None else peak.peak,
             )
             decisions = decide(self._policy, stage, parameter, state.specs, situation)
             for cell in layout.cells(parameter.leaves):
@@ -265,8 +287,17 @@ class Treatment:
             replacements[second] = save.watch(sources[second], rescale)
         return replacements
 
-    def _observe(self, step: int, signals: Signals) -> None:
-        """Bring the stage of the run to this save."""
+    def _turns(self, leaf_roles: Roles, state: HeldState) -> dict[str, float]:
+        """Return the places of the pairs in a period, computed once for equal roles."""
+        run = self._run
+        # The finder of roles returns the same object as long as the leaves are the same.
+        if run.turns is None or run.turns[0] is not leaf_roles:
+            # The specs are those of whole leaves, so the ranks take the same turns.
+            run.turns = (leaf_roles, refresh.turns(leaf_roles, state.specs))
+        return run.turns[1]
+
+    def _observe(self, step: int, signals: Signals) -> tuple[Event, ...]:
+        """Bring the stage of the run to this save, and return its events."""
         hidden, run = self._policy.hidden, self._run
         assert hidden is not None  # there are no signals without it
         before = run.stage
@@ -287,6 +318,7 @@ class Treatment:
         run.drifts = []
         for path, (squares, count) in signals.scales.items():
             run.scales[path] = math.sqrt(squares / count) if count else 0.0
+        return run_events
 
     def _advanced(self, step: int, signals: Signals) -> tuple[Detector, Stage, tuple[Event, ...]]:
         """Return the detector and the stage after some signals, and the events that they show."""
@@ -372,6 +404,15 @@ def _counts(leaf_roles: Roles, numbers: Mapping[str, object], step: int) -> dict
         parameter.name: _as_count(numbers.get(parameter.count or "", step))
         for parameter in leaf_roles.parameters
     }
+
+
+def _group_counts(leaf_roles: Roles, counts: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the largest step count in each parameter group."""
+    largest: dict[str, int] = {}
+    for parameter in leaf_roles.parameters:
+        group = parameter.group or ""
+        largest[group] = max(largest.get(group, 0), counts[parameter.name] or 0)
+    return largest
 
 
 def _as_count(value: object) -> int | None:

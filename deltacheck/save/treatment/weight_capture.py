@@ -56,7 +56,7 @@ class WeightCapture:
         """Return the codes of a master, or its exact values if the codes break the contract."""
         group, save = self._group, self._group.save
         assert isinstance(decision.terms, Bounded)
-        error = coded.largest_error / self._learning_rate()
+        error = coded.largest_error / self._unit(decision.terms)
         if coded.refused or error > decision.terms.limit:
             save.run.doubt_proof()
             return group.exactly(path)
@@ -103,11 +103,12 @@ class WeightCapture:
         """
         assert isinstance(bounded.terms, Bounded)
         errors = lattice.cast_errors(master, bounded.spacing, bounded.seed, weights=live)
-        if errors.refused or errors.largest_error / self._learning_rate() > bounded.terms.limit:
+        if errors.refused or errors.largest_error / self._unit(bounded.terms) > bounded.terms.limit:
             return None
         return relative_error(errors.sum_squared_error, errors.sum_squared_weights)
 
-    def _learning_rate(self) -> float:
-        rate = self._group.situation.hyperparameters.lr
+    def _unit(self, terms: Bounded) -> float:
+        """Return the learning rate that is the unit of a master's error."""
+        rate = terms.rate or self._group.situation.hyperparameters.lr
         assert rate is not None  # without a learning rate no spacing is decided
         return rate
