@@ -98,7 +98,8 @@ def content_of(root: Any, manifest: Any) -> Any:
     told = forge.body_of({"attributes": deltacheck.store.documents.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
-    told.pop("stage_reason", None)  # for people, and of later versions only
+    for key in ("stage_reason", "rates"):  # for people and later saves, and of later versions only
+        told.pop(key, None)
     told.pop(
         "lanes", None
     )  # numbers of segments, whose order within a save follows from their names
