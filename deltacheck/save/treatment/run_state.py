@@ -9,10 +9,10 @@ from typing import Any
 from deltacheck.codec.base import U8
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import refresh
 from deltacheck.policy.activity import Activity
 from deltacheck.policy.events import Detector
 from deltacheck.policy.parameters import Roles
-from deltacheck.policy.refresh import Clock
 from deltacheck.policy.stage import Stage
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.error_measures import Array
@@ -117,7 +117,7 @@ class RunState:
     drifts: list[float] = field(default_factory=list)
     spacings: dict[str, float] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, Clock] = field(default_factory=dict)
+    clocks: dict[str, refresh.Clock] = field(default_factory=dict)
     stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
     counts: dict[str, int | None] = field(default_factory=dict)
     peaks: dict[str, PeakRate] = field(default_factory=dict)
@@ -151,6 +151,18 @@ class RunState:
         self.counts.clear()
         self.is_resumed, self.phases = True, None
         self.peaks = dict(rates)
+
+    def turns_of(self, leaf_roles: Roles, specs: Mapping[str, LeafSpec]) -> dict[str, float]:
+        """Return the places of the pairs in a period, computed once for each set of roles.
+
+        Args:
+            leaf_roles: The roles of all leaves. The finder of roles returns the same object as long
+                as the leaves are the same.
+            specs: The specs of whole leaves, so that ranks take the same turns.
+        """
+        if self.turns is None or self.turns[0] is not leaf_roles:
+            self.turns = (leaf_roles, refresh.turns(leaf_roles, specs))
+        return self.turns[1]
 
     def doubt_proof(self) -> None:
         """Discard the proof: a weight was not the cast of its master."""

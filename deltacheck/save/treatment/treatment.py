@@ -105,7 +105,7 @@ class Treatment:
             drifts=tuple(run.drifts),
             events=tuple(
                 (event.what, event.size)
-                for event in self._count(step, leaf_roles, numbers, state)[1]
+                for event in _count(run, step, leaf_roles, numbers, state)[1]
             ),
         )
         # Ranks may hold other leaves each, so that only the combined text can be compared.
@@ -169,21 +169,17 @@ class Treatment:
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
         leaf_roles, rates, numbers = self._roles_and_rates(state)
-        counts, places = _counts(leaf_roles, numbers, step), self._turns(leaf_roles, state)
+        counts, places = (
+            _counts(leaf_roles, numbers, step),
+            self._run.turns_of(leaf_roles, state.specs),
+        )
         # Before any decision: an event of this very step must already end the stable stage.
         signals = agreed.signals or self.signals(step, state)
         if signals is not None:
             is_resumed = self._run.detector.last is None
-            run_events = self._observe(step, signals)
-            group_counts = _group_counts(leaf_roles, counts)
-            self._run.peaks = peak_rates(
-                self._run.peaks,
-                {name: rate for name in group_counts if (rate := rates[name].lr) is not None},
-                group_counts,
-                [event.what for event in run_events],
-                is_resumed=is_resumed,
-            )
-            self._run.activity, _ = self._count(step, leaf_roles, numbers, state)
+            events = tuple(event.what for event in self._observe(step, signals))
+            self._run.peaks = _peaks(self._run.peaks, leaf_roles, rates, counts, events, is_resumed)
+            self._run.activity, _ = _count(self._run, step, leaf_roles, numbers, state)
             self._run.zeroed.clear()
         stage = self._run.stage.name
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
@@ -287,15 +283,6 @@ class Treatment:
             replacements[second] = save.watch(sources[second], rescale)
         return replacements
 
-    def _turns(self, leaf_roles: Roles, state: HeldState) -> dict[str, float]:
-        """Return the places of the pairs in a period, computed once for equal roles."""
-        run = self._run
-        # The finder of roles returns the same object as long as the leaves are the same.
-        if run.turns is None or run.turns[0] is not leaf_roles:
-            # The specs are those of whole leaves, so the ranks take the same turns.
-            run.turns = (leaf_roles, refresh.turns(leaf_roles, state.specs))
-        return run.turns[1]
-
     def _observe(self, step: int, signals: Signals) -> tuple[Event, ...]:
         """Bring the stage of the run to this save, and return its events."""
         hidden, run = self._policy.hidden, self._run
@@ -341,24 +328,6 @@ class Treatment:
             hidden.steady_from,
         )
         return detector, stage, run_events
-
-    def _count(
-        self, step: int, leaf_roles: Roles, numbers: Mapping[str, object], state: HeldState
-    ) -> tuple[Activity, tuple[Event, ...]]:
-        """Return the activity with the step counts of a save, and the events that it shows."""
-        run = self._run
-        counts, sizes = {}, {}
-        for parameter in leaf_roles.parameters:
-            count = numbers.get(parameter.count or "")
-            if isinstance(count, int | float) and math.isfinite(count):
-                counts[parameter.name] = int(count)
-                spec = state.specs.get(parameter.first or parameter.master or "")
-                sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
-        activity, events = run.activity.advance(step, counts, sizes)
-        # The stored moments show a new optimizer that keeps no counts.
-        if run.zeroed and not events:
-            events = (Event(step, "optimizer"),)
-        return activity, events
 
 
 def leaf_groups(specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
@@ -406,13 +375,39 @@ def _counts(leaf_roles: Roles, numbers: Mapping[str, object], step: int) -> dict
     }
 
 
-def _group_counts(leaf_roles: Roles, counts: Mapping[str, int | None]) -> dict[str, int]:
-    """Return the largest step count in each parameter group."""
+def _count(
+    run: RunState, step: int, leaf_roles: Roles, numbers: Mapping[str, object], state: HeldState
+) -> tuple[Activity, tuple[Event, ...]]:
+    """Return the activity with the step counts of a save, and the events that it shows."""
+    counts, sizes = {}, {}
+    for parameter in leaf_roles.parameters:
+        count = numbers.get(parameter.count or "")
+        if isinstance(count, int | float) and math.isfinite(count):
+            counts[parameter.name] = int(count)
+            spec = state.specs.get(parameter.first or parameter.master or "")
+            sizes[parameter.name] = 0 if spec is None else math.prod(spec.shape)
+    activity, events = run.activity.advance(step, counts, sizes)
+    # The stored moments show a new optimizer that keeps no counts.
+    if run.zeroed and not events:
+        events = (Event(step, "optimizer"),)
+    return activity, events
+
+
+def _peaks(
+    peaks: Mapping[str, PeakRate],
+    leaf_roles: Roles,
+    rates: Mapping[str, Hyperparameters],
+    counts: Mapping[str, int | None],
+    events: Sequence[str],
+    is_resumed: bool,
+) -> dict[str, PeakRate]:
+    """Return the course of the learning rate of each parameter group, with this save."""
     largest: dict[str, int] = {}
     for parameter in leaf_roles.parameters:
         group = parameter.group or ""
         largest[group] = max(largest.get(group, 0), counts[parameter.name] or 0)
-    return largest
+    known = {group: rate for group in largest if (rate := rates[group].lr) is not None}
+    return peak_rates(peaks, known, largest, events, is_resumed=is_resumed)
 
 
 def _as_count(value: object) -> int | None:
