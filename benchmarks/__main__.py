@@ -37,6 +37,7 @@ BENCHMARKS = {
     "stability": "benchmarks.stability",
     "schedules": "benchmarks.schedules",
     "first_moment": "benchmarks.first_moment",
+    "rate_floor": "benchmarks.rate_floor",
     "device": "benchmarks.device",
     "scale": "benchmarks.scale",
     "compare": "benchmarks.compare",

@@ -107,31 +107,31 @@ def _killed(
     """Yield (age, candidate, lost steps, change of the loss) for each kill of one run."""
     training = EncoderTraining(model, cosine(2e-5, 600), layers=1, vocabulary=4000, threads=1)
     held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
-    order = _shuffled(rest, seed)
+    order = shuffled(rest, seed)
     training._order = order
     ages, kills = ((EVERY,), (2 * EVERY,)) if quick else ((10, 50), (110, 120))
     snapshots: dict[int, Any] = {}
     while training.step < max(kills):
-        _train(training, EVERY)
+        train(training, EVERY)
         snapshots[training.step] = copy.deepcopy(training.state())
     for kill in kills:
 
         def outcome(state: Any, other: int | None = None) -> tuple[dict[str, F32], float]:
-            _load(training, state)
-            training._order = order if other is None else _shuffled(rest, other)
-            _train(training, HORIZON)
-            return _masters(training), _loss(training, held_out)
+            load(training, state)
+            training._order = order if other is None else shuffled(rest, other)
+            train(training, HORIZON)
+            return masters(training), held_out_loss(training, held_out)
 
         live = snapshots[kill]
-        _load(training, live)
-        start = _masters(training)
+        load(training, live)
+        start = masters(training)
         exact, loss = outcome(live)
         noise += [outcome(live, 1000 * seed + kill + n)[1] - loss for n in (1, 2)]
         for age in ages:
             for name, (_, candidate) in CANDIDATES.items():
                 state = _with_first_moment(live, snapshots[kill - age], candidate, kill, age)
-                masters, changed = outcome(state)
-                yield age, name, lost_steps(start, exact, masters, HORIZON), changed - loss
+                final, changed = outcome(state)
+                yield age, name, lost_steps(start, exact, final, HORIZON), changed - loss
 
 
 def _with_first_moment(live: Any, older: Any, candidate: Candidate, step: int, age: int) -> Any:
@@ -148,17 +148,20 @@ def _with_first_moment(live: Any, older: Any, candidate: Candidate, step: int, a
     return state
 
 
-def _shuffled(order: torch.Tensor, seed: int) -> torch.Tensor:
+def shuffled(order: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return another order of the same rows."""
     return order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
 
 
-def _masters(training: EncoderTraining) -> dict[str, F32]:
+def masters(training: EncoderTraining) -> dict[str, F32]:
+    """Return copies of the masters."""
     states = (training.optimizer.state[p] for p in training.model.parameters())
     return {str(n): state["master"].numpy().copy() for n, state in enumerate(states)}
 
 
 @torch.no_grad()
-def _loss(training: EncoderTraining, held_out: list[int]) -> float:
+def held_out_loss(training: EncoderTraining, held_out: list[int]) -> float:
+    """Return the loss of rows that were not trained on."""
     training.model.eval()
     chosen = [training._pairs[index] for index in held_out]
     questions, answers = (training._embed([pair[side] for pair in chosen]) for side in (0, 1))
@@ -166,7 +169,8 @@ def _loss(training: EncoderTraining, held_out: list[int]) -> float:
     return F.cross_entropy(similarity, torch.arange(len(chosen))).item()
 
 
-def _load(training: EncoderTraining, state: Any) -> None:
+def load(training: EncoderTraining, state: Any) -> None:
+    """Go on from a state."""
     training.model.load_state_dict(state["model"])
     training.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     training.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
@@ -174,6 +178,7 @@ def _load(training: EncoderTraining, state: Any) -> None:
     training.step = state["step"]
 
 
-def _train(training: EncoderTraining, steps: int) -> None:
+def train(training: EncoderTraining, steps: int) -> None:
+    """Train some steps."""
     for _ in range(steps):
         training.train_step()

@@ -17,7 +17,9 @@ WEIGHTS = ("exact", "bounded")
 MASTER_ERROR_LR = 32.0
 
 # The unit of a master's error is at least this share of the largest learning rate of the run. With
-# MASTER_ERROR_LR, no master then errs by more than about one update at that rate.
+# MASTER_ERROR_LR, no master then errs by more than about one update at that rate. Runs that resumed
+# with it in the last tenth of a cosine ended far within the noise between data orders
+# (docs/explanation/stability.md).
 RATE_FLOOR = 1 / 32
 
 # If every word changes, a restore then decodes at most seven times the state instead of 33 times,
