@@ -206,7 +206,7 @@ def error_unit(hidden: Hidden, situation: Situation) -> float | None:
 def _master_terms(hidden: Hidden, situation: Situation) -> Bounded:
     """Return the contract of a master, with its unit if that is not the rate of the state."""
     unit, rate = error_unit(hidden, situation), situation.hyperparameters.lr
-    return Bounded(hidden.master_error_lr, "lr", 0.0 if unit is None or unit == rate else unit)
+    return Bounded(hidden.master_error_lr, "lr", None if unit == rate else unit)
 
 
 def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float | None:

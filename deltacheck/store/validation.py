@@ -84,7 +84,7 @@ def check_manifest(manifest: Manifest) -> None:
 def _has_unit(promise: Promise) -> bool:
     """Return True if a learning rate of the contract, if there is one, can be the unit of it."""
     terms = promise.terms
-    if not isinstance(terms, Bounded) or terms.rate == 0:
+    if not isinstance(terms, Bounded) or terms.rate is None:
         return True
     return terms.norm == "lr" and 0 < terms.rate < math.inf
 

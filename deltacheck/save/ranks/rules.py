@@ -157,7 +157,7 @@ def weaker(first: Promise, second: Promise, step: int) -> Promise | None:
             return None
         limit = max(first.terms.limit, second.terms.limit)
         # In the larger unit, neither error is larger than it was measured.
-        rate = max(first.terms.rate, second.terms.rate)
+        rate = max(first.terms.rate or 0.0, second.terms.rate or 0.0) or None
         return Promise(Bounded(limit, first.terms.norm, rate), measured)
     if isinstance(first.terms, Reused) and isinstance(second.terms, Reused):
         drifts = (first.terms.max_drift, second.terms.max_drift)
