@@ -28,8 +28,8 @@ class Bounded(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contra
             rate. ``"octaves"``: the largest ``|log2(x' / x)|``, with first moments below 2^-100
             counted as zero. ``"max"``: the largest ``|x' - x|`` divided by the largest ``|x|`` of
             the leaf. ``"l2"``: ``||x' - x|| / ||x||``.
-        rate: The learning rate that is the unit of the norm ``"lr"``. ``None``: that of the saved state.
-            Otherwise it is larger, and a share of the largest rate that the run has had.
+        rate: The learning rate that is the unit of the norm ``"lr"``. ``None``: that of the saved
+            state. Otherwise it is larger, and a share of the largest rate that the run has had.
     """
 
     limit: float
