@@ -101,9 +101,8 @@ class RunState:
         clocks: The time that spreads the writes of reused moments, by parameter group.
         stored_pairs: The time at which the reused moments of a parameter were stored, by name.
         counts: The optimizer's step count at the last save, by parameter name.
-        is_resumed: True if a step was restored.
-        phases: The number of the phases of all lattices, ``None`` until the first of them: 0, or
-            in a resumed run its step.
+        phases: The number of the phases of all lattices: 0, or in a resumed run the step of the
+            first of them, ``None`` before it.
         peaks: The course of the learning rate, by parameter group.
         turns: The roles of the leaves, and the places of their pairs (``refresh.turns``).
         proof: The roles before and after a proof by content that no capture has contradicted.
@@ -122,8 +121,7 @@ class RunState:
     counts: dict[str, int | None] = field(default_factory=dict)
     peaks: dict[str, PeakRate] = field(default_factory=dict)
     turns: tuple[Roles, dict[str, float]] | None = None
-    is_resumed: bool = False
-    phases: int | None = None
+    phases: int | None = 0
     proof: tuple[Roles, Roles] | None = None
 
     def phases_at(self, step: int) -> int:
@@ -133,7 +131,7 @@ class RunState:
         the restored one, so no earlier lattice of the run has this number.
         """
         if self.phases is None:
-            self.phases = step if self.is_resumed else 0
+            self.phases = step
         return self.phases
 
     def reset(self, rates: Mapping[str, PeakRate]) -> None:
@@ -149,7 +147,7 @@ class RunState:
         self.stored_pairs.clear()
         self.clocks.clear()
         self.counts.clear()
-        self.is_resumed, self.phases = True, None
+        self.phases = None
         self.peaks = dict(rates)
 
     def turns_of(self, leaf_roles: Roles, specs: Mapping[str, LeafSpec]) -> dict[str, float]:
