@@ -86,6 +86,12 @@ def octave_codes(
 def octave_values(
     codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]
 ) -> int: ...
+def fingerprints(
+    addresses: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    sampling: tuple[int, int, int, int],
+    out: NDArray[np.uint64],
+) -> None: ...
 def write_stream_file(
     descriptor: int,
     pieces: list[NDArray[np.uint8]],

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "encoder/delta.h"
+#include "encoder/fingerprint.h"
 #include "handlers/registrations.h"
 #ifdef DELTACHECK_ENTROPY
 #  include "encoder/crc32c.h"
@@ -458,6 +459,22 @@ uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fracti
   return octave_values(from, count, form, to);
 }
 
+void fingerprint_arrays(const Array<const uint64_t>& addresses, const Array<const uint64_t>& sizes,
+                        const std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>& sampling,
+                        const Array<uint64_t>& out) {
+  if (sizes.size() != addresses.size() || out.size() != addresses.size())
+    throw std::invalid_argument("addresses, sizes and out must have one entry per leaf");
+  const auto [whole_bytes, blocks, block_bytes, seed] = sampling;
+  if (blocks == 0 || whole_bytes / blocks < block_bytes)
+    throw std::invalid_argument("the blocks of a leaf must fit into it");
+  const uint64_t* from = addresses.data();
+  const uint64_t* bytes = sizes.data();
+  const size_t leaves = addresses.size();
+  uint64_t* to = out.data();
+  nb::gil_scoped_release released;
+  fingerprints(from, bytes, leaves, Sampling{whole_bytes, blocks, block_bytes, seed}, to);
+}
+
 }  // namespace
 }  // namespace deltacheck
 
@@ -516,6 +533,10 @@ NB_MODULE(_native, m) {
   m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("out").noconvert(),
         "Return the number of codes that no value has; they become 0.");
+  m.def("fingerprints", fingerprint_arrays, nb::arg("addresses").noconvert(),
+        nb::arg("sizes").noconvert(), nb::arg("sampling"), nb::arg("out").noconvert(),
+        "Write the fingerprint of each leaf of host memory to out. sampling: whole_bytes, blocks, "
+        "block_bytes, seed. The caller keeps the memory alive.");
 #ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
         nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),

@@ -160,7 +160,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
                 (path, node)
             )
         return node
-    scalar = _scalar_node(value, path)
+    scalar = scalar_node(value, path)
     if scalar is not None:
         return scalar
 
@@ -207,7 +207,7 @@ def _attribute(value: object, path: str, depth: int, walk: _Walk) -> Node:
     return node
 
 
-def _scalar_node(value: object, path: str) -> Node | None:
+def scalar_node(value: object, path: str) -> Node | None:
     """Return the node of a Python scalar; ``None`` for any other value."""
     # Exact types: a value of a subclass, such as an IntEnum, would be restored as a plain number.
     kind = type(value)

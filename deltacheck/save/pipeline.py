@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.restore import receipt
@@ -54,6 +54,13 @@ class _GaveUp(SaveFailed):
     """The storage did not answer in time. The awaited action may still succeed."""
 
 
+class _Later(NamedTuple):
+    """A save that is planned on the encoder thread."""
+
+    plan: Callable[[], SaveJob | None]
+    progress: Progress
+
+
 class Pipeline:
     """The threads of one saver.
 
@@ -71,7 +78,7 @@ class Pipeline:
         self._chains = chains
         self._lock = threading.RLock()
         self._stopped: Callable[[], None] | None = None
-        self._to_encode: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
+        self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
@@ -96,6 +103,15 @@ class Pipeline:
     def start(self, job: SaveJob) -> None:
         """Hand a save to the encoder; all of its leaves that are not lazy are captured."""
         self._to_encode.put(job)
+
+    def start_later(self, plan: Callable[[], SaveJob | None], progress: Progress) -> None:
+        """Let the encoder plan a save and carry it out; every leaf may be read there.
+
+        Args:
+            plan: Return the save; ``None`` if it was given up.
+            progress: Its state.
+        """
+        self._to_encode.put(_Later(plan, progress))
 
     def missing_base(self, store: Store) -> list[str]:
         """Return the segments that the next save would go on from and that are gone, ascending.
@@ -167,6 +183,10 @@ class Pipeline:
         if error is not None:
             raise error
 
+    def refuse_unplanned(self, progress: Progress, error: BaseException) -> None:
+        """Fail a save that has changed no chain yet."""
+        self._fail(progress, as_save_failed(progress.step, error))
+
     def stop(self, *, join: bool) -> None:
         """Let the threads end after the saves under way. ``join``: wait for that."""
         self._to_encode.put(None)
@@ -193,7 +213,11 @@ class Pipeline:
     # catches all of them.
 
     def _encode_loop(self) -> None:
-        while (job := self._to_encode.get()) is not None:
+        while (item := self._to_encode.get()) is not None:
+            job = self._planned(item) if isinstance(item, _Later) else item
+            del item  # it holds the state
+            if job is None:
+                continue
             try:
                 job.capture(job.lazy)
                 # From here on the save holds none of the caller's memory.
@@ -207,6 +231,17 @@ class Pipeline:
                 self._to_commit.put(job)
             del job  # its memory must not wait for the next save
         self._to_commit.put(None)
+
+    def _planned(self, later: _Later) -> SaveJob | None:
+        """Plan a save; return ``None`` if that failed, or the save was given up before."""
+        try:
+            job = later.plan()
+        except BaseException as error:  # noqa: BLE001 - see above
+            self.refuse_unplanned(later.progress, error)
+            job = None
+        if job is None:
+            self._release(later.progress)
+        return job
 
     def _commit_loop(self) -> None:
         while (job := self._to_commit.get()) is not None:
@@ -268,7 +303,7 @@ class Pipeline:
         self.failures.committed(failed_saves)
         stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
         progress.advance("committed", job.report(stored_bytes, result.digest, manifest))
-        self._release(job)
+        self._release(job.progress)
         if verify == "receipt":
             self._to_check.put((job, manifest))
 
@@ -337,7 +372,7 @@ class Pipeline:
             log.exception("what the save of step %d has written may be left over", job.request.step)
         finally:
             self._fail(job.progress, failure)
-            self._release(job)
+            self._release(job.progress)
 
     def _fail(self, progress: Progress, failure: Exception) -> None:
         """Log, count and record the failure of a save, unless the save was given up before."""
@@ -349,10 +384,10 @@ class Pipeline:
             self.failures.add(failure)
             progress.fail(failure)
 
-    def _release(self, job: SaveJob) -> None:
-        """Record that no thread hangs in this save. Its progress must have ended."""
+    def _release(self, progress: Progress) -> None:
+        """Record that no thread hangs in this save, which must have ended."""
         with self._lock:
-            self.stuck.discard(job.progress)
+            self.stuck.discard(progress)
 
 
 def _hangs_in(step: int) -> SaveFailed:

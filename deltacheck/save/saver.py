@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from deltacheck.codec.base import Codec
@@ -29,7 +29,7 @@ from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
-from deltacheck.save.job.source import LeafSource
+from deltacheck.save.job.source import LaterSources, LeafSource, Sources
 from deltacheck.save.pipeline import Pipeline
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
@@ -82,6 +82,9 @@ class Saver:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
+        # Clear while a save is planned on the encoder thread.
+        self._planned = threading.Event()
+        self._planned.set()
         # A remark on a lost base, for the report of the next save.
         self._loss = ""
         self._pipeline = Pipeline(options, self._chains)
@@ -107,7 +110,7 @@ class Saver:
         self,
         step: int,
         tree: Node,
-        sources: Mapping[str, LeafSource],
+        sources: Sources,
         commit: Callable[[Manifest], Written],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -120,7 +123,8 @@ class Saver:
         Args:
             step: The training step.
             tree: The structure of the state.
-            sources: The leaves by path.
+            sources: The leaves by path. ``LaterSources``: the save is planned behind the training
+                loop, too. A failure of the plan is then on the handle.
             commit: Makes the step exist; called with the manifest on the committer thread.
             metrics: Values for the manifest and the report.
             replay: How leaves of ``tree`` are computed from those of ``sources``, if they are not
@@ -142,10 +146,7 @@ class Saver:
         with undisturbed():
             return self._save(request, sources, agreed)
 
-    def _save(
-        self, request: SaveRequest, sources: Mapping[str, LeafSource], agreed: Agreed | None
-    ) -> SaveHandle:
-        begin = time.perf_counter()
+    def _save(self, request: SaveRequest, sources: Sources, agreed: Agreed | None) -> SaveHandle:
         # Made before the waits: a new handle starts the patience of its pulse anew.
         handle = SaveHandle(request.step, self._pulse)
         progress = progress_of(handle)
@@ -165,23 +166,30 @@ class Saver:
         # A save may have been given up during the waits above.
         if self._is_refused(progress, request):
             return handle
-        # A gradient log has looked before it planned this save, and its plan needs the chains.
-        if request.replay is None:
-            self.renew_lost_base()
-        remarks = [remark for remark in (self._loss, request.note) if remark]
-        request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
-        stored_sources, terms = self._treatment.plan(
-            request.step, sources, request.tree, request.metrics, agreed
-        )
-        job = self._chains.begin(
-            stored_sources.keys(),
-            self.options,
-            self._pipeline.effort.current,
-            lambda turn: SaveJob(self._setup, request, turn, stored_sources, terms, progress),
-        )
+        self._handles.append(handle)
+        if isinstance(sources, LaterSources):
+            self._start_later(request, sources, handle)
+        else:
+            self._start(request, sources, agreed, handle)
+        progress.add_blocking(time.perf_counter() - request.begin)
+        return handle
+
+    def _start(
+        self,
+        request: SaveRequest,
+        sources: Mapping[str, LeafSource],
+        agreed: Agreed | None,
+        handle: SaveHandle,
+    ) -> None:
+        """Plan a save, capture the leaves that are not lazy, and leave the rest to the threads."""
         try:
-            self._handles.append(handle)
-            job.capture(deque(source for source in stored_sources.values() if not source.lazy))
+            job = self._plan(request, sources, agreed, handle)
+        except BaseException:
+            # The caller gets the error and no handle.
+            self._handles.remove(handle)
+            raise
+        try:
+            job.capture(job.eager)
             self._pipeline.start(job)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._pipeline.fail(job, error)
@@ -189,8 +197,55 @@ class Saver:
             # Ctrl-C: nobody may wait for this save any more, and no later one may go on from it.
             self._pipeline.fail(job, error)
             raise
-        progress.add_blocking(time.perf_counter() - begin)
-        return handle
+
+    def _start_later(self, request: SaveRequest, sources: LaterSources, handle: SaveHandle) -> None:
+        """Leave a save to the threads, its plan included."""
+        self._planned.clear()
+        try:
+            self._pipeline.start_later(
+                partial(self._plan_later, request, sources, handle), progress_of(handle)
+            )
+        except BaseException as error:
+            # Ctrl-C: nobody may wait for this save any more.
+            self._pipeline.refuse_unplanned(progress_of(handle), error)
+            self._planned.set()
+            raise
+
+    def _plan_later(
+        self, request: SaveRequest, sources: LaterSources, handle: SaveHandle
+    ) -> SaveJob | None:
+        """Plan a save on the encoder thread; return ``None`` if it was given up before."""
+        try:
+            if handle.done():
+                return None
+            return self._plan(request, sources.make(), None, handle)
+        finally:
+            self._planned.set()
+
+    def _plan(
+        self,
+        request: SaveRequest,
+        sources: Mapping[str, LeafSource],
+        agreed: Agreed | None,
+        handle: SaveHandle,
+    ) -> SaveJob:
+        """Decide how each leaf is kept, and begin the save on the chains."""
+        # A gradient log has looked before it planned this save, and its plan needs the chains.
+        if request.replay is None:
+            self.renew_lost_base(handle)
+        remarks = [remark for remark in (self._loss, request.note) if remark]
+        request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
+        stored_sources, terms = self._treatment.plan(
+            request.step, sources, request.tree, request.metrics, agreed
+        )
+        return self._chains.begin(
+            stored_sources.keys(),
+            self.options,
+            self._pipeline.effort.current,
+            lambda turn: SaveJob(
+                self._setup, request, turn, stored_sources, terms, progress_of(handle)
+            ),
+        )
 
     def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
         """Return the leaves that one rank should write, of all leaves of the ranks of a save."""
@@ -232,6 +287,9 @@ class Saver:
 
     def standing(self) -> tuple[int, int]:
         """Return a pair that changes with every save and whenever the shadow changes otherwise."""
+        # A save that is planned behind the training loop gets its number there.
+        if self.is_ours():  # a forked child has no such thread
+            self._planned.wait()
         return self._chains.standing()
 
     def number_from(self, seq: int) -> None:
@@ -265,17 +323,22 @@ class Saver:
         """Drop the shadow, so that the next save writes keyframes."""
         self._chains.drop()
 
-    def renew_lost_base(self) -> None:
+    def renew_lost_base(self, beginning: SaveHandle | None = None) -> None:
         """Let the next save write whole leaves if stored segments are gone that it would need.
 
         Another program may have removed them: a purge of old files, or a disk that was replaced.
         The log and the report of the save state it. Saves under way are waited for; those that
         need the lost segments fail.
+
+        Args:
+            beginning: The save that begins and is not waited for.
         """
         missing = self._pipeline.missing_base(self._setup.store)
         if not missing:
             return
-        self.settle()
+        for handle in self.pending():
+            if handle is not beginning:
+                self._block_until(handle, "committed")
         self._chains.start_over()
         self._loss = (
             f"whole leaves are written: {len(missing)} segments that the save would have gone on"

@@ -17,6 +17,7 @@ LONG_CLASSES = {
     "Checkpoints",  # most of it documents the arguments of public methods
     "Engine",  # the same: its own code is about 100 lines
     "Item",  # one item of a manager root: saves, restores and their commit, with their reasons
+    "Pipeline",  # the loops of a saver's threads, and every way in which a save can fail in them
     "Saver",  # the calls of the training thread, each with the invariants that it keeps
 }
 WIDE_CLASSES = {

@@ -87,7 +87,7 @@ def test_a_capture_without_device_memory_is_left_to_the_log_if_asked_for(
     def full(*_: Any) -> None:
         raise NO_DEVICE_MEMORY["torch"]
 
-    with Engine(tmp_path, on_error="log", max_failures=2) as engine:
+    with Engine(tmp_path, capture="eager", on_error="log", max_failures=2) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Capture, "sources", full)
             handle = engine.save(0, {"x": torch.zeros(9)})

@@ -27,6 +27,7 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.save import pipeline
 from deltacheck.save.job import save_job
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
@@ -139,15 +140,13 @@ def save(case: Case) -> Any:
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
     break_storage(case["fault"])
     if case["kind"] in INSIDE:
-        original = save_job.SaveJob.capture
+        original = pipeline.Pipeline.start_later
 
-        def capture(self: Any, sources: Any) -> None:
-            # Only once: the encoder thread calls it, too.
-            save_job.SaveJob.capture = original  # type: ignore[method-assign]
+        def start_later(self: Any, *arguments: Any) -> None:
             os.kill(os.getpid(), INSIDE[case["kind"]])
-            original(self, sources)
+            original(self, *arguments)
 
-        save_job.SaveJob.capture = capture  # type: ignore[method-assign]
+        pipeline.Pipeline.start_later = start_later  # type: ignore[method-assign]
     if case["kind"] == "forked child":
         late = save_job.SaveJob.capture
 

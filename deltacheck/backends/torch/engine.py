@@ -25,6 +25,7 @@ from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
+from deltacheck.save.job.source import Sources, specs_of_sources
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
@@ -226,6 +227,8 @@ class Engine:
                 save failed and no call has raised it. This step is not saved.
             ValueError: ``step`` is not an integer of at least 0.
         """
+        # It writes to the state, whose version counters are read with its structure.
+        self._await_arrival()
         begin = time.perf_counter()
         flat = self._session.flatten(state)
         flattening_seconds = time.perf_counter() - begin
@@ -263,15 +266,21 @@ class Engine:
         try:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
             guarded = Guarded() if self._is_eager else self._guard.guarded()
-            sources = self._capture.sources(attempt.flat, guarded) | dict(extra_sources or {})
-            if not self._session.make_room(step, sources.values()):
+            sources: Sources | None = None
+            # Ranks that save together, and a gradient log, need the chains of this save at once.
+            if is_whole and attempt.agreed is None and not self._is_eager:
+                sources = self._capture.later(attempt.flat, guarded)
+            if sources is None:
+                made = self._capture.sources(attempt.flat, guarded) | dict(extra_sources or {})
+                # Sorted, so that the order in the files does not depend on the origin of a leaf.
+                sources = {path: made[path] for path in sorted(made)}
+            if not self._session.make_room(step, specs_of_sources(sources)):
                 return skipped(step)
             planning_seconds = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
                 attempt.flat.skeleton,
-                # Sorted, so that the order in the files does not depend on the origin of a leaf.
-                {path: sources[path] for path in sorted(sources)},
+                sources,
                 attempt.commit,
                 metrics=numbers,
                 replay=replay,

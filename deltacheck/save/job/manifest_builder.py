@@ -75,6 +75,7 @@ class SaveRequest:
         replay: How leaves of the tree are computed from stored ones, for a gradient log.
         note: A remark for the report.
         abandon: Called once, behind the training, if the save fails.
+        begin: The time of the call, of ``time.perf_counter``.
     """
 
     step: int
@@ -84,6 +85,7 @@ class SaveRequest:
     replay: Replay | None = None
     note: str = ""
     abandon: Callable[[BaseException], None] | None = None
+    begin: float = field(default_factory=time.perf_counter)
 
 
 def build_manifest(

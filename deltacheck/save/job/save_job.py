@@ -74,10 +74,11 @@ class SaveJob:
         self.request = request
         self.seq, self.epoch = turn.seq, turn.epoch
         self.progress = progress
-        self.begin = time.perf_counter()
+        self.begin = request.begin
         # From the first attempt to commit on, the manifest may exist even if the commit fails.
         self.may_be_committed = False
-        # A queue, so that each source is released when it is captured.
+        # Queues, so that each source is released when it is captured.
+        self.eager = deque(source for source in sources.values() if not source.lazy)
         self.lazy = deque(source for source in sources.values() if source.lazy)
         self.writer = setup.store.writer(turn.seq, turn.effort)
         self.leaves = {

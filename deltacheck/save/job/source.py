@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,31 @@ class LeafSource:
             self.recheck()
         if self.check_content is not None:
             self.check_content(content)
+
+
+@dataclass(frozen=True, slots=True)
+class LaterSources:
+    """The leaves of a save whose sources are made behind the training loop.
+
+    Every one of them may be read there.
+
+    Args:
+        specs: The leaves by path.
+        make: Return their sources by path, in the order of ``specs``.
+    """
+
+    specs: Mapping[str, LeafSpec]
+    make: Callable[[], Mapping[str, LeafSource]]
+
+
+Sources: TypeAlias = Mapping[str, LeafSource] | LaterSources
+
+
+def specs_of_sources(sources: Sources) -> Iterable[LeafSpec]:
+    """Return the specs of the leaves of a save."""
+    if isinstance(sources, LaterSources):
+        return sources.specs.values()
+    return [source.spec for source in sources.values()]
 
 
 def torn_between_reads(path: str, before: str, after: str) -> SnapshotTorn:

@@ -22,6 +22,7 @@ import deltacheck
 from deltacheck import Policy, SaveHandle, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.guard import Guard
+from deltacheck.save.job.source import LaterSources
 
 
 def frozen_layer() -> torch.nn.Linear:
@@ -35,7 +36,9 @@ def begun(engine: Engine, step: int, state: object) -> tuple[SaveHandle, set[str
     save = saver.save
 
     def told(number: int, tree: Any, sources: Any, *rest: Any, **more: Any) -> Any:
-        behind.update(path for path, source in sources.items() if source.lazy)
+        made = sources.make() if isinstance(sources, LaterSources) else sources
+        # A copy, which has nothing to check, was made within ``save``.
+        behind.update(path for path, source in made.items() if source.lazy and source.recheck)
         return save(number, tree, sources, *rest, **more)
 
     saver.save = told  # type: ignore[method-assign]

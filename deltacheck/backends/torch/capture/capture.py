@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
+from deltacheck.backends.torch.capture.batch import in_place, planned
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf import fingerprint
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.job.source import content_check
+from deltacheck.save.job.source import LaterSources, content_check
 from deltacheck.save.saver import LeafSource
 
 log = logging.getLogger("deltacheck")
@@ -48,6 +50,18 @@ class Capture:
         self._shadow = shadow
         self._host_cache_bytes = host_cache_bytes
         self._on_device: dict[Accelerator, bool] = {}  # its shadows lie on it; decided once
+
+    def later(self, flat: Flat, guarded: Guarded) -> LaterSources | None:
+        """Plan the reads of a state behind the training loop, with little work for each leaf.
+
+        Args:
+            flat: The state.
+            guarded: The tensors that may be read after ``save`` has returned.
+
+        Returns:
+            The sources of the leaves by path, ascending; ``None``: ``sources`` must make them.
+        """
+        return planned(flat, guarded) if isinstance(flat, KnownFlat) else None
 
     def sources(self, flat: Flat, guarded: Guarded) -> dict[str, LeafSource]:
         """Return the sources of the leaves of a state.
@@ -90,23 +104,20 @@ class Capture:
         seed = random.getrandbits(62)
         for path, spec in specs.items():
             value = flat.arrays[path]
+            device = devices.get(path)
+            if device is None:
+                sources[path] = (
+                    LeafSource(spec, partial(leaves.bytes_of, value))
+                    if aliases[path] == []
+                    else in_place(spec, aliases[path], seed)
+                )
+                continue
             alias, *more_aliases = aliases[path] or (None,)
             check = content = None
             if alias is not None:
                 check = unchanged_check(path, alias, more_aliases)
-                content = _content_check(path, alias, seed, devices.get(path))
-            if path not in devices:
-                # A leaf that is read later is viewed now, because torch does not free or move
-                # memory that NumPy views, whatever happens to the tensor.
-                current = (
-                    partial(leaves.bytes_of, value)
-                    if alias is None
-                    else partial(_itself, leaves.viewed(alias).numpy())
-                )
-                sources[path] = LeafSource(
-                    spec, current, alias is not None, check, check_content=content
-                )
-            elif self._on_device[devices[path]]:
+                content = _content_check(path, alias, seed, device)
+            if self._on_device[device]:
                 sources[path] = LeafSource(
                     spec, partial(_itself, tensors[path]), True, check, check_content=content
                 )
@@ -117,7 +128,7 @@ class Capture:
             else:
                 sources[path] = LeafSource(
                     spec,
-                    partial(_copied, devices[path], tensors[path]),
+                    partial(_copied, device, tensors[path]),
                     True,
                     check,
                     check_content=content,
@@ -163,19 +174,17 @@ def _held(value: object, guarded: bool) -> torch.Tensor:
 
 
 def _content_check(
-    path: str, alias: torch.Tensor, seed: int, device: Accelerator | None
+    path: str, alias: torch.Tensor, seed: int, device: Accelerator
 ) -> Callable[[Any], None]:
-    """Return a check that what was read of a leaf is its content of now."""
-    sample = fingerprint.sampled(leaves.viewed(alias), seed)
-    # On a device the sample is copied in the order of the training's stream, without a wait.
-    content = sample.numpy() if device is None else sample.clone()
+    """Return a check that what was read of a leaf on a device is its content of now."""
+    # The sample is copied in the order of the training's stream, without a wait.
+    content = fingerprint.sampled(leaves.viewed(alias), seed).clone()
     return content_check(path, content, seed, partial(_on_host, device))
 
 
-def _on_host(device: Accelerator | None, sample: Any) -> NDArray[np.uint8]:
+def _on_host(device: Accelerator, sample: Any) -> NDArray[np.uint8]:
     if isinstance(sample, np.ndarray):
         return sample
-    assert device is not None
     # On the side stream, which follows both the copy of the sample and the encoding.
     with device.aside():
         host: NDArray[np.uint8] = sample.cpu().numpy()

@@ -14,9 +14,11 @@ by a fingerprint of the content.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,6 +27,10 @@ from deltacheck.backends.torch.capture import data_property
 from deltacheck.backends.torch.state.classes import dense_parts
 from deltacheck.backends.torch.state.leaves import is_plain, local_of
 from deltacheck.errors import SnapshotTorn
+
+# Tensors of these classes have storages of their own.
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_NUMBERS = {int, float, bool, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +133,15 @@ class Guard:
 
     def owned(self) -> set[int]:
         """Return the addresses of all storages of parameters and state of the known optimizers."""
-        addresses = set()
+        addresses: set[int] = set()
         for optimizer in list(self._optimizers):
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
             _cover(tensors)
             # The keys too: ZeRO-3 removes its parameters from the groups between the steps.
-            for key, state in optimizer.state.items():
-                tensors += [key, *_tensors(state)]
-            # A DTensor has no storage of its own; saves read its local part.
-            local = [
-                part for tensor in tensors if isinstance(part := local_of(tensor), torch.Tensor)
-            ]
-            parts = [part for tensor in local for part in dense_parts(tensor)]
-            addresses |= {part.untyped_storage().data_ptr() for part in parts if is_plain(part)}
+            values: list[object] = [*tensors, *optimizer.state]
+            for state in optimizer.state.values():
+                values += state.values() if type(state) is dict else [state]
+            addresses |= _addresses_of(values)
         return addresses
 
     def _frozen(self) -> dict[int, list[torch.Tensor]]:
@@ -181,6 +183,27 @@ class Guard:
     def close(self) -> None:
         self._hook.remove()
         data_property.remove(self._watcher)
+
+
+def _addresses_of(values: Sequence[Any]) -> set[int]:
+    """Return the addresses of the storages of all tensors in some values of an optimizer."""
+    kinds = set(map(type, values))
+    # The usual case, in calls that loop in C.
+    if kinds <= _PLAIN | _NUMBERS:
+        tensors = values if kinds <= _PLAIN else [v for v in values if type(v) in _PLAIN]
+        storages = map(torch.Tensor.untyped_storage, tensors)
+        # A sparse tensor has no storage.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            return set(map(torch.UntypedStorage.data_ptr, storages))
+    # A DTensor has no storage of its own; saves read its local part.
+    local = [
+        part
+        for value in values
+        for tensor in _tensors(value)
+        if isinstance(part := local_of(tensor), torch.Tensor)
+    ]
+    parts = [part for tensor in local for part in dense_parts(tensor)]
+    return {part.untyped_storage().data_ptr() for part in parts if is_plain(part)}
 
 
 def _cover(parameters: Iterable[torch.Tensor]) -> None:
@@ -227,17 +250,27 @@ def unchanged_check(
 
     def check() -> None:
         if (storage.data_ptr(), storage.nbytes()) != memory:
-            raise SnapshotTorn(
-                f"the memory of leaf {path!r} was freed or resized after save() and before its"
-                " capture had finished. Call engine.before_update() before that, or use"
-                " Engine(capture='eager')"
-            )
+            raise torn_by_memory(path)
         for alias, version in versions:
             if alias._version != version:
-                raise SnapshotTorn(
-                    f"leaf {path!r} was written to after save() and before its capture had finished"
-                    f" (version {version}, now {alias._version}). Call engine.before_update()"
-                    " before such a write, or use Engine(capture='eager')"
-                )
+                raise torn_by_write(path, version, alias._version)
 
     return check
+
+
+def torn_by_memory(path: str) -> SnapshotTorn:
+    """Return the error for a leaf whose memory was freed or moved too early."""
+    return SnapshotTorn(
+        f"the memory of leaf {path!r} was freed or resized after save() and before its"
+        " capture had finished. Call engine.before_update() before that, or use"
+        " Engine(capture='eager')"
+    )
+
+
+def torn_by_write(path: str, before: int, after: int) -> SnapshotTorn:
+    """Return the error for a leaf whose version counter shows a write that came too early."""
+    return SnapshotTorn(
+        f"leaf {path!r} was written to after save() and before its capture had finished"
+        f" (version {before}, now {after}). Call engine.before_update()"
+        " before such a write, or use Engine(capture='eager')"
+    )

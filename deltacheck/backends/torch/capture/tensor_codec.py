@@ -129,6 +129,11 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
     return _cuda(tensor.get_device()) if tensor.device.type == "cuda" else None
 
 
+def is_host(tensor: torch.Tensor) -> bool:
+    """Return true if a tensor lies in host memory."""
+    return tensor.device.type == "cpu" and accelerator_of(tensor) is None
+
+
 @cache
 def _cuda(index: int) -> Accelerator:
     # One object for each device of the process: its side stream orders all saves.

@@ -19,11 +19,11 @@ from deltacheck.backends.torch.group.single_process import (
     SingleProcessSession,
 )
 from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
 from deltacheck.restore.chain import Chain
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.save.saver import LeafSource
 from deltacheck.store import layout, tags
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files.storage import Place
@@ -72,12 +72,12 @@ class MemoryFirstSession(SingleProcessSession):
         """Begin a save that is committed in memory."""
         return Attempt(flat, self._tier.commit)
 
-    def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+    def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
         """Wait until the memory has space for one more save, or return ``False`` to skip it."""
         self.saver.check_usable()
         # A failed copy is raised before a new save begins, as a failed save is.
         self._tier.raise_unseen()
-        sizes = [source.spec.raw_bytes for source in sources]
+        sizes = [spec.raw_bytes for spec in specs]
         return self._tier.make_room(
             step,
             most_bytes(sum(sizes), len(sizes)),

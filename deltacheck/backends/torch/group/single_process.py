@@ -17,13 +17,16 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
+from deltacheck.backends.torch.capture import tensor_codec
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.two_stages import TwoStages
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
+from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.leaf import tiles, tree
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
@@ -31,7 +34,7 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import tags
 from deltacheck.store.documents import Written
@@ -80,6 +83,7 @@ class SingleProcessSession:
     """
 
     def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
+        self._flatten = Flattener(tensor_codec.is_host)
         opened = self._open(path, options)
         self.root = Root(path, opened.store)
         self.writer = RootWriter(
@@ -112,7 +116,7 @@ class SingleProcessSession:
 
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state."""
-        return leaves.flatten(state)
+        return self._flatten(state)
 
     def begin(
         self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
@@ -123,7 +127,7 @@ class SingleProcessSession:
         """
         return Attempt(flat, self.writer.commit)
 
-    def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+    def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
         """Wait until there is space for one more save, or return ``False`` to skip it."""
         return True
 

@@ -1,0 +1,243 @@
+"""The saves after the first take little work for each leaf on the training thread, and every change
+of the state is still seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltacheck import errors
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.capture.tensor_codec import is_host
+from deltacheck.backends.torch.state import leaves, repeated
+from deltacheck.backends.torch.state.repeated import Flattener, KnownFlat
+from deltacheck.codec import fingerprints
+from deltacheck.save.pipeline import Pipeline
+from deltacheck.save.progress import Progress
+
+
+class Run:
+    """AdamW with some small parameters, and a state that also has leaves of other kinds."""
+
+    def __init__(self, parameters: int) -> None:
+        self.parameters = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(parameters)]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
+        self.steps = 0
+        self.step()
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(3, 4)
+        self.optimizer.step()
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {f"w{n}": p.detach() for n, p in enumerate(self.parameters)},
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "numpy": np.arange(3) + self.steps,
+            "transposed": torch.arange(6).reshape(2, 3).t() + self.steps,
+            "steps": self.steps,
+        }
+
+
+def calls_of_a_later_save(folder: Path, parameters: int) -> int:
+    """Return the calls, of Python and of C, that the training thread makes in the third save."""
+    run = Run(parameters)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with Engine(folder) as engine:
+        engine.guard(run.optimizer)
+        for number in range(3):
+            state = run.state()
+            if number == 2:
+                sys.setprofile(count)
+            try:
+                handle = engine.save(number, state)
+            finally:
+                sys.setprofile(None)
+            handle.wait()
+            run.step()
+    return calls
+
+
+def test_the_work_of_a_save_on_the_training_thread_hardly_grows_with_its_leaves(
+    tmp_path: Path,
+) -> None:
+    few = calls_of_a_later_save(tmp_path / "few", 10)
+    many = calls_of_a_later_save(tmp_path / "many", 60)
+    # Each parameter has four leaves. Only the dictionary of its optimizer state takes a call.
+    assert many - few < 50 * 4 * 0.6
+
+
+def test_every_save_of_a_known_state_comes_back(tmp_path: Path) -> None:
+    run = Run(3)
+    saved = []
+    with Engine(tmp_path) as engine:
+        engine.guard(run.optimizer)
+        for number in range(4):
+            engine.save(number, run.state())
+            engine.wait()
+            saved.append(
+                {
+                    k: v.clone()
+                    for k, v in leaves.flatten(run.state()).arrays.items()
+                    if isinstance(v, torch.Tensor)
+                }
+            )
+            run.step()
+        for number, expected in enumerate(saved):
+            restored = engine.restore(number)
+            assert restored["steps"] == number + 1
+            assert (restored["numpy"] == np.arange(3) + number + 1).all()
+            values = leaves.flatten(restored).arrays
+            assert all(torch.equal(values[path], value) for path, value in expected.items())
+
+
+def resized(state: dict[str, Any]) -> None:
+    state["model"]["w0"] = state["model"]["w0"][:2].clone()
+
+
+def transposed(state: dict[str, Any]) -> None:
+    state["model"]["w0"].t_()
+
+
+def tied(state: dict[str, Any]) -> None:
+    state["rng"] = state["other"]
+
+
+def as_integers(state: dict[str, Any]) -> None:
+    state["model"]["w0"] = state["model"]["w0"].view(torch.int32)
+
+
+def as_parameter(state: dict[str, Any]) -> None:
+    state["model"]["w0"] = torch.nn.Parameter(state["model"]["w0"])
+
+
+def of_two_axes(state: dict[str, Any]) -> None:
+    state["numpy"] = state["numpy"].reshape(1, -1)
+
+
+def no_longer_tied(state: dict[str, Any]) -> None:
+    state["same square"] = state["square"].T
+
+
+@pytest.mark.parametrize("guards", [True, False], ids=["torch-compares", "python-compares"])
+@pytest.mark.parametrize(
+    "change",
+    [resized, transposed, tied, as_integers, as_parameter, of_two_axes, no_longer_tied],
+    ids=lambda change: change.__name__,
+)
+def test_a_leaf_of_another_form_is_described_again(
+    change: Callable[[dict[str, Any]], None], guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "_has_guards", lambda: guards)
+    run, flatten, square = Run(2), Flattener(is_host), np.arange(4).reshape(2, 2)
+
+    def state() -> dict[str, Any]:
+        arrays = {"square": square, "same square": square}
+        return {**run.state(), **arrays, "other": torch.get_rng_state()}
+
+    flatten(state())
+    # Other memory for some of the leaves is no change.
+    assert isinstance(flatten(state()), KnownFlat)
+    changed = state()
+    change(changed)
+    flat, expected = flatten(changed), leaves.flatten(changed)
+    assert not isinstance(flat, KnownFlat)
+    assert flat.skeleton == expected.skeleton
+    assert list(flat.arrays) == list(expected.arrays)
+
+
+def test_a_leaf_that_can_no_longer_be_kept_is_refused_by_save(tmp_path: Path) -> None:
+    kept = {"a": torch.zeros(3), "b": torch.zeros(3), "c": np.zeros(3)}
+    with Engine(tmp_path) as engine:
+        for number in range(2):
+            engine.save(number, kept)
+        with pytest.raises(errors.UnsupportedLeaf, match="leaf 'b'"):
+            engine.save(2, {**kept, "b": torch.zeros(3).to_sparse()})
+        with pytest.raises(errors.UnsupportedLeaf, match="leaf 'b'"):
+            engine.save(2, {**kept, "b": torch.zeros(3, device="meta")})
+        with pytest.raises(errors.UnsupportedLeaf, match="leaf 'c'"):
+            engine.save(2, {**kept, "c": np.zeros(3, np.dtype(float).newbyteorder())})
+
+
+def test_tensors_without_memory_are_read_as_other_leaves(tmp_path: Path) -> None:
+    # Their address is that of an empty parameter, which is guarded.
+    freed, empty = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(0))
+    freed.untyped_storage().resize_(0)
+    optimizer = torch.optim.SGD([freed, empty], lr=0.1)
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        for number in range(2):
+            engine.save(number, {"empty": empty, "view": torch.zeros(3)[:0], "freed": freed})
+            engine.wait()
+
+
+def test_a_save_is_described_after_an_overlapped_restore_has_arrived(tmp_path: Path) -> None:
+    class Arrival:
+        def wait(self, timeout: float | None) -> None:
+            with torch.no_grad():
+                run.parameters[0].add_(1)
+
+        def release(self) -> None:
+            pass
+
+    run = Run(2)
+    with Engine(tmp_path) as engine:
+        engine.guard(run.optimizer)
+        for number in range(2):
+            engine.save(number, run.state()).wait()
+        engine._arrival = Arrival()  # type: ignore[assignment]
+        engine.save(2, run.state()).wait()
+
+
+def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun_late(self: Pipeline, plan: Any, progress: Progress) -> None:
+        self.give_up(progress, errors.StorageTimeout("the storage may hang"))
+        start_later(self, plan, progress)
+
+    start_later = Pipeline.start_later
+    run = Run(2)
+    with Engine(tmp_path, on_error="log") as engine:
+        engine.guard(run.optimizer)
+        engine.save(0, run.state()).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Pipeline, "start_later", begun_late)
+            handle = engine.save(1, run.state())
+        with pytest.raises(errors.SaveFailed):
+            handle.wait()
+        assert engine._saver._planned.wait(10)
+        assert engine.steps() == [0]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("size", [1, 7, 8, 33, 16 << 10, (16 << 10) + 1, 100_003])
+def test_a_fingerprint_covers_a_leaf(
+    size: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(fingerprints, "extension", lambda: None)
+    content = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
+    before = fingerprints.fingerprint_of(content, 5)
+    assert before == fingerprints.fingerprint_of(content.copy(), 5)
+    # A contiguous write of two strides meets a block, whatever its place.
+    width = 1 if size <= 16 << 10 else 2 * (size // 64)
+    for begin in {0, size // 2, size - width}:
+        changed = content.copy()
+        changed[begin : begin + width] ^= 1
+        assert fingerprints.fingerprint_of(changed, 5) != before

@@ -1,0 +1,121 @@
+"""A state of the same structure is flattened by its outline as ``tree.flatten`` does it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltacheck.backends.numpy_leaves import describe_numpy
+from deltacheck.leaf import tree
+from deltacheck.leaf.outline import Outline
+
+
+def state() -> dict[str, Any]:
+    weight = np.arange(6.0)
+    model = OrderedDict(weight=weight, tied=weight)
+    model._metadata = OrderedDict([("", {"version": 1})])  # type: ignore[attr-defined]
+    return {
+        "model": model,
+        "optimizer": {"state": {0: {"m": np.ones(2)}, 1: {"m": np.ones(3)}}, "lr": 0.5},
+        "list": [1, None, ("text", b"bytes", True, [])],
+        "zero": 0.0,
+    }
+
+
+def flat(value: object) -> tree.Flat:
+    return tree.flatten(value, describe_numpy)
+
+
+def outline(value: object) -> Outline:
+    result = Outline.of(value, flat(value).skeleton)
+    assert result is not None
+    return result
+
+
+def test_the_arrays_and_the_skeleton_are_those_of_flatten() -> None:
+    first = outline(state())
+    for change in range(3):
+        changed = state()
+        changed["optimizer"]["lr"] = 0.1 * change
+        changed["list"][0] += change
+        changed["zero"] = -0.0 if change else 0.0  # equal, but not the same
+        changed["model"]._metadata[""]["version"] += change
+        result = first.match(changed)
+        expected = flat(changed)
+        assert result is not None
+        assert repr(result.skeleton) == repr(expected.skeleton)
+        for (path, owner), value in zip(first.owners, result.leaves, strict=True):
+            assert path != owner or expected.arrays[path] is value
+    changed["zero"] = 0.0
+    result = first.match(changed)
+    assert result is not None
+    assert repr(result.skeleton) == repr(flat(changed).skeleton)
+    assert dict(first.owners)["model/weight"] == dict(first.owners)["model/tied"]
+
+
+def test_the_skeleton_of_an_earlier_save_does_not_change() -> None:
+    first = outline(state())
+    before = first.match(state())
+    assert before is not None
+    kept = copy.deepcopy(before.skeleton)
+    changed = state()
+    changed["optimizer"]["lr"] = 2.0
+    after = first.match(changed)
+    assert after is not None
+    assert before.skeleton == kept != after.skeleton
+
+
+def without(value: dict[str, Any]) -> None:
+    del value["optimizer"]["state"][1]
+
+
+def renamed(value: dict[str, Any]) -> None:
+    value["optimizer"]["state"][2] = value["optimizer"]["state"].pop(1)
+
+
+def as_text_key(value: dict[str, Any]) -> None:
+    value["optimizer"]["state"] = {
+        str(key): item for key, item in value["optimizer"]["state"].items()
+    }
+
+
+def as_bool(value: dict[str, Any]) -> None:
+    value["list"][0] = True  # equal to 1
+
+
+def as_list(value: dict[str, Any]) -> None:
+    value["list"][2] = list(value["list"][2])
+
+
+def as_array(value: dict[str, Any]) -> None:
+    value["zero"] = np.zeros(1)
+
+
+def reordered(value: dict[str, Any]) -> None:
+    value["model"].move_to_end("weight")
+
+
+def with_attribute(value: dict[str, Any]) -> None:
+    value["model"].tag = 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [without, renamed, as_text_key, as_bool, as_list, as_array, reordered, with_attribute],
+    ids=lambda change: change.__name__,
+)
+def test_another_structure_does_not_match(change: Any) -> None:
+    first = outline(state())
+    changed = state()
+    change(changed)
+    assert first.match(changed) is None
+    assert first.match([changed]) is None
+
+
+def test_a_state_with_other_containers_has_no_outline() -> None:
+    value = {"a": deque([1])}
+    assert Outline.of(value, flat(value).skeleton) is None
