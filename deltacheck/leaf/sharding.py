@@ -356,18 +356,19 @@ def shares(planned: Plan, size: int, copied: Copies | None = None) -> list[Share
     cuts: dict[Cuts | None, int] = {}
     leaves = [(path, cuts.setdefault(leaf.cuts, len(cuts))) for path, leaf in planned.items()]
     common = msgspec.msgpack.encode((leaves, list(cuts)))
-    owners = owners_of(planned)
-    # Stable: the tiles of a rank stay in the order of leaves.
-    order = np.argsort(owners, kind="stable")
-    edges = np.searchsorted(owners[order], np.arange(size + 1))
     return [
-        Share(
-            common,
-            order[edges[rank] : edges[rank + 1]].astype(np.int64).tobytes(),
-            b"" if copied is None else copied.of(rank).tobytes(),
-        )
-        for rank in range(size)
+        Share(common, rank_tiles.tobytes(), b"" if copied is None else copied.of(rank).tobytes())
+        for rank, rank_tiles in enumerate(by_rank(owners_of(planned), size))
     ]
+
+
+def by_rank(owners: I64, size: int) -> list[I64]:
+    """Return the tiles that each rank writes, ascending, from the writers of all tiles."""
+    # Numbers of 16 bits are sorted by radix. Stable: the tiles of a rank stay in their order.
+    short = owners.astype(np.uint16) if size <= 1 << 16 else owners
+    order = np.argsort(short, kind="stable").astype(np.int64, copy=False)
+    edges = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=size))])
+    return [order[edges[rank] : edges[rank + 1]] for rank in range(size)]
 
 
 def owners_of(planned: Plan) -> I64:

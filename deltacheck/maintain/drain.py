@@ -264,7 +264,7 @@ class Drain:
         copied = target.path / layout.CHECKPOINTS / name / "zarr.json"
         try:
             # Read past the root's cache: steps come and go in memory.
-            manifest = check_place(path, read_manifest(path), False)
+            manifest = source.with_tables(check_place(path, read_manifest(path), False))
             # If the copy exists, a process was killed between it and the record below.
             if not (copied.exists() and target.read(copied).nonce == manifest.nonce):
                 # The lease may have been lost while the step waited. Nothing is written to a root

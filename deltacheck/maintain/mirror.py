@@ -107,7 +107,9 @@ class Mirror:
         for path, brief in sorted(briefs.items(), key=lambda entry: entry[1].seq):
             if (brief.seq, brief.nonce) not in target_saves:
                 try:
-                    manifest = check_place(path, read_manifest(path), False)
+                    manifest = self._source.with_tables(
+                        check_place(path, read_manifest(path), False)
+                    )
                     transfer(self._source, manifest, self._target, again=True)
                 except (FileNotFoundError, StepNotFound):
                     continue  # deleted since it was listed

@@ -187,7 +187,10 @@ class Reconstructor:
         The cheapest source is tried first: an equal leaf, then single chunks, then other tiles and
         a master.
         """
-        record = manifest.stored[leaf]
+        try:
+            record = manifest.stored[leaf]
+        except Damaged as error:  # its digest was in a table
+            return Irrecoverable((), tiles.message_prefix(leaf) + str(error))
         equal = self._leaves.get(record.digest)
         if equal is not None:
             lineage, links = equal

@@ -15,7 +15,7 @@ import numpy as np
 
 from deltacheck.codec.base import U64
 from deltacheck.errors import ChainBroken, Damaged
-from deltacheck.leaf import limits
+from deltacheck.leaf import limits, sharding
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
@@ -136,7 +136,7 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
         inserted_ids = {name for name in names - before if before and name < max(before)}
         before = names
         entries = columns.entries_by_path(segments)
-        for path, record in manifest.stored.items():
+        for path, record in _records(manifest, result):
             links = [(segments[number], entry) for number, entry in entries.get(path, ())]
             try:
                 previous = current.get(path)
@@ -158,6 +158,22 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
             f"leaf {lineage.path!r} of step {lineage.uses[0].step}",
         )
     return result
+
+
+def _records(manifest: Manifest, result: Survey) -> Iterator[tuple[str, LeafRecord]]:
+    """Yield the stored leaves and tiles of a step; note the leaves whose digests are lost."""
+    yield from manifest.leaves.items()
+    for path, cut in manifest.tiles.items():
+        try:
+            complete = manifest.tiling(path)
+        except Damaged as error:
+            (name,) = sharding.names_of(path, cut.cuts, [0])
+            result.broken.append(Broken(manifest, name, error))
+            continue
+        assert complete is not None
+        for name, record in zip(cut.names(path), complete.records(), strict=True):
+            if record is not None:
+                yield name, record
 
 
 def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None:

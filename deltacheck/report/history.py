@@ -235,7 +235,7 @@ def committed(root: Root, problems: list[str]) -> list[Committed]:
     checkpoints: list[Committed] = []
     for path in root.manifest_paths():
         try:
-            manifest = read_manifest(path)
+            manifest = root.with_tables(read_manifest(path))
             checkpoints.append(
                 Committed(
                     StepRef(manifest.step, manifest.seq, path), manifest, storage.size_of(path)

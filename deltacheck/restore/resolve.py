@@ -89,6 +89,9 @@ def resolve_leaves(
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):
         required_paths.setdefault(path)
+    needed_tiles = _needed_tiles(manifest, requested, required_paths, boxes)
+    for path, tile_numbers in needed_tiles.items():
+        manifest.require_digests(path, tile_numbers)
     names = {
         path: dict(
             zip(
@@ -97,7 +100,7 @@ def resolve_leaves(
                 strict=True,
             )
         )
-        for path, tile_numbers in _needed_tiles(manifest, requested, required_paths, boxes).items()
+        for path, tile_numbers in needed_tiles.items()
     }
     stored_paths = [path for path in required_paths if path in manifest.leaves] + [
         name

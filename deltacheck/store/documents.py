@@ -18,7 +18,7 @@ import xxhash
 
 from deltacheck.errors import Damaged, SaveFailed, UnsupportedFormat, UnsupportedLeaf
 from deltacheck.leaf.structs import inspect_types
-from deltacheck.store import layout, validation
+from deltacheck.store import compact, layout, validation
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import FEATURES, Brief, Manifest, SegmentTable, Tag
@@ -41,7 +41,8 @@ Checked = TypeVar("Checked", Manifest, Brief)
 
 def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
     """Return the group attributes that carry ``document``, its checksum included."""
-    body = msgspec.to_builtins(document)
+    is_compact = isinstance(document, Manifest) and bool(document.lane_digests)
+    body = compact.packed(document) if is_compact else msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
 
 
@@ -78,11 +79,16 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
             f"{source} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
         )
     try:
-        document = msgspec.convert(body, kind)
+        document: Any = (
+            compact.unpacked(body, len(content))
+            if kind is Manifest and compact.is_compact(body)
+            else msgspec.convert(body, kind)
+        )
         _CHECKS[kind](document)
     except (*_WRONG, UnsupportedLeaf, Damaged) as error:
         raise Damaged(f"{source} is damaged: {error}") from error
-    return document
+    checked: Document = document
+    return checked
 
 
 def check_version(body: Mapping[str, Any], source: str) -> None:

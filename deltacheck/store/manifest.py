@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -29,11 +29,22 @@ DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all 
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
+TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and have digests by lane
 TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
 RATE = "contracts.rate"  # of manifests whose contracts have a learning rate of their own
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
-FEATURES = (DERIVED, RELATIVE, REPLAY, TILES, TILES_DERIVED, TYPES, RATE, MERGED)
+FEATURES = (
+    DERIVED,
+    RELATIVE,
+    REPLAY,
+    TILES,
+    TILES_COMPACT,
+    TILES_DERIVED,
+    TYPES,
+    RATE,
+    MERGED,
+)
 STAGES = ("", "warm", "stable", "degraded")
 
 
@@ -210,7 +221,8 @@ class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):
         dtype: Element type.
         cuts: Per axis the positions of the cuts, from 0 to the size.
         digests: Digests of the tiles in C order, 32 digits each: of what is stored. If nothing is
-            stored of a tile, of its content, or zeros if its content is not exact.
+            stored of a tile, of its content, or zeros if its content is not exact. Empty: they are
+            those of the last entries in the tables of the tiles' lanes.
         lanes: Per tile, as in ``LeafRecord``.
         forms: The rules by which tiles follow from stored content. They name leaves; a tile follows
             from the tiles of these at the same place. Their shape is that of the leaf.
@@ -366,18 +378,51 @@ class Stored(Mapping[str, LeafRecord]):
 
     A record is made when it is asked for: a step of a thousand ranks has a million, and one rank
     needs a thousand of them.
+
+    Args:
+        leaves: The leaves that are stored whole.
+        cut: The leaves in tiles.
+        tables: Return the digests of tiles that ``cut`` leaves to the tables of segments.
     """
 
-    def __init__(self, leaves: Mapping[str, LeafRecord], cut: Mapping[str, Tiles]) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, LeafRecord],
+        cut: Mapping[str, Tiles],
+        tables: TileDigests | None = None,
+    ) -> None:
         self._leaves = leaves
         self._cut = cut
+        self._tables = tables
 
     def __getitem__(self, name: str) -> LeafRecord:
-        if name in self._leaves:
-            return self._leaves[name]
-        cut = self._cut[tiles.leaf_of(name)]
+        record, path, number = self._at(name)
+        if not record.digest:
+            digest = _known(self._tables).digest(path, number)
+            record = msgspec.structs.replace(record, digest=digest)
+        return record
+
+    # That of ``Mapping`` would ask for the digest.
+    def __contains__(self, name: object) -> bool:
         try:
-            return cut.record(tiles.numbered(cut.cuts, name))
+            self._at(str(name))
+        except KeyError:
+            return False
+        return True
+
+    def lane_of(self, name: str) -> int:
+        """Return the lane of a stored path, without its digest."""
+        return self._at(name)[0].lane
+
+    def _at(self, name: str) -> tuple[LeafRecord, str, int]:
+        """Return the record of a path, its leaf and its number; the digest may be missing."""
+        if name in self._leaves:
+            return self._leaves[name], name, 0
+        path = tiles.leaf_of(name)
+        cut = self._cut[path]
+        try:
+            number = tiles.numbered(cut.cuts, name)
+            return cut.record(number), path, number
         except LookupError:
             raise KeyError(name) from None
 
@@ -400,9 +445,40 @@ class Stored(Mapping[str, LeafRecord]):
         """Yield all paths and records in order, without a search for each."""
         yield from self._leaves.items()
         for path, cut in self._cut.items():
-            for name, record in zip(cut.names(path), cut.records(), strict=True):
+            # The digests first: they are missing in a forged document, which costs no names then.
+            complete = with_digests(path, cut, self._tables)
+            for name, record in zip(cut.names(path), complete.records(), strict=True):
                 if record is not None:
                     yield name, record
+
+
+class TileDigests(Protocol):
+    """The digests of tiles that a manifest leaves to the tables of segments."""
+
+    def require(self, path: str, tile_numbers: Sequence[int]) -> None:
+        """Read the digests of some tiles of a leaf."""
+
+    def digest(self, path: str, number: int) -> str:
+        """Return the digest of one tile of a leaf."""
+
+    def digests(self, path: str) -> str:
+        """Return the digests of all tiles of a leaf, one after the other."""
+
+
+def with_digests(path: str, cut: Tiles, tables: TileDigests | None) -> Tiles:
+    """Return a leaf in tiles with the digest of each, which may be in the tables of segments."""
+    if cut.digests:
+        return cut
+    return msgspec.structs.replace(cut, digests=_known(tables).digests(path))
+
+
+def _known(tables: TileDigests | None) -> TileDigests:
+    if tables is None:
+        raise RuntimeError(
+            "the digests of this step's tiles are in its segments, and its manifest was read"
+            " without them; this is a defect, please report it"
+        )
+    return tables
 
 
 def stored_tiles(path: str, cut: Tiles) -> list[str]:
@@ -452,6 +528,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         merged_bytes: Bytes that the process wrote to merge deltas since its last commit, for people
             only.
         rates: The course of the learning rate of each parameter group, for later saves.
+        lane_digests: By lane, the xxh3_128 of the digests of its tiles in leaves that state none.
+            Empty: all leaves in tiles state them.
     """
 
     format: str
@@ -478,11 +556,31 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     stage_reason: str = ""
     merged_bytes: int = 0
     rates: dict[str, PeakRate] = {}
+    lane_digests: tuple[str, ...] = ()
+
+    def read_with(self, tables: TileDigests) -> Manifest:
+        """Let ``stored`` find digests in the tables of segments; return the manifest itself."""
+        self.__dict__["tables"] = tables
+        self.__dict__.pop("stored", None)
+        return self
+
+    @property
+    def tables(self) -> TileDigests | None:
+        """The digests that the manifest leaves to the tables of segments, if they can be read."""
+        return self.__dict__.get("tables")
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:
-        """The stored leaves and tiles by the path that they are stored under."""
-        return Stored(self.leaves, self.tiles) if self.tiles else self.leaves
+        """The stored leaves and tiles by the path that they are stored under.
+
+        The digests of some tiles may be read from segments when they are asked for.
+        """
+        return Stored(self.leaves, self.tiles, self.tables) if self.tiles else self.leaves
+
+    def tiling(self, path: str) -> Tiles | None:
+        """Return a leaf in tiles with the digest of each, or ``None`` if it is not in tiles."""
+        cut = self.tiles.get(path)
+        return None if cut is None else with_digests(path, cut, self.tables)
 
     def names_of(self, path: str) -> list[str]:
         """Return the paths under which a leaf of the tree is stored: one, its tiles, or none."""
@@ -501,6 +599,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             RELATIVE: any(rule.how == "relative" for rule in (*self.derived.values(), *forms)),
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
+            TILES_COMPACT: bool(self.lane_digests),
             TILES_DERIVED: bool(self.tiles) and is_derived,
             TYPES: needs_types(self.tree, self.replay),
             RATE: any(
@@ -514,6 +613,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         """Return the same content on other segments, each of which may hold any of it."""
         return msgspec.structs.replace(
             self,
+            # Lanes of digests end with the lanes of segments.
+            lane_digests=(),
+            must_understand=tuple(name for name in self.must_understand if name != TILES_COMPACT),
             # Several segments of one save have new names, and so another order.
             segments=tuple(sorted(segments, key=lambda ref: ref.id)),
             # Section 3 of the format allows one lane of all segments in a manifest that is written
@@ -524,14 +626,20 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
                 for path, record in self.leaves.items()
             },
             tiles={
-                path: msgspec.structs.replace(cut, lanes=(-1,) * len(cut.lanes))
+                path: msgspec.structs.replace(
+                    with_digests(path, cut, self.tables), lanes=(-1,) * len(cut.lanes)
+                )
                 for path, cut in self.tiles.items()
             },
         )
 
     def refs_of(self, stored: Sequence[str]) -> list[SegmentRef]:
         """Return the segments, in order, that some stored paths may need."""
-        lanes = {self.stored[path].lane for path in stored}
+        records = self.stored
+        lanes = {
+            records.lane_of(path) if isinstance(records, Stored) else records[path].lane
+            for path in stored
+        }
         if not self.lanes or -1 in lanes:
             return list(self.segments)
         return [
@@ -576,12 +684,20 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         derived = self.derived.get(path)
         return self.leaves[path].digest if derived is None else derived.digest
 
+    def require_digests(self, path: str, tile_numbers: Sequence[int]) -> None:
+        """Read those digests of tiles of a leaf that the manifest leaves to segments.
+
+        This is cheaper than what follows, and fails if a forged document has no such tiles.
+        """
+        if path in self.tiles and not self.tiles[path].digests:
+            _known(self.tables).require(path, tile_numbers)
+
     def mark_of(self, path: str) -> object:
         """Return a value that two steps share only if they hold the same bytes of a leaf.
 
         ``None``: nothing tells.
         """
-        cut = self.tiles.get(path)
+        cut = self.tiling(path)
         if cut is None:
             return self.digest_of(path) or None
         return (cut.dtype, cut.cuts, cut.digests) if cut.is_content else None

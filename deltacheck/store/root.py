@@ -30,6 +30,7 @@ from deltacheck.errors import (
     UnsupportedFormat,
 )
 from deltacheck.store import documents, layout, tags
+from deltacheck.store.compact import LaneTables
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
 from deltacheck.store.files.arrays import Spent, StreamWriter
@@ -39,7 +40,7 @@ from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.local_storage import list_directory, may_exist
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
-from deltacheck.store.manifest import Brief, Manifest, SegmentRef
+from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.manifest_cache import ManifestCache
 from deltacheck.store.segment import Segment, SegmentWriter, digests_spec
 
@@ -403,11 +404,27 @@ class Root:
             Damaged: It is not the manifest of this checkpoint.
         """
         storage_of(path.parent).check_directory()
-        manifest = self._cache.read(path)
+        manifest = self.with_tables(self._cache.read(path))
         # A handler of its own may keep a manifest elsewhere, where no name tells its step.
         if not self.is_manager_root or path.parents[2] == self.path:
             documents.check_place(path, manifest, self.is_manager_root)
         return manifest
+
+    def with_tables(self, manifest: Manifest) -> Manifest:
+        """Let a manifest of this root find the digests that it leaves to its segments."""
+        if not manifest.lane_digests or manifest.tables is not None:
+            return manifest
+        # Not the manifest, which would then refer to itself.
+        brief = Brief.of(manifest)
+
+        def table_of(ref: SegmentRef) -> SegmentTable:
+            try:
+                return self.store.segment(ref).table
+            except ChainBroken as error:
+                _refuse_deleted(self, brief, error)
+                raise
+
+        return manifest.read_with(LaneTables(manifest, table_of))
 
     def brief(self, path: Place) -> Brief:
         """Return the part of a manifest that collection needs. Raises what ``read`` raises."""
@@ -638,12 +655,17 @@ def open_segments(
             for ref in (manifest.segments if stored is None else manifest.refs_of(stored))
         ]
     except ChainBroken as error:
-        if not _still_exists(root, manifest):
-            raise StepNotFound(
-                f"step {manifest.step} of {root.path} was deleted while it was being opened."
-                f" {describe_steps(root.steps())}. A longer grace_seconds leaves more time"
-            ) from error
+        _refuse_deleted(root, manifest, error)
         raise
+
+
+def _refuse_deleted(root: Root, manifest: Manifest | Brief, error: ChainBroken) -> None:
+    """Raise ``StepNotFound`` if a step with a missing segment does not exist any more."""
+    if not _still_exists(root, manifest):
+        raise StepNotFound(
+            f"step {manifest.step} of {root.path} was deleted while it was being opened."
+            f" {describe_steps(root.steps())}. A longer grace_seconds leaves more time"
+        ) from error
 
 
 def way_out(steps: list[int]) -> str:
@@ -651,7 +673,7 @@ def way_out(steps: list[int]) -> str:
     return f"Steps that still restore: {_listed(steps)}" if steps else "No other step restores"
 
 
-def _still_exists(root: Root, manifest: Manifest) -> bool:
+def _still_exists(root: Root, manifest: Manifest | Brief) -> bool:
     """Return whether a step that was read still exists, in the form that was read."""
     paths = root.manifest_paths()
     if not root.is_manager_root:

@@ -121,26 +121,46 @@ def _check_tiles(manifest: Manifest) -> None:
         raise ValueError("a leaf lies in a lane that it does not have")
     if manifest.tiles and any(tiles.is_name(path) for path in (*manifest.leaves, *manifest.tiles)):
         raise ValueError("one of its leaves has the name of a tile")
+    if manifest.lane_digests and (
+        len(manifest.lane_digests) != lane_count
+        or not all(_is_digests(digest, 1) for digest in manifest.lane_digests)
+    ):
+        raise ValueError(f"it has {lane_count} lanes and other digests of lanes")
+    # Leaves of a compact manifest share the objects of their cuts and lanes: each is checked once.
+    checked: set[int] = set()
+    kinds: set[tuple[int, str, tuple[str, ...]]] = set()
     for path, cut in manifest.tiles.items():
         if (
             path in manifest.leaves
             or path in manifest.derived
-            or not tiles.is_possible(cut.cuts)
+            or not (id(cut.cuts) in checked or tiles.is_possible(cut.cuts))
             or not _is_a_shape(cut.shape)
         ):
             raise ValueError(f"leaf {path!r} cannot be cut as it says")
         count = tiles.count(cut.cuts)
-        if count > _MAX_TILES or len(cut.lanes) != count or not _is_digests(cut.digests, count):
+        is_left = bool(manifest.lane_digests) and not cut.digests
+        if (
+            count > _MAX_TILES
+            or len(cut.lanes) != count
+            or not (is_left or _is_digests(cut.digests, count))
+        ):
             raise ValueError(
                 f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)}"
                 " digits of digests"
             )
-        if any(not -1 <= lane < lane_count for lane in cut.lanes):
+        if id(cut.lanes) not in checked and not -1 <= min(cut.lanes) <= max(cut.lanes) < lane_count:
             raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+        checked |= {id(cut.cuts), id(cut.lanes)}
+        # Tables have the digests of what is stored, and each belongs to a lane.
+        if is_left and (not all(cut.codes) or -1 in cut.lanes):
+            raise ValueError(f"leaf {path!r} leaves digests to tables that do not have them")
         _check_forms(path, cut, count, manifest)
         # A check for each shape is enough, and a leaf may have millions of tiles.
-        for record in _kinds(cut):
-            _check_leaf(path, record)
+        kind = (id(cut.cuts), cut.dtype, cut.codes)
+        if kind not in kinds:
+            kinds.add(kind)
+            for record in _kinds(cut):
+                _check_leaf(path, record)
 
 
 def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:

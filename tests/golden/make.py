@@ -30,6 +30,7 @@ from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.leaf import tree
 from deltacheck.maintain.compaction import compact
+from deltacheck.store import compact as compact_form
 from deltacheck.store.collect import collect, delete_checkpoint
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
@@ -329,6 +330,15 @@ def write_tiled_policy(root: Path) -> None:
     collect(opened, grace_seconds=0, writer_is_dead=True)
 
 
+def write_compact_tiled(root: Path) -> dict[int, Any]:
+    """The same in the form that steps with many tiles have."""
+    fewest, compact_form.COMPACT_TILES = compact_form.COMPACT_TILES, 1
+    try:
+        return write_tiled(root)
+    finally:
+        compact_form.COMPACT_TILES = fewest
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -338,6 +348,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "gradients": write_log,
     "tiled": write_tiled,
     "tiled_policy": write_tiled_policy,
+    "compact_tiled": write_compact_tiled,
 }
 
 

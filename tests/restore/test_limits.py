@@ -89,6 +89,34 @@ def many_zeros(manifest: dict[str, Any]) -> None:
     manifest["must_understand"] = ["derived"]
 
 
+def tiles_by_rule(count: int) -> Callable[[dict[str, Any]], None]:
+    """A leaf of many tiles, all of one lane, in some 10 kB."""
+
+    def edit(manifest: dict[str, Any]) -> None:
+        refs, paths = manifest["segments"], list(manifest["leaves"])
+        tile_leaf = {"dtype": "float32", "cuts": 0, "lanes": 0}
+        manifest |= {
+            "must_understand": ["tiles", "tiles.compact"],
+            "segments": [],
+            "leaves": {},
+            "lanes": [list(range(len(refs)))],
+            "lane_digests": ["0" * 32],
+            "stage_reason": "x" * (10_000 - len(json.dumps(manifest))),
+            "compact": {
+                "seqs": [int(ref["id"][1:11]) for ref in refs],
+                "nonces": "".join(ref["id"][-8:] for ref in refs),
+                "digests": "".join(ref["digest"] for ref in refs),
+                "stored_bytes": [ref["stored_bytes"] for ref in refs],
+                "axes": [{"size": count * 4, "step": 4}],
+                "cuts": [[0]],
+                "places": [[[0, 0, count]]],
+                "leaves": dict.fromkeys(paths, tile_leaf),
+            },
+        }
+
+    return edit
+
+
 def many_rows(root: Path) -> None:
     def edit(table: dict[str, Any]) -> None:
         table["digests"] = 1 << 40
@@ -104,6 +132,8 @@ FORGERIES: dict[str, Callable[[Path], object]] = {
     "6 GiB without a file": lambda root: forge.forge_manifest(manifest_path(root), huge_zeros),
     "many leaves": lambda root: forge.forge_manifest(manifest_path(root), many_zeros),
     "2^40 digests": many_rows,
+    "600,000 tiles": lambda root: forge.forge_manifest(manifest_path(root), tiles_by_rule(150_000)),
+    "2^40 tiles": lambda root: forge.forge_manifest(manifest_path(root), tiles_by_rule(1 << 40)),
 }
 
 

@@ -98,6 +98,8 @@ def content_of(root: Any, manifest: Any) -> Any:
     told = forge.body_of({"attributes": deltacheck.store.documents.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
+    for key in ("nonces", "digests", "stored_bytes"):  # of segments, which are compared below
+        told.get("compact", {}).pop(key, None)
     for key in ("stage_reason", "rates"):  # for people and later saves, and of later versions only
         told.pop(key, None)
     told.pop(

@@ -28,7 +28,7 @@ from deltacheck.save.ranks.rank_setup import (
 )
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
-from deltacheck.store.folder_probe import Probe
+from deltacheck.store.lock.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import is_root_or_fresh
 

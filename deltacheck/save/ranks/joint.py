@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.contracts import weakest_of
-from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
+from deltacheck.leaf.sharding import I64, Before, Copies, Held, Holdings, Plan, Share
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tiles import Cuts
@@ -37,9 +38,9 @@ from deltacheck.save.ranks.rules import (
     stored_digest,
 )
 from deltacheck.save.treatment.signals import Signals, combined
+from deltacheck.store import compact
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
-    Derived,
     LeafRecord,
     Manifest,
     SegmentRef,
@@ -475,49 +476,46 @@ def merged(
         if report.step != manifest.step:
             raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {manifest.step}")
     owners = sharding.owners_of(plan)
-    # Vectorized: a model on thousands of ranks has millions of tiles.
-    digests = np.zeros(owners.size, f"S{_DIGITS}")
-    order = np.argsort(owners, kind="stable")
-    edges = np.searchsorted(owners[order], np.arange(len(reports) + 1))
-    for rank, report in enumerate(reports):
-        tile_numbers = order[edges[rank] : edges[rank + 1]]
+    tiles_of_ranks = sharding.by_rank(owners, len(reports))
+    for rank, (report, numbers) in enumerate(zip(reports, tiles_of_ranks, strict=True)):
         # A report names no tiles: its digests are in the order of the plan, so their number must
         # match.
-        if len(report.digests) != _DIGITS * tile_numbers.size:
+        if len(report.digests) != _DIGITS * numbers.size:
             raise RankFailed(
                 f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
-                f" {tile_numbers.size}"
+                f" {numbers.size}"
             )
-        digests[tile_numbers] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
     rules = [report.rules for report in reports]
-    if copies is not None:
+    if copies is not None and copies.ranks.size:
         by_rank = [report.copies for report in reports]
+        digests = _digests_of_tiles(owners, reports, tiles_of_ranks)
         contents = content_digests(digests, plan, rules)
         require_equal_copies(manifest.step, plan, copies, by_rank, contents)
     refs = {ref.id: ref for report in reports for ref in report.segments}
     # Segments of a manifest ascend by name (docs/reference/format.md, section 3), and lanes refer
     # to their positions.
     segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
-    leaves, tiles, first = {}, {}, 0
-    derived: dict[str, Derived] = {}
-    for path, leaf_plan in plan.items():
-        stop = first + leaf_plan.owners.size
-        leaf_digests = digests[first:stop].tobytes().decode("ascii")
-        first = stop
-        if leaf_plan.cuts is None:
-            owner = int(leaf_plan.owners[0])
-            rule = rules[owner].derived.get(path)
-            dtype = leaf_plan.dtype
-            if rule is not None:
-                derived[path] = rule
-                dtype = rules[owner].codes.get(path, "")
-            if dtype:
-                spec = LeafSpec.of(path, leaf_plan.shape, dtype)
-                leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf_digests, owner)
-        else:
-            owners_of_tiles = tuple(leaf_plan.owners.tolist())
-            tiled = Tiles(leaf_plan.dtype, leaf_plan.cuts, leaf_digests, owners_of_tiles)
-            tiles[path] = rules_of_tiles(tiled, path, owners_of_tiles, rules, manifest.step)
+    whole_leaves, tiles = _leaves_of_plan(plan, rules, manifest.step)
+    is_compact = compact.pays(tiles)
+    # Digests that the tables of the segments have as well are left to them.
+    leaves_left = [is_compact and path in tiles and all(tiles[path].codes) for path in plan]
+    sizes = [leaf_plan.owners.size for leaf_plan in plan.values()]
+    is_left = np.repeat(np.array(leaves_left, bool), np.array(sizes, np.int64))
+    digests = _digests_of_tiles(owners, reports, tiles_of_ranks, is_left)
+    leaves, first = {}, 0
+    for path, leaf_is_left, size in zip(plan, leaves_left, sizes, strict=True):
+        start, first = first, first + size
+        if not leaf_is_left:
+            text = digests[start:first].tobytes().decode("ascii")
+            if path in whole_leaves:
+                leaves[path] = msgspec.structs.replace(whole_leaves[path], digest=text)
+            elif path in tiles:
+                tiles[path] = msgspec.structs.replace(tiles[path], digests=text)
+    derived = {
+        path: rules[int(leaf_plan.owners[0])].derived[path]
+        for path, leaf_plan in plan.items()
+        if leaf_plan.cuts is None and path in rules[int(leaf_plan.owners[0])].derived
+    }
     contracts = promises_of_leaves(rules, manifest.step)
     manifest_of_all: Manifest = msgspec.structs.replace(
         manifest,
@@ -532,10 +530,73 @@ def merged(
         contract=weakest_of(contracts.values()),
         # Ranks of a pipeline may have other groups each; those that they share have one course.
         rates={group: rate for of_rank in rules for group, rate in of_rank.rates.items()},
+        lane_digests=tuple(
+            compact.lane_digest(_left_digests(report.digests, is_left[numbers]))
+            for report, numbers in zip(reports, tiles_of_ranks, strict=True)
+        )
+        if any(leaves_left)
+        else (),
     )
     # A reader that does not know tiles would find leaves missing, so it must refuse the step.
     features = manifest_of_all.features
     return msgspec.structs.replace(manifest_of_all, must_understand=features)
+
+
+def _leaves_of_plan(
+    plan: Plan, rules: Sequence[RankRules], step: int
+) -> tuple[dict[str, LeafRecord], dict[str, Tiles]]:
+    """Return what is stored of whole leaves, and the leaves in tiles; both without digests."""
+    whole_leaves: dict[str, LeafRecord] = {}
+    tiles: dict[str, Tiles] = {}
+    # Many leaves have the same owners, and share one object.
+    owners_by_bytes: dict[bytes, tuple[int, ...]] = {}
+    for path, leaf_plan in plan.items():
+        if leaf_plan.cuts is None:
+            owner = int(leaf_plan.owners[0])
+            is_derived = path in rules[owner].derived
+            dtype = rules[owner].codes.get(path, "") if is_derived else leaf_plan.dtype
+            if dtype:
+                spec = LeafSpec.of(path, leaf_plan.shape, dtype)
+                whole_leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, "", owner)
+        else:
+            key = leaf_plan.owners.tobytes()
+            owners = owners_by_bytes.get(key)
+            if owners is None:
+                owners = owners_by_bytes[key] = tuple(leaf_plan.owners.tolist())
+            tiled = Tiles(leaf_plan.dtype, leaf_plan.cuts, "", owners)
+            tiles[path] = rules_of_tiles(tiled, path, owners, rules, step)
+    return whole_leaves, tiles
+
+
+def _digests_of_tiles(
+    owners: I64,
+    reports: Sequence[Report],
+    tiles_of_ranks: Sequence[I64],
+    is_left: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bytes_]:
+    """Return the digests of all tiles as reported, ``S32 (tiles,)``; zeros for those left out.
+
+    Args:
+        owners: The writers of all tiles.
+        reports: The reports in the order of ranks.
+        tiles_of_ranks: The tiles of each rank.
+        is_left: The tiles to leave out; ``None``: none.
+    """
+    # Vectorized: a model on thousands of ranks has millions of tiles.
+    digests = np.zeros(owners.size, f"S{_DIGITS}")
+    for report, numbers in zip(reports, tiles_of_ranks, strict=True):
+        is_needed = slice(None) if is_left is None else ~is_left[numbers]
+        reported = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
+        digests[numbers[is_needed]] = reported[is_needed]
+    return digests
+
+
+def _left_digests(digests: str, is_left: NDArray[np.bool_]) -> str:
+    """Return those digests of a report that the manifest leaves to the tables."""
+    if is_left.all():
+        return digests
+    reported = np.frombuffer(digests.encode("ascii"), f"S{_DIGITS}")
+    return reported[is_left].tobytes().decode("ascii")
 
 
 def stored_names(tiles: RankTiles) -> list[str]:
