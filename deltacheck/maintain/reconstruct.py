@@ -312,7 +312,10 @@ class Reconstructor:
                 or tiles.shape_of(other_cuts) != tiles.shape_of(cuts)
             ):
                 continue
-            tiling = other_step.tiles.get(path)
+            try:
+                tiling = other_step.tiling(path)
+            except Damaged:  # its digests were in a table
+                continue
             overlaps = list(tiles.overlaps(other_cuts, box))
             if tiling is not None and any(
                 tiling.stored_dtype(overlap.number) != record.dtype for overlap in overlaps

@@ -359,7 +359,8 @@ class Follower:
         }
         changes: dict[str, LeafChange] = {}
         for path in paths:
-            spec, tiling, copy = manifest.spec(path), manifest.tiles[path], self._leaves.get(path)
+            spec, tiling, copy = manifest.spec(path), manifest.tiling(path), self._leaves.get(path)
+            assert tiling is not None
             self._leaves[path] = _Leaf(spec, None, tiling, manifest.mark_of(path))
             positions = None
             if path not in recut and copy is not None:

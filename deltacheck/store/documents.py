@@ -41,8 +41,10 @@ Checked = TypeVar("Checked", Manifest, Brief)
 
 def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
     """Return the group attributes that carry ``document``, its checksum included."""
-    is_compact = isinstance(document, Manifest) and bool(document.lane_digests)
-    body = compact.packed(document) if is_compact else msgspec.to_builtins(document)
+    if isinstance(document, Manifest) and document.lane_digests:
+        body = compact.packed(document)
+    else:
+        body = msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
 
 

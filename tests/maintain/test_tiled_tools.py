@@ -23,6 +23,7 @@ from deltacheck.cli import main
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.restore import follower
+from deltacheck.store import compact
 from deltacheck.store.root import open_root
 from tests.support.ranked_run import RankedRun, at_once, cells, model_state, nudge, rows, stages
 from tests.support.states import assert_same
@@ -440,9 +441,11 @@ def apply(update: follower.Update, mine: dict[str, Any]) -> None:
         change.check(mine[path])
 
 
+@pytest.mark.parametrize("compact_tiles", [1, compact.COMPACT_TILES])
 def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(
-    tmp_path: Path,
+    compact_tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compact, "COMPACT_TILES", compact_tiles)
     root, state, mine = tmp_path / "root", model_state(), {}
     before, watching = state["model"]["big"].copy(), None
     with RankedRun(root, 4, cells) as run:
@@ -463,6 +466,7 @@ def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(
                 )
             before = state["model"]["big"].copy()
             nudge(state, seed=step)
+    assert bool(open_root(root).manifest().lane_digests) == (compact_tiles == 1)
 
 
 def test_a_followed_leaf_that_is_only_cut_otherwise_has_not_changed(tmp_path: Path) -> None:
