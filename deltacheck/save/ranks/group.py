@@ -19,6 +19,7 @@ from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.ranks.channel import Ranks
+from deltacheck.save.ranks.folder_probe import Probe
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.ranks.rank_setup import (
     RankSetup,
@@ -28,7 +29,6 @@ from deltacheck.save.ranks.rank_setup import (
 )
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
-from deltacheck.store.lock.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import is_root_or_fresh
 

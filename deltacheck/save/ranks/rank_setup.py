@@ -10,10 +10,10 @@ import msgspec
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf.structs import inspect_types
+from deltacheck.save.ranks.folder_probe import awaited, sees_probe
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
 from deltacheck.store.files.storage import Place, full_name
-from deltacheck.store.lock.folder_probe import awaited, sees_probe
 from deltacheck.store.manifest import Manifest
 
 _THREADS = 16  # an object store answers many requests at once

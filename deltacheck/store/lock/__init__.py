@@ -1,1 +1,1 @@
-"""Keep the processes of a root apart: the lease of the writer, the pins of readers, the ranks."""
+"""Keep writers and readers of a root apart: the lease of the writer, and the pins of readers."""

@@ -31,6 +31,7 @@ from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
+from deltacheck.save.ranks.folder_probe import Probe
 from deltacheck.save.ranks.joint import Report, merged, stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
 from deltacheck.save.ranks.rules import RankRules, stored_digest
@@ -42,7 +43,6 @@ from deltacheck.save.treatment.treatment import leaf_groups
 from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
-from deltacheck.store.lock.folder_probe import Probe
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone, remove_unused
 from deltacheck.store.root import Root, Store, is_root_or_fresh
