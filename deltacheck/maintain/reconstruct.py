@@ -9,6 +9,7 @@ copy is computed from its master. Everything is checked by the digest of the lea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,7 +204,10 @@ class Reconstructor:
             content, missing = self._assemble(*version)
             if content is not None:
                 return content
-        content = self._from_other_tiles(manifest, leaf) or self._from_master(manifest, leaf)
+        content = self._from_other_tiles(manifest, leaf)
+        if content is None:
+            with suppress(Damaged):  # the digests of other tiles were in a lost table
+                content = self._from_master(manifest, leaf)
         if content is not None:
             return content
         problem = (

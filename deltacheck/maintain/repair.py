@@ -177,6 +177,8 @@ def repair(
     # What follows from whole content is repaired first, because it needs no data of other steps.
     if _repair_tables(root, chains, list(manifests.values()), backup, result, dry_run):
         root = root.afresh()
+        # Their digests may be in these tables.
+        manifests = {path: root.read(path) for path in manifests}
         chains = survey(root, manifests.values(), without_lost=True)
     if _repair_digests(root, chains, backup, result, dry_run):
         root = root.afresh()

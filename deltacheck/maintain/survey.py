@@ -161,19 +161,41 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
 
 
 def _records(manifest: Manifest, result: Survey) -> Iterator[tuple[str, LeafRecord]]:
-    """Yield the stored leaves and tiles of a step; note the leaves whose digests are lost."""
+    """Yield the stored leaves and tiles of a step.
+
+    If the tables of a lane are lost, and with them the digests of its tiles, ``broken`` names one
+    tile of it for each leaf.
+    """
     yield from manifest.leaves.items()
     for path, cut in manifest.tiles.items():
         try:
             complete = manifest.tiling(path)
-        except Damaged as error:
-            (name,) = sharding.names_of(path, cut.cuts, [0])
-            result.broken.append(Broken(manifest, name, error))
+        except Damaged:
+            yield from _readable_tiles(manifest, path, result)
             continue
         assert complete is not None
         for name, record in zip(cut.names(path), complete.records(), strict=True):
             if record is not None:
                 yield name, record
+
+
+def _readable_tiles(
+    manifest: Manifest, path: str, result: Survey
+) -> Iterator[tuple[str, LeafRecord]]:
+    """Yield the tiles of a leaf whose digests can be read, and note one of each other lane."""
+    cut, readable_lanes = manifest.tiles[path], set[int]()
+    for lane in sorted(set(cut.lanes)):
+        number = cut.lanes.index(lane)
+        try:
+            manifest.require_digests(path, [number])
+        except Damaged as error:
+            (name,) = sharding.names_of(path, cut.cuts, [number])
+            result.broken.append(Broken(manifest, name, error))
+        else:
+            readable_lanes.add(lane)
+    numbers = [number for number, lane in enumerate(cut.lanes) if lane in readable_lanes]
+    for name in sharding.names_of(path, cut.cuts, numbers):
+        yield name, manifest.stored[name]
 
 
 def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None:
