@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacheck.codec.regular import Axis, Series, length, numbers, series
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import sharding, tiles
-from deltacheck.leaf.regular import Axis, Series, length, numbers, series
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tiles import Cuts
 from deltacheck.store import layout

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.leaf.regular import Axis, Series, length, numbers, series
+from deltacheck.codec.regular import Axis, Series, length, numbers, series
 
 
 @given(st.integers(1, 400), st.integers(1, 40))
