@@ -35,7 +35,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 5;
+constexpr int kInterface = 6;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.

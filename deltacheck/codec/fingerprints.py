@@ -45,7 +45,7 @@ def fingerprints(addresses: U64, sizes: U64, seed: int) -> U64:
     """
     out = np.empty(addresses.size, np.uint64)
     native: Any = extension()
-    if native is not None and hasattr(native, "fingerprints"):
+    if native is not None:
         sampling = (fingerprint.WHOLE_BYTES, fingerprint.BLOCKS, fingerprint.BLOCK_BYTES, seed)
         native.fingerprints(addresses, sizes, sampling, out)
         return out

@@ -67,9 +67,9 @@ class NativeCodec:
             raise DamagedStream(refusal)
 
     @property
-    def apply_rows(self) -> ApplyRows | None:
-        """The decoder of rows of several deltas at a time; ``None`` in older builds."""
-        decode: ApplyRows | None = getattr(_native, "apply_rows", None)
+    def apply_rows(self) -> ApplyRows:
+        """The decoder of rows of several deltas at a time."""
+        decode: ApplyRows = _native.apply_rows
         return decode
 
 

@@ -88,8 +88,8 @@ class JoinedRead:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return False if the native module lacks the call."""
-        return hasattr(extension(), "read_array_files")
+        """Return False without the native module."""
+        return extension() is not None
 
     @property
     def file_count(self) -> int:
