@@ -27,6 +27,7 @@ BENCHMARKS = {
     "merging": "benchmarks.merging",
     "compression": "benchmarks.compression",
     "blocking": "benchmarks.blocking",
+    "leaf_counts": "benchmarks.leaf_counts",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
     "guard": "benchmarks.guard",

@@ -140,6 +140,16 @@ def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]
         assert 0 < row["until captured"] <= row["until durable"]
 
 
+def test_the_cost_per_leaf_is_compared_with_torch_save(results: dict[str, dict[str, Any]]) -> None:
+    by_way = {row["way"]: row for row in rows(results["leaf_counts"])}
+    assert {"torch.save", "exact", "model_exact"} <= by_way.keys()
+    for row in by_way.values():
+        assert row["of torch.save"] == pytest.approx(
+            row["processor time"] / by_way["torch.save"]["processor time"]
+        )
+        assert row["processor time"] > 0
+
+
 def test_memory_holds_at_least_the_shadow(results: dict[str, dict[str, Any]]) -> None:
     for row in rows(results["memory"]):
         assert row["extra memory"] >= 0.9 * row["state = shadow"]

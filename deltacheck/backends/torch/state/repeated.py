@@ -1,6 +1,6 @@
 """Flatten the state of every save, and describe only what differs from the last one.
 
-``Outline`` compares the structure of the state, and ``_same_forms`` the tensors: class, element
+``Outline`` compares the structure of the state, and ``_Forms`` the tensors: class, element
 type, shape, strides and device. Leaves of a state that is equal in both have the descriptions of
 the last save. Their addresses and version counters are read at every save.
 """
