@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,18 +87,26 @@ def root(saved: tuple[Path, Run], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "run"))
 
 
-@pytest.fixture
-def slow_source(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds the second stage back until the event is set."""
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Hold the second stage back until the event is set."""
     go, second = threading.Event(), TwoStages.second
 
-    def held(self: TwoStages) -> None:
+    def late(self: TwoStages) -> None:
         assert go.wait(30)
         second(self)
 
-    monkeypatch.setattr(TwoStages, "second", held)
-    yield go
-    go.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwoStages, "second", late)
+        yield go
+        go.set()
+
+
+@pytest.fixture
+def slow_source() -> Iterator[threading.Event]:
+    """Holds the second stage back until the event is set."""
+    with held_back() as go:
+        yield go
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["new optimizer", "used optimizer"])
@@ -192,9 +203,8 @@ def test_a_failure_that_nobody_has_seen_is_raised_by_close_and_ended_by_a_restor
         assert_same(run.optimizer.state_dict(), other.optimizer.state_dict())
 
 
-def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
-    saved: tuple[Path, Run], root: Path, slow_source: threading.Event
-) -> None:
+def fork_during_restores(root: Path, go: threading.Event) -> None:
+    """Kill and fork processes while the second stage is held back."""
     run = Run.new()
 
     def die() -> None:
@@ -210,14 +220,32 @@ def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
         engine.restore(into=run.target(), overlap=True)
         assert forked(die) == {"killed": signal.SIGKILL}
         assert forked(step) == "refused"
-        slow_source.set()
+        go.set()
 
     def restore_and_die() -> None:
-        slow_source.clear()
+        go.clear()
         Engine(root).restore(into=Run.new().target(), overlap=True)
         die()
 
     assert forked(restore_and_die) == {"killed": signal.SIGKILL}
+
+
+# Forks need a process without the threads of other tests, such as those of JAX.
+FORKING = """
+import sys
+from pathlib import Path
+from tests.backends.torch import test_overlapped_restore as tests
+
+with tests.held_back() as go:
+    tests.fork_during_restores(Path(sys.argv[1]), go)
+"""
+
+
+def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
+    saved: tuple[Path, Run], root: Path
+) -> None:
+    program = [sys.executable, "-c", FORKING, str(root)]
+    subprocess.run(program, timeout=100, check=True, cwd=Path(__file__).parents[3])
     with Engine(root) as engine:
         assert engine.steps() == [0, 1]
         assert_same(engine.restore(), saved[1].state())
