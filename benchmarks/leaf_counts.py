@@ -27,6 +27,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "exact": Policy.exact,
     "model_exact": Policy.model_exact,
 }
+# torch_checkpointing passes descriptors of each tensor to another process; with more leaves it ran
+# out of 20,000 of them.
+_CHECKPOINTING_LEAVES = 1_000
 # The largest ratios. torch_checkpointing copies the state on another thread, too.
 MOST = {TORCH_SAVE: 0.3, CHECKPOINTING: 1.0}
 
@@ -105,7 +108,7 @@ def _ways(folder: Path, optimizer: torch.optim.Optimizer, stack: ExitStack) -> d
         return lambda step, state: engine.save(step, state).wait
 
     ways: dict[str, Save] = {TORCH_SAVE: plain}
-    if find_spec(CHECKPOINTING) is not None:
+    if find_spec(CHECKPOINTING) is not None and len(optimizer.state) * 4 <= _CHECKPOINTING_LEAVES:
         ways[CHECKPOINTING] = _checkpointing(folder, stack)
     for name, policy in POLICIES.items():
         engine = stack.enter_context(Engine(folder / name, policy=policy()))
