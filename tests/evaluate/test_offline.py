@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.evaluate.offline.policy_replay import NAMES, policy_of
 from deltacheck.report.data import collect
+from deltacheck.save.chains.compactor import Compactor
 from tests.support.adam_run import AdamRun
 
 pytestmark = pytest.mark.tools
@@ -30,6 +32,20 @@ def states() -> Any:
         yield run.step, run.state()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _merges_end_before_the_next_save() -> Iterator[None]:
+    """Otherwise the time of a merge, on its own thread, decides which save follows it."""
+    start = Compactor.start
+
+    def start_and_wait(self: Compactor, plan: Any, manifest: Any) -> None:
+        start(self, plan, manifest)
+        self.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compactor, "start", start_and_wait)
+        yield
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same checkpoints in an exact root, in files of torch, and under a lossy policy."""
@@ -42,8 +58,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step, state in states():
         for engine in engines:
             engine.save(step, state, metrics={"loss": 1.0}).wait()
-            # A merge that ends one save later gives other bytes.
-            engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
         tensors = tensors_of(state)
         torch.save(tensors, folder / "files" / f"step-{step}.pt")
     for engine in engines:
