@@ -8,11 +8,9 @@ import contextlib
 import importlib.util
 import io
 import json
-import logging
 import os
 import pickle
 import threading
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ import deltacheck
 from deltacheck.backends.torch.files import pointer
 from deltacheck.cli import main
 from tests.ranks.launch import launch
+from tests.ranks.policy_zero import start
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -316,20 +315,6 @@ class Model(torch.nn.Module):
         x = self.mean(torch.tanh(self.first(x)))
         x = torch.tanh(self.again(torch.tanh(self.hidden(x))))
         return self.last(torch.tanh(self.fixed(x)))
-
-
-def start(rank: int, size: int) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    warnings.simplefilter("ignore")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    from deltacheck.backends.torch.deepspeed import install
-
-    logger.setLevel(logging.CRITICAL)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled here
-    install()
-    deepspeed.init_distributed("gloo")
 
 
 def made(case: tuple[int, bool], fixed: float | None = None, **more: Any) -> Any:

@@ -720,7 +720,10 @@ def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves:
     """On the lattice of the restored step, each master would return to where the resume began."""
     made = saves(Policy.model_exact(moments="exact", stable_from=0), AdamRun(rate=1e-6))
     made.until_stable()
-    masters = lambda state: [e["master"] for e in state["optimizer"]["state"].values()]  # noqa: E731
+
+    def masters(state: Any) -> list[Any]:
+        return [e["master"] for e in state["optimizer"]["state"].values()]
+
     seeds = set()
     for _ in range(3):
         seeds |= {made.manifest().derived["optimizer/state/0/master"].seed}
