@@ -67,6 +67,23 @@ DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
   return center > kInfinity ? bits : same_sign | (whole & ~kMagnitude);
 }
 
+// The cell of a value. A number in place of a condition: GCC 12 does not vectorise choices between
+// conditions.
+struct LatticeCell {
+  float value;   // 0 if it is infinite or NaN
+  double u;      // its phase
+  double q;      // its code; 0 without one
+  double coded;  // 1, or 0 if the value is not finite or its code is no int32
+};
+
+DELTACHECK_HD LatticeCell cell_of(uint32_t bits, double step, double u) {
+  const bool finite = (bits & kMagnitude) < kInfinity;
+  const float value = float_of(finite ? bits : 0);
+  const double q = floor(value / step + u);
+  const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
+  return {value, u, coded ? q : 0, coded ? 1.0 : 0.0};
+}
+
 // The errors of coding, x being a value and x' its code's value.
 struct LatticeErrors {
   uint64_t refused;  // values that are not finite or have no int32 code; stored as 0
@@ -120,31 +137,25 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(codes);
   alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
-  uint64_t coded_count = 0;
-  double largest = 0;
+  double coded_count = 0, largest = 0;
   for (uint64_t start = 0; start < count; start += kBlockValues) {
     const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
     for (uint64_t i = 0; i < size; ++i) {
-      const uint32_t bits = x[start + i];
-      const bool finite = (bits & kMagnitude) < kInfinity;
-      const float value = float_of(finite ? bits : 0);
-      const double u = phase(seed, start + i), q = floor(value / step + u);
-      const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
-      const double cell = coded ? q : 0;
-      uint32_t moved = bits_of(middle_of(cell, step, u));
+      const LatticeCell cell = cell_of(x[start + i], step, phase(seed, start + i));
+      uint32_t moved = bits_of(middle_of(cell.q, step, cell.u));
       if (kCells) moved = in_cell(moved, w[start + i]);
       const double distance =
-          fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
-      const double error = coded ? distance : 0;
+          fabs(static_cast<double>(float_of(moved)) - static_cast<double>(cell.value));
+      const double error = cell.coded * distance;
       errors[i] = error;
       largest = error > largest ? error : largest;
-      coded_count += coded;
-      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell));
+      coded_count += cell.coded;
+      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell.q));
     }
     add_squares(errors, size, lanes);
   }
-  return {count - coded_count, largest, added(lanes)};
+  return {count - static_cast<uint64_t>(coded_count), largest, added(lanes)};
 }
 
 // Measures one part. `values`: float32 at any address. `weights`: bfloat16.
@@ -154,32 +165,28 @@ inline CastErrors lattice_cast_part(const uint8_t* values, const uint8_t* weight
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   alignas(64) double differences[kBlockValues], lives[kBlockValues];
   alignas(64) double difference_lanes[kSumLanes] = {}, live_lanes[kSumLanes] = {};
-  uint64_t coded_count = 0;
-  double largest = 0;
+  double coded_count = 0, largest = 0;
   for (uint64_t start = 0; start < count; start += kBlockValues) {
     const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
     for (uint64_t i = 0; i < size; ++i) {
-      const uint32_t bits = x[start + i];
-      const bool finite = (bits & kMagnitude) < kInfinity;
-      const float value = float_of(finite ? bits : 0);
-      const double u = phase(seed, start + i), q = floor(value / step + u);
-      const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
-      const float middle = middle_of(coded ? q : 0, step, u);
-      const double distance = fabs(static_cast<double>(middle) - static_cast<double>(value));
-      const double error = coded ? distance : 0;
+      const LatticeCell cell = cell_of(x[start + i], step, phase(seed, start + i));
+      const float middle = middle_of(cell.q, step, cell.u);
+      const double distance = fabs(static_cast<double>(middle) - static_cast<double>(cell.value));
+      const double error = cell.coded * distance;
       const uint32_t from = bits_of(middle);
       const double cast = float_of((from + 0x7fff + ((from >> 16) & 1u)) & 0xffff0000u);
       const double live = float_of(uint32_t{w[start + i]} << 16);
-      differences[i] = coded ? cast - live : 0;
+      differences[i] = cell.coded > 0 ? cast - live : 0;
       lives[i] = live;
       largest = error > largest ? error : largest;
-      coded_count += coded;
+      coded_count += cell.coded;
     }
     add_squares(differences, size, difference_lanes);
     add_squares(lives, size, live_lanes);
   }
-  return {count - coded_count, largest, added(difference_lanes), added(live_lanes)};
+  return {count - static_cast<uint64_t>(coded_count), largest, added(difference_lanes),
+          added(live_lanes)};
 }
 
 template <bool kCells>
