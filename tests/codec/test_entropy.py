@@ -67,6 +67,9 @@ def kinds() -> dict[str, Callable[[int], Bytes]]:
         "half random": lambda n: np.where(
             np.arange(n) < n // 2, random.integers(0, 256, n), 5
         ).astype(np.uint8),
+        "noise and runs": lambda n: np.where(
+            np.arange(n) % 997 < 700, random.normal(128, 9, n), 0
+        ).astype(np.uint8),
         "repetitive": lambda n: np.resize(random.integers(0, 256, 331, np.uint8), n),
         "text": lambda n: np.resize(np.frombuffer(Path(__file__).read_bytes(), np.uint8), n),
         "counter": lambda n: np.arange((n + 3) // 4, dtype="<u4").view(np.uint8)[:n],
@@ -211,10 +214,17 @@ def test_only_a_stream_that_no_code_makes_smaller_is_stored_as_it_is(pieces: int
     assert stream_codec([]) == "stream"
 
 
-def test_literals_alone_are_smaller_than_what_zstd_finds_in_values(tmp_path: Path) -> None:
-    data = kinds()["values"](CHUNK)
+@pytest.mark.parametrize(("kind", "share"), [("values", 0.95), ("noise and runs", 1.0)])
+def test_codes_and_runs_alone_are_smaller_than_what_zstd_finds_in_noise(
+    tmp_path: Path, kind: str, share: float
+) -> None:
+    data = kinds()[kind](CHUNK)
     written(tmp_path / "s", data, "stream")
-    assert (tmp_path / "s" / "c.0").stat().st_size < 0.95 * len(Zstd(level=1).encode(data))
+    size = (tmp_path / "s" / "c.0").stat().st_size
+    assert size < share * len(Zstd(level=1).encode(data))
+    # Without the runs, their bytes would take codes.
+    blocks = [data[at : at + (1 << 17)] for at in range(0, CHUNK, 1 << 17)]
+    assert size < sum(map(huffman_bytes, blocks)) * (0.9 if "runs" in kind else 1.01)
 
 
 @pytest.mark.parametrize("codec", ["stream", "store"])

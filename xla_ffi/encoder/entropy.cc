@@ -21,9 +21,14 @@ namespace {
 
 constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
 
+// Bytes of a run that is left out of the literals. A run is found if it covers an aligned window.
+constexpr uint64_t kLeastRun = 16, kWindow = 16;
+
 // A chunk is judged by a sample: kPieces pieces of it, together a fraction 1 / kSampleShare of its
 // bytes within these bounds.
 constexpr uint64_t kSampleShare = 32, kLeastSample = 4096, kMostSample = 16384, kPieces = 4;
+// zstd is tried if it may find a match at more than a fraction 1 / kRepeatShare of the positions.
+constexpr uint64_t kRepeatShare = 128;
 
 void put_little_endian(uint64_t value, int bytes, uint8_t* out) {
   for (int k = 0; k < bytes; ++k) out[k] = static_cast<uint8_t>(value >> (8 * k));
@@ -61,46 +66,96 @@ class Compressor {
   // kMostSample)). Returns its size.
   uint64_t frame(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, level);
-    // Matches take time. At the lowest level they must save enough bytes.
-    least_gain_ = level > 1 ? UINT64_MAX : 64;
     const uint64_t piece = std::clamp(size / kSampleShare, kLeastSample, kMostSample) / kPieces;
-    bool matches;
-    if (size <= kPieces * piece) {
-      matches = matches_pay(data, size, out, room);
-    } else {
-      uint8_t sample[kMostSample];
-      for (uint64_t k = 0; k < kPieces; ++k) {
-        std::memcpy(sample + k * piece, data + (size - piece) * k / (kPieces - 1), piece);
-      }
-      matches = matches_pay(sample, kPieces * piece, out, room);
+    if (size <= kPieces * piece)
+      return matches_pay(level, data, size, out, room) ? with_matches(data, size, out, room)
+                                                       : with_runs(data, size, out, room);
+    uint8_t sample[kMostSample];
+    for (uint64_t k = 0; k < kPieces; ++k) {
+      std::memcpy(sample + k * piece, data + (size - piece) * k / (kPieces - 1), piece);
     }
-    return matches ? with_matches(data, size, out, room) : literals_only(data, size, out, room);
+    const bool matches = (level > 1 || repeats(sample, kPieces * piece)) &&
+                         matches_pay(level, sample, kPieces * piece, out, room);
+    return matches ? with_matches(data, size, out, room) : with_runs(data, size, out, room);
   }
 
  private:
-  // Returns true if matches make a frame smaller by more than their time is worth. A Huffman code
-  // takes at least one bit per byte. A smaller frame means that the data repeats one byte, and
-  // differences elsewhere are rare.
-  bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
-    const uint64_t without = literals_only(data, size, out, room);
-    return without < size / 16 ||
-           with_matches(data, size, out, room) < without - without / least_gain_;
+  // Returns true if matches make a frame smaller by more than their time is worth. At the lowest
+  // level they must save enough bytes.
+  bool matches_pay(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    const uint64_t least_gain = level > 1 ? UINT64_MAX : 64,
+                   without = with_runs(data, size, out, room);
+    return with_matches(data, size, out, room) < without - without / least_gain;
+  }
+
+  // Returns false if few groups of 8 bytes, other than runs, occur twice. The trial of zstd would
+  // then find no gain, and it takes many times as long.
+  bool repeats(const uint8_t* data, uint64_t size) {
+    constexpr int kBits = 12;
+    uint16_t last[1 << kBits] = {};  // the position after the last group of each hash
+    static_assert(kMostSample <= UINT16_MAX);
+    uint64_t count = 0;
+    for (uint64_t at = 0; at + 8 <= size; ++at) {
+      const uint64_t group = word_at(data + at);
+      if (is_run(group)) continue;
+      uint16_t& before = last[group * 0x9e3779b97f4a7c15u >> (64 - kBits)];
+      count += before != 0 && word_at(data + before - 1) == group;
+      before = static_cast<uint16_t>(at + 1);
+    }
+    return count > size / kRepeatShare;
   }
 
   uint64_t with_matches(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     return checked(ZSTD_compress2(context_, out, room, data, size));
   }
 
-  // Writes blocks of literals alone, without a search for matches. zstd then only encodes them with
-  // Huffman codes.
-  uint64_t literals_only(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
-    blocks_.clear();
-    for (uint64_t at = 0; at < size || at == 0; at += kBlock) {
-      blocks_.push_back({0, static_cast<unsigned>(std::min(kBlock, size - at)), 0, 0});
-    }
-    return checked(
-        ZSTD_compressSequences(context_, out, room, blocks_.data(), blocks_.size(), data, size));
+  // Writes blocks whose only matches are runs of a byte. zstd encodes the other bytes with Huffman
+  // codes, without a search for matches. Differences are mostly noise and runs of zeros.
+  uint64_t with_runs(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    sequences_.clear();
+    for (uint64_t at = 0; at < size || at == 0; at += kBlock)
+      add_block(data, data + at, data + std::min(size, at + kBlock));
+    return checked(ZSTD_compressSequences(context_, out, room, sequences_.data(), sequences_.size(),
+                                          data, size));
   }
+
+  // Adds the runs of one block, and its end. `start`: of the frame.
+  void add_block(const uint8_t* start, const uint8_t* begin, const uint8_t* end) {
+    const uint8_t* literals = begin;  // the first byte behind the run before
+    for (const uint8_t* at = begin; end - at >= static_cast<ptrdiff_t>(kWindow);) {
+      const uint64_t word = word_at(at);
+      if (word != word_at(at + 8) || !is_run(word)) {
+        at += kWindow;
+        continue;
+      }
+      const uint8_t* first = at;
+      while (first > literals && first[-1] == *at) --first;
+      // A match repeats the byte before it.
+      if (first > literals || first == start || first[-1] != *at) ++first;
+      at = end_of_run(at + kWindow, end, word);
+      if (at - first < static_cast<ptrdiff_t>(kLeastRun)) continue;
+      sequences_.push_back(
+          {1, static_cast<unsigned>(first - literals), static_cast<unsigned>(at - first), 0});
+      literals = at;
+    }
+    sequences_.push_back({0, static_cast<unsigned>(end - literals), 0, 0});
+  }
+
+  // Returns the first position at which the bytes differ from `word`, a run.
+  static const uint8_t* end_of_run(const uint8_t* at, const uint8_t* end, uint64_t word) {
+    while (end - at >= 8 && word_at(at) == word) at += 8;
+    while (at < end && *at == static_cast<uint8_t>(word)) ++at;
+    return at;
+  }
+
+  static uint64_t word_at(const uint8_t* at) {
+    uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    return word;
+  }
+
+  // Returns true if all bytes of a word are equal.
+  static bool is_run(uint64_t word) { return word == (word << 8 | word >> 56); }
 
   // With sufficient room, zstd can only fail for lack of memory.
   static uint64_t checked(size_t result) {
@@ -109,8 +164,7 @@ class Compressor {
   }
 
   ZSTD_CCtx* const context_;
-  uint64_t least_gain_ = 64;  // matches must save a fraction 1 / least_gain_ of a frame
-  std::vector<ZSTD_Sequence> blocks_;
+  std::vector<ZSTD_Sequence> sequences_;
 };
 
 class File {
