@@ -316,7 +316,7 @@ class OursOrbax(_Ours):
         from deltacheck.backends.orbax import manager
 
         # The runs donate nothing, so there is no reason to read before the save returns.
-        self._manager = manager(root, policy=_POLICIES[self.name](profile), capture="lazy")
+        self._manager = manager(root, policy=_POLICIES[self.name](profile))
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         from deltacheck.backends.orbax import DeltaSaveArgs

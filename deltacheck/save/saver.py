@@ -292,6 +292,11 @@ class Saver:
             self._planned.wait()
         return self._chains.standing()
 
+    @property
+    def most_numbers(self) -> int:
+        """The most sequence numbers that one save takes: a merge that it plans has its own."""
+        return 1 if self._chains.compactor is None else 2
+
     def number_from(self, seq: int) -> None:
         """Give the next save at least this sequence number.
 

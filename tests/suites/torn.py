@@ -495,7 +495,7 @@ def jax_run(root: Path, saves: int) -> Outcome:
     host = memory[-memory.ctypes.data % 64 :][: 4 * _SIZE].view(np.float32)
     outcome, expected = Outcome(), {}
     double = jax.jit(lambda array: array * 2, donate_argnums=0)
-    with manager(root, capture="lazy", durability="process") as saver:
+    with manager(root, durability="process") as saver:
         for step in range(saves):
             host[:] = expected[step] = step + 1.0
             shared = jax.device_put(host, may_alias=True)

@@ -62,10 +62,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             step exists, so it commits later. ``"receipt"``: the whole step is read back after the
             commit, and the next call raises a failure. Both read about as much as a restore and
             hash the state at the capture.
-        capture: The reading of arrays in host memory (JAX on the processor). ``"eager"``: before
-            ``save`` returns, so that they may be donated at once. ``"lazy"``: behind the training.
-            ``save`` returns much sooner, but XLA copies a donated array that is not yet read, which
-            takes its memory twice. Other arrays are always read at once.
+        capture: The reading of arrays in host memory (JAX on the processor). ``"auto"``: behind the
+            training. ``save`` returns much sooner, but XLA copies a donated array that is not yet
+            read, which takes its memory twice, and an array that shares its memory with NumPy must
+            not be overwritten before (the save fails as ``SnapshotTorn``). ``"eager"``: before
+            ``save`` returns, so that neither can happen. Other arrays are always read at once.
         redate_after_seconds: The age after which files of the root get the present time, so that a
             purge by age leaves them. Default: never.
         on_error: The effect of a failed save on ``manager()``, which describes it. Orbax raises the
@@ -87,15 +88,15 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         io_timeout_seconds: float = 600.0,
         durability: str = "power",
         verify: str = "none",
-        capture: str = "eager",
+        capture: str = "auto",
         redate_after_seconds: float | None = None,
         on_error: str = "raise",
         max_failures: int = 3,
         read_only: bool = False,
     ) -> None:
-        if capture not in ("eager", "lazy"):
-            raise ValueError(f"capture must be 'eager' or 'lazy', not {capture!r}")
-        self._is_lazy = capture == "lazy"
+        if capture not in ("auto", "eager"):
+            raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
+        self._is_eager = capture == "eager"
         self._root = None if root is None else Path(root).absolute()
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
@@ -302,7 +303,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         key = self._key(place)
         # Made at the first call: only Orbax knows the names of the items.
         if key not in self._items:
-            self._items[key] = Item(*key, self._options, lazy=self._is_lazy)
+            self._items[key] = Item(*key, self._options, is_eager=self._is_eager)
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:
@@ -342,8 +343,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """The arguments of a save.
 
-    The arrays may be donated or deleted as soon as ``save`` returns (under ``capture="lazy"`` a
-    donation saves no memory); NumPy arrays may be written to.
+    The arrays may be donated or deleted as soon as ``save`` returns, and NumPy arrays may be
+    written to, but not memory that a JAX array shares (``capture="eager"`` permits that, too).
 
     Args:
         item: A nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
+from deltacheck.backends.orbax.capture.batch import planned
 from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, holders, writer_of
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
 from deltacheck.backends.orbax.state import leaves, load, pieces
@@ -28,13 +27,13 @@ from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
-from deltacheck.save.job.source import host_content_check
+from deltacheck.save.job.source import LaterSources, Sources
 from deltacheck.save.logbook import Plan
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, encode_manifest
@@ -75,7 +74,7 @@ class Item:
         root: The manager's directory.
         name: The name of the item.
         options: The options of all saves.
-        lazy: Read arrays in host memory behind the training.
+        is_eager: Read all arrays before ``save`` returns.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class Item:
         name: str,
         options: SaveOptions,
         *,
-        lazy: bool = False,
+        is_eager: bool = False,
     ) -> None:
         self.root = root
         self._name = name
         self._options = options
-        self._lazy = lazy
+        self._is_eager = is_eager
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._base: tuple[Restored, Manifest] | None = None
@@ -183,21 +182,18 @@ class Item:
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         # All items of a root share one store, and no two segments may have the same number.
-        saver.number_from(writer.take_seq())
+        saver.number_from(writer.take_seq(saver.most_numbers))
         gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
         with leaves.own_rules():
-            sources = _sources(plan.rest, self._lazy) | dict(plan.sources)
             handle = saver.save(
                 step,
                 plan.rest.skeleton,
-                # By path, as in the torch backend: equal states then give equal segments in both.
-                {path: sources[path] for path in sorted(sources)},
+                self._sources(plan),
                 gate.commit,
                 metrics=metrics,
                 replay=plan.replay,
                 note=plan.note,
             )
-        writer.number_from(saver.standing()[1])
         try:
             self._last = Commit(handle, gate, place)
         except BaseException:
@@ -213,6 +209,13 @@ class Item:
             max(0.0, time.perf_counter() - start_time + log_seconds - handle.blocking_seconds)
         )
         return self._last
+
+    def _sources(self, plan: Plan) -> Sources:
+        sources = planned(plan.rest, self._is_eager)
+        if not plan.sources:
+            return sources
+        made = sources.make() if isinstance(sources, LaterSources) else sources
+        return dict(sorted({**made, **plan.sources}.items()))
 
     def _begin_in_group(
         self,
@@ -286,7 +289,7 @@ class Item:
                 handle = saver.save(
                     place.step,
                     assignment.tree,
-                    pieces.sources(flat, assignment.tiles, self._lazy),
+                    pieces.sources(flat, assignment.tiles, not self._is_eager),
                     partial(attempt.commit, make),
                     metrics=metrics,
                     agreed=replace(agreed, abandon=attempt.abandon),
@@ -439,31 +442,6 @@ class Item:
         # meanwhile.
         base = self._base
         return segments if base is None else segments | {ref.id for ref in base[1].segments}
-
-
-def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
-    """Return the sources of all leaves.
-
-    With ``lazy``, arrays that are whole in host memory are read behind the training. JAX neither
-    changes nor frees an array while it is viewed. But the program may write to the memory of an
-    array that was made from a NumPy array without a copy, which a check of the content notices.
-    """
-    seed = random.getrandbits(62)
-    sources = {}
-    for path, spec in specs_of(flat).items():
-        value = flat.arrays[path]
-        view = leaves.view_of(value) if lazy else None
-        sources[path] = LeafSource(
-            spec,
-            partial(_itself, value if view is None else view),
-            lazy=view is not None,
-            check_content=None if view is None else host_content_check(path, view, seed),
-        )
-    return sources
-
-
-def _itself(value: object) -> object:
-    return value
 
 
 class Gate:

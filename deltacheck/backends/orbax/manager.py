@@ -48,7 +48,7 @@ def manager(  # noqa: PLR0913 - one argument per option
     io_timeout_seconds: float = 600.0,
     durability: str = "power",
     verify: str = "none",
-    capture: str = "eager",
+    capture: str = "auto",
     on_error: str = "raise",
     max_failures: int = 3,
     exit_timeout_seconds: float = 120.0,
@@ -84,8 +84,8 @@ def manager(  # noqa: PLR0913 - one argument per option
             process. Nothing is synced, and a power cut may take the last steps.
         verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
             then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
-        capture: ``"eager"``: arrays in host memory are read before ``save`` returns; ``"lazy"``:
-            behind the training, so that ``save`` returns sooner but donations copy.
+        capture: ``"auto"``: arrays in host memory are read behind the training, so that ``save``
+            returns sooner but donations copy; ``"eager"``: before ``save`` returns.
         on_error: The effect of a failed save. ``"raise"``: the next ``save``,
             ``wait_until_finished`` or ``close`` raises it, so that no loss goes unseen. ``"log"``:
             the run goes on without this step. The failure is logged and counted in the next

@@ -53,19 +53,11 @@ class Writer:
         # A thread, because a call into a hanging storage cannot be interrupted.
         self._collector = Background(1, "deltacheck-collector")
 
-    def take_seq(self) -> int:
-        """Return a sequence number that no save of this root has."""
+    def take_seq(self, count: int = 1) -> int:
+        """Return the first of ``count`` sequence numbers that no save of this root has."""
         with _lock:
-            self._next_seq += 1
-            return self._next_seq - 1
-
-    def number_from(self, seq: int) -> None:
-        """Give the next save at least this sequence number.
-
-        A saver that sets its number aside for a merge takes the next one for its save.
-        """
-        with _lock:
-            self._next_seq = max(self._next_seq, seq)
+            self._next_seq += count
+            return self._next_seq - count
 
     def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
         """Remove the segments that no step and no save under way needs.

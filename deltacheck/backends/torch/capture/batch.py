@@ -24,19 +24,16 @@ from deltacheck.backends.torch.capture.guard import (
 )
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
-from deltacheck.codec.fingerprints import Memory, fingerprint_of, fingerprints
+from deltacheck.codec.fingerprints import Memory, fingerprints
 from deltacheck.leaf.outline import chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.source import (
+    MOST_COPIED_BYTES,
     LaterSources,
     LeafSource,
     host_content_check,
-    torn_between_reads,
+    require_fingerprint,
 )
-
-# The most bytes of leaves that are copied within ``save``, which takes about a millisecond. More:
-# they are encoded there, which needs no copy.
-_MOST_COPIED_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -78,9 +75,7 @@ class _Leaf:
 
     def check_content(self, content: NDArray[np.uint8]) -> None:
         """Raise ``SnapshotTorn`` if what was read is not the content at ``save``."""
-        after = fingerprint_of(content, self.seed)
-        if after != self.content:
-            raise torn_between_reads(self.path, f"{self.content:016x}", f"{after:016x}")
+        require_fingerprint(self.path, self.content, self.seed, content)
 
 
 def in_place(spec: LeafSpec, aliases: Sequence[torch.Tensor], seed: int) -> LeafSource:
@@ -161,10 +156,10 @@ def _others(
         guarded: As in ``planned``.
 
     Returns:
-        The sources; ``None`` if more than ``_MOST_COPIED_BYTES`` would have to be copied.
+        The sources; ``None`` if more than ``MOST_COPIED_BYTES`` would have to be copied.
     """
     aliases = {path: guarded.watched(value) for path, value in values.items()}
-    if sum(specs[path].raw_bytes for path in values if not aliases[path]) > _MOST_COPIED_BYTES:
+    if sum(specs[path].raw_bytes for path in values if not aliases[path]) > MOST_COPIED_BYTES:
         return None
     seed = random.getrandbits(62)
     sources = {}

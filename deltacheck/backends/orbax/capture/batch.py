@@ -1,0 +1,82 @@
+"""Plan the reads of the arrays of a process that saves alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.backends.numpy_leaves import specs_of
+from deltacheck.backends.orbax.state import leaves
+from deltacheck.codec.fingerprints import fingerprints
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import Flat
+from deltacheck.save.job.source import (
+    MOST_COPIED_BYTES,
+    LaterSources,
+    LeafSource,
+    Sources,
+    require_fingerprint,
+)
+
+
+def planned(flat: Flat, is_eager: bool) -> Sources:
+    """Plan the reads of a state.
+
+    Arrays that lie whole in host memory are read behind the training. JAX neither changes nor frees
+    an array while it is viewed. But the program may write to the memory of an array that was made
+    from a NumPy array without a copy, which its fingerprint shows.
+
+    Args:
+        flat: The state.
+        is_eager: Read every leaf before ``save`` returns.
+
+    Returns:
+        The sources of all leaves by path, ascending. They are made behind the training loop unless
+        something must be read before.
+    """
+    # By path, as in the torch backend: equal states then give equal segments in both.
+    specs = dict(sorted(specs_of(flat).items()))
+    views: dict[str, NDArray[np.uint8]] = {}
+    if not is_eager:
+        for path in specs:
+            view = leaves.view_of(flat.arrays[path])
+            if view is not None:
+                views[path] = view
+    rest = [path for path in specs if path not in views]
+    is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
+    others = {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
+    seed = random.getrandbits(62)
+    contents = fingerprints(
+        np.array([view.__array_interface__["data"][0] for view in views.values()], np.uint64),
+        np.array([view.size for view in views.values()], np.uint64),
+        seed,
+    )
+
+    def make() -> Mapping[str, LeafSource]:
+        sources = others | {
+            path: LeafSource(
+                specs[path],
+                partial(_itself, view),
+                True,
+                check_content=partial(require_fingerprint, path, content, seed),
+            )
+            for (path, view), content in zip(views.items(), contents.tolist(), strict=True)
+        }
+        return {path: sources[path] for path in specs}
+
+    return LaterSources(specs, make) if is_later else make()
+
+
+def _other(spec: LeafSpec, value: object, is_later: bool) -> LeafSource:
+    """Return the source of a leaf that cannot be viewed; ``is_later``: of a copy of it."""
+    if is_later:
+        return LeafSource(spec, partial(_itself, leaves.bytes_of(value).copy()), True)
+    return LeafSource(spec, partial(_itself, value))
+
+
+def _itself(value: object) -> object:
+    return value
