@@ -21,7 +21,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
 from deltacheck.policy.merging import can_merge
 from deltacheck.restore.chain import Chain
-from deltacheck.save.chains.chain_state import ChainState
+from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.exits import undisturbed
 from deltacheck.save.handle import SaveHandle, progress_of
@@ -57,11 +57,11 @@ class Saver:
         store: The segments of the root.
         codec: The codec of the backend's memory.
         options: The options of all saves.
-        next_seq: The sequence number of the first save.
+        numbers: The sequence numbers of the saves.
     """
 
     def __init__(
-        self, store: Store, codec: Codec[Any], options: SaveOptions, *, next_seq: int
+        self, store: Store, codec: Codec[Any], options: SaveOptions, numbers: Numbers
     ) -> None:
         self.codec = codec
         # Leaves are written whole instead, or by every save that finds them changed.
@@ -74,7 +74,7 @@ class Saver:
             if options.compact_after is not None or can_merge(options.policy)
             else None
         )
-        self._chains = ChainState(next_seq, compactor)
+        self._chains = ChainState(numbers, compactor)
         self._handles: list[SaveHandle] = []
         # Longer than the deadlines of storage calls, so that a hanging save fails by itself first.
         self._pulse = Pulse(2 * options.io_timeout_seconds)
@@ -291,11 +291,6 @@ class Saver:
         if self.is_ours():  # a forked child has no such thread
             self._planned.wait()
         return self._chains.standing()
-
-    @property
-    def most_numbers(self) -> int:
-        """The most sequence numbers that one save takes: a merge that it plans has its own."""
-        return 1 if self._chains.compactor is None else 2
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least this sequence number.

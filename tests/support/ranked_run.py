@@ -20,6 +20,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_leaves
+from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.joint import AgreedSave, Attempt, Joint, RankTiles, cuts_of
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions
@@ -119,7 +120,7 @@ class RankedRun:
         # As in a process group: a merge would write tiles outside of the agreement of the ranks.
         settings = SaveOptions(policy=policy, **options).without_merges()
         self.savers = [
-            Saver(one, default_codec(), settings, next_seq=next_seq) for one in self.stores
+            Saver(one, default_codec(), settings, Numbers(next_seq)) for one in self.stores
         ]
         for joint, saver in zip(self.joints, self.savers, strict=True):
             joint.groups = saver.groups

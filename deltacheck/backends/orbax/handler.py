@@ -62,11 +62,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             step exists, so it commits later. ``"receipt"``: the whole step is read back after the
             commit, and the next call raises a failure. Both read about as much as a restore and
             hash the state at the capture.
-        capture: The reading of arrays in host memory (JAX on the processor). ``"auto"``: behind the
-            training. ``save`` returns much sooner, but XLA copies a donated array that is not yet
-            read, which takes its memory twice, and an array that shares its memory with NumPy must
-            not be overwritten before (the save fails as ``SnapshotTorn``). ``"eager"``: before
-            ``save`` returns, so that neither can happen. Other arrays are always read at once.
+        capture: The reading of arrays in host memory; others are read at once. ``"auto"``: behind
+            the training. XLA then copies a donated array that is not yet read, and a write to
+            memory that it shares with NumPy fails the save. ``"eager"``: before ``save`` returns,
+            which blocks longer. Neither can happen.
         redate_after_seconds: The age after which files of the root get the present time, so that a
             purge by age leaves them. Default: never.
         on_error: The effect of a failed save on ``manager()``, which describes it. Orbax raises the

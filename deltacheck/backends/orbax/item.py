@@ -25,6 +25,7 @@ from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
+from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.source import LaterSources, Sources
@@ -170,7 +171,7 @@ class Item:
     ) -> Commit:
         step = place.step
         with leaves.own_rules():
-            saver, writer = self._open()
+            saver = self._open()
             # Before the plan: a log plans on the last save only if that became a step.
             self._settle(saver)
         # Before the log plans: gradients are of no use if the base that they follow is gone.
@@ -181,8 +182,6 @@ class Item:
         epoch = saver.standing()[0]
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        # All items of a root share one store, and no two segments may have the same number.
-        saver.number_from(writer.take_seq(saver.most_numbers))
         gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
         with leaves.own_rules():
             handle = saver.save(
@@ -315,7 +314,7 @@ class Item:
         if self.writer is None:
             self.writer = writer_of(self.root, self, self._options.durability)
         assert isinstance(self.writer, Writer)
-        return self.writer.take_seq(), is_committed
+        return self.writer.numbers.take(), is_committed
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Continue from a restored step, so that the next save is a delta to it."""
@@ -353,22 +352,24 @@ class Item:
                 # still write.
                 self._saver.when_stopped(partial(self.writer.release, self))
 
-    def _open(self) -> tuple[Saver, Writer]:
+    def _open(self) -> Saver:
         if self._saver is None or not isinstance(self.writer, Writer):
             self.writer = writer_of(self.root, self, self._options.durability)
             self._continue_from(self._saver_of(self.writer), self._take_base())
         assert self._saver is not None
-        return self._saver, self.writer
+        return self._saver
 
     def _saver_of(self, writer: Writer | Guest) -> Saver:
         if self._saver is None:
             self.writer = writer
+            is_alone = jax.process_count() == 1
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
                 # A merge would write tiles outside of the agreement of the processes.
-                self._options if jax.process_count() == 1 else self._options.without_merges(),
-                next_seq=0,
+                self._options if is_alone else self._options.without_merges(),
+                # All items of a root share one store. Processes agree on the number of each save.
+                Numbers(0, writer.numbers if is_alone and isinstance(writer, Writer) else None),
             )
         return self._saver
 

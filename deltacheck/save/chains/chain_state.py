@@ -9,7 +9,8 @@ be committed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from deltacheck.leaf.digest import leaf_digest
@@ -23,19 +24,50 @@ from deltacheck.store.files.effort import Effort
 from deltacheck.store.manifest import Manifest, SegmentRef
 
 
+class Numbers:
+    """The sequence numbers of one saver. No two segments of a store may have the same one.
+
+    Args:
+        next_seq: The next number.
+        shared: The numbers of a store that several savers share. ``None``: the saver is alone.
+
+    Attributes:
+        next: The next number, as far as this saver knows.
+    """
+
+    def __init__(self, next_seq: int, shared: Numbers | None = None) -> None:
+        self.next = next_seq
+        self._shared = shared or self
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Return a context that advances ``next`` by the numbers taken, alone of all savers."""
+        with self._shared._lock:
+            self.next = max(self.next, self._shared.next)
+            yield
+            self._shared.next = self.next
+
+    def take(self) -> int:
+        """Return the next number, which no other save then has."""
+        with self.taking():
+            self.next += 1
+            return self.next - 1
+
+
 class ChainState:
     """The chains of one saver. Its methods may be called from any thread.
 
     Args:
-        next_seq: The sequence number of the first save.
+        numbers: The sequence numbers of its saves.
         compactor: Shortens long chains behind the saves. ``None``: nothing does.
     """
 
-    def __init__(self, next_seq: int, compactor: Compactor | None) -> None:
+    def __init__(self, numbers: Numbers, compactor: Compactor | None) -> None:
         self.epoch = 0
         self.leaves: dict[str, LeafState] = {}
         self.compactor = compactor
-        self._next_seq = next_seq
+        self._numbers = numbers
         # The segments of the newest durable save, and the number of delta arrays in each.
         self._refs: dict[str, SegmentRef] = {}
         self._delta_arrays: dict[str, int] = {}
@@ -66,12 +98,12 @@ class ChainState:
         replaced.
         """
         with self._lock:
-            return self.epoch, self._next_seq
+            return self.epoch, self._numbers.next
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least this sequence number."""
         with self._lock:
-            self._next_seq = max(self._next_seq, seq)
+            self._numbers.next = max(self._numbers.next, seq)
 
     def adopt(
         self, chains: Mapping[str, Chain], bases: Mapping[str, Any] | None, manifest: Manifest
@@ -154,7 +186,7 @@ class ChainState:
             effort: The effort of the entropy stage.
             make_job: Return the save. If it raises, its sequence number is not used.
         """
-        with self._lock:
+        with self._lock, self._numbers.taking():
             for path in self.leaves.keys() - paths:
                 del self.leaves[path]
             compaction = self._take_compaction()
@@ -162,11 +194,11 @@ class ChainState:
             due = due_for_reads(
                 delta_segments, self._delta_arrays, options.policy.max_restore_reads
             )
-            job = make_job(ChainTurn(self._next_seq, self.epoch, self.leaves, due, effort))
+            job = make_job(ChainTurn(self._numbers.next, self.epoch, self.leaves, due, effort))
             if compaction is not None:
                 self._plans[job.seq] = compaction
             self._segments_under_way.add(job.writer.id)
-            self._next_seq += 1
+            self._numbers.next += 1
             return job
 
     def _take_compaction(self) -> CompactionPlan | None:
@@ -184,10 +216,10 @@ class ChainState:
         ):
             self._compacted = {compacted.ref.id: compacted.ref}
             self._delta_arrays[compacted.ref.id] = compacted.delta_arrays
-        plan = self.compactor.plan(self.leaves, self._next_seq, self.epoch, self._delta_arrays)
+        plan = self.compactor.plan(self.leaves, self._numbers.next, self.epoch, self._delta_arrays)
         if plan is not None:
             # The compacted segment is numbered between the last save and the one that begins.
-            self._next_seq += 1
+            self._numbers.next += 1
         return plan
 
     def merged_bytes(self) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
@@ -19,7 +20,7 @@ from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_sto
 log = logging.getLogger("deltacheck")
 
 # The writers of this process, by root, because a process can hold the lease of a root once. The
-# lock also guards the users and the sequence numbers of every writer.
+# lock also guards the users of every writer.
 _writers: dict[Path, Writer] = {}
 _lock = threading.Lock()
 
@@ -48,16 +49,10 @@ class Writer:
         self._writer = RootWriter(self.root, take_lease(self.store.path))
         self._writer.protect(self._protected)
         # Read under the lease: before, another process could have used the number.
-        self._next_seq = self.root.next_seq()
+        self.numbers = Numbers(self.root.next_seq())
         self._users: set[object] = set()
         # A thread, because a call into a hanging storage cannot be interrupted.
         self._collector = Background(1, "deltacheck-collector")
-
-    def take_seq(self, count: int = 1) -> int:
-        """Return the first of ``count`` sequence numbers that no save of this root has."""
-        with _lock:
-            self._next_seq += count
-            return self._next_seq - count
 
     def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
         """Remove the segments that no step and no save under way needs.

@@ -31,6 +31,7 @@ from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
+from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.folder_probe import Probe
 from deltacheck.save.ranks.joint import Report, merged, stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
@@ -182,7 +183,7 @@ class Stream:
                 # All ranks write the segments of a save under one number, which leaves none for a
                 # merge.
                 self.options.without_merges(),
-                next_seq=opened.next_seq,
+                Numbers(opened.next_seq),
             )
         except BaseException:
             self._writer.release()

@@ -32,6 +32,7 @@ from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
+from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
@@ -102,7 +103,7 @@ class SingleProcessSession:
             # A memory tier may hold newer steps than the durable root, and each number is used
             # once.
             next_seq = max(opened.next_seq, self.live.next_seq())
-            self.saver = Saver(self.live.store, TorchCodec(), options, next_seq=next_seq)
+            self.saver = Saver(self.live.store, TorchCodec(), options, Numbers(next_seq))
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
 
