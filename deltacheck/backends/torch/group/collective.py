@@ -173,6 +173,34 @@ class RankGroup(Group):
         Raises:
             RankFailed: A rank could not restore the step. That rank raises the error itself.
         """
+        manifest = self.manifest(root, step, expected_digest)
+        with self.sharing_failure():
+            require_contract(manifest, contract)
+            reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
+            with damage.named(root, manifest):
+                if target is None:
+                    state = leaves.tree_of(manifest.tree, reader.whole())
+                else:
+                    state = _fill(reader, target)
+        # No rank may continue from a step that another rank could not restore.
+        self.joint.agree(None, lambda _: None, "restores")
+        self.resume(saver, reader, target)
+        return manifest, state
+
+    def manifest(
+        self, root: Root, step: int | str | None, expected_digest: str | None = None
+    ) -> Manifest:
+        """Return the manifest of a step, the same on every rank.
+
+        Args:
+            root: The root.
+            step: As in ``restore``.
+            expected_digest: As in ``Engine.restore``.
+
+        Raises:
+            RankFailed: The ranks ask for different steps, or one of them could not read it. That
+                rank raises the error itself.
+        """
 
         def choose(requests: list[Any]) -> str:
             if any(request != requests[0] for request in requests):
@@ -187,17 +215,7 @@ class RankGroup(Group):
             manifest = root.manifest(step)
             # Each rank reads the manifest itself. The digest proves that it is the one of rank 0.
             root.require_digest(manifest, digest)
-            require_contract(manifest, contract)
-            reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
-            with damage.named(root, manifest):
-                if target is None:
-                    state = leaves.tree_of(manifest.tree, reader.whole())
-                else:
-                    state = _fill(reader, target)
-        # No rank may continue from a step that another rank could not restore.
-        self.joint.agree(None, lambda _: None, "restores")
-        self.resume(saver, reader, target)
-        return manifest, state
+        return manifest
 
     def resume(self, saver: Saver, reader: StepReader, state: Flat | None) -> None:
         """Continue from a step that every rank has read with ``reader``.

@@ -1,0 +1,105 @@
+"""Read steps, and agree on them, in a training of one process or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.group.process_group import ProcessGroupSession
+from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.trainer.checkpoint_files import Files
+from deltacheck.leaf import tree
+from deltacheck.restore import damage
+from deltacheck.restore.fill import StepReader
+
+
+class TrainerRanks:
+    """The processes of a training, which make the same calls.
+
+    Args:
+        engine: The engine of this process.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        session = engine._session
+        self._group = session.group if isinstance(session, ProcessGroupSession) else None
+        # What the saver continues from; ``None`` once it does, or if nothing was restored.
+        self._reader: StepReader | None = None
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """Return a plain decision of rank 0 on every rank."""
+        if self._group is None:
+            return decision()
+        return self._group.joint.agree(None, lambda _: decision(), "resumes a training")
+
+    def steps(self) -> list[int]:
+        """Wait for the saves under way, and return the committed steps."""
+        self._engine.wait()
+        steps: list[int] = self.decide(self._engine.steps)
+        return steps
+
+    def gather(self, names: list[str], take: Callable[[Iterable[str]], Files]) -> Files:
+        """Take files on rank 0, after every rank has written its own.
+
+        Args:
+            names: The files that this rank sees.
+            take: Called on rank 0 with the files that any rank sees.
+
+        Returns:
+            What ``take`` returned; nothing on other ranks.
+        """
+        if self._group is None:
+            return take(names)
+        files: Files = {}
+
+        def decide(of_ranks: list[list[str]]) -> None:
+            files.update(take({name for of_rank in of_ranks for name in of_rank}))
+
+        self._group.joint.agree(names, decide, "takes the files of a checkpoint")
+        return files
+
+    def restore(self, step: int) -> Any:
+        """Return a whole step on every rank. ``continue_chains`` makes it the base of saves."""
+        if self._group is None:
+            return self._engine.restore(step)
+        self._reader, state = self._read(step, None, keep=True)
+        return state
+
+    def read(self, step: int, key: str) -> Any:
+        """Return one entry of a step, which no save continues from."""
+        return self._read(step, key, keep=False)[1][key]
+
+    def continue_chains(self, state: Callable[[], Any]) -> None:
+        """Let the next save store changes to the restored step.
+
+        Args:
+            state: Returns the state of this rank as the next save will have it.
+        """
+        reader, self._reader = self._reader, None
+        if self._group is not None and reader is not None:
+            with self._group.sharing_failure():
+                flat = self._group.flatten(state())
+            self._group.resume(self._engine._saver, reader, flat)
+
+    def _read(self, step: int, key: str | None, *, keep: bool) -> tuple[StepReader, Any]:
+        root, manifest = self._engine._session.find(step)
+        if self._group is None:
+            return _read_whole(StepReader(root, manifest, keep=keep), key)
+        manifest = self._group.manifest(root, step)
+        with self._group.sharing_failure():
+            result = _read_whole(StepReader(root, manifest, keep=keep), key)
+        # No rank may train on from a step that another rank could not read.
+        self._group.joint.agree(None, lambda _: None, "restores")
+        return result
+
+
+def _read_whole(reader: StepReader, key: str | None) -> tuple[StepReader, Any]:
+    manifest = reader.manifest
+    part = manifest.tree
+    if key is not None:
+        part = tree.pruned(part, {"t": "dict", "k": [[key, {"t": "none"}]]})
+    with damage.named(reader.root, manifest):
+        loaded = reader.whole(sorted(set(tree.array_paths(part).values())))
+    return reader, leaves.tree_of(part, loaded, stored=reader.stored)
