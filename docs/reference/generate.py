@@ -58,7 +58,7 @@ HOW_TO = {
     "deltacheck.backends.torch.apply": "follow.md",
     "deltacheck.backends.torch.load": "cross-framework.md",
     "deltacheck.backends.torch.save": "integrations.md",
-    "deltacheck.backends.torch.trainer": "integrations.md",
+    "deltacheck.backends.torch.trainer": "trainer.md",
     "deltacheck.backends.torch.accelerate": "integrations.md",
     "deltacheck.backends.torch.lightning": "integrations.md",
     "deltacheck.backends.torch.megatron": "dcp.md",

@@ -71,8 +71,12 @@ def lora() -> Any:
 
 
 def trainer(
-    folder: Path, *callbacks: TrainerCallback, make: Any = model, **options: Any
-) -> Trainer:
+    folder: Path,
+    *callbacks: TrainerCallback,
+    make: Any = model,
+    kind: Any = Trainer,
+    **options: Any,
+) -> Any:
     options = {
         "max_steps": STEPS,
         "save_steps": 2,
@@ -88,7 +92,7 @@ def trainer(
         disable_tqdm=True,
         **options,
     )
-    return Trainer(
+    return kind(
         make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks)
     )
 
@@ -154,6 +158,10 @@ def bare(folder: Path) -> Any:
 
 def peft_leaves(folder: Path) -> Any:
     train(folder, make=lora, max_steps=2)
+    return specs(folder)
+
+
+def specs(folder: Path) -> list[str]:
     return list(deltacheck.open(folder / "deltacheck").manifest().specs)
 
 
@@ -202,12 +210,58 @@ def best(folder: Path) -> Any:
     return {"best": step, "equal": equal}
 
 
+class Keeper(Trainer):  # type: ignore[misc]
+    """A subclass with a file of its own in each checkpoint."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        (folder / "own.txt").write_text(f"{self.state.global_step}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.returned = sorted(path.name for path in Path(checkpoint).iterdir())
+            self.own = Path(checkpoint, "own.txt").read_text()
+
+
+class Deaf(Trainer):  # type: ignore[misc]
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load in a way of its own."""
+
+
+def files(folder: Path) -> Any:
+    """Files of a checkpoint come back, and those that were there before stay."""
+    old = folder / "checkpoint-2"
+    old.mkdir()
+    (old / "trainer_state.json").write_text("{}")
+    (old / "old.txt").write_text("old")
+    options = {"kind": Keeper, "save_only_model": True, "max_steps": 4}
+    trainer(folder, DeltaCheckCallback(), **options).train()
+    one = trainer(folder, DeltaCheckCallback(), **options | {"max_steps": 5})
+    one.train()
+    return {
+        "returned": one.returned,
+        "own": one.own,
+        "began_at": one._initial_global_step,
+        "old": sorted(os.listdir(old)),
+        "folders": sorted(os.listdir(folder)),
+        "leaves": sorted({path.partition("/")[0] for path in specs(folder)}),
+    }
+
+
 def refused(folder: Path) -> Any:
-    try:
-        train(folder, save_only_model=True)
-    except ValueError as error:
-        return str(error)
-    return None
+    def message(saving: DeltaCheckCallback, **options: Any) -> str:
+        try:
+            trainer(folder, saving, **options).train()
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return ""
+
+    return {
+        "large": message(DeltaCheckCallback(file_limit_bytes=100), max_steps=2),
+        "override": message(DeltaCheckCallback(), kind=Deaf),
+    }
 
 
 def failing(folder: Path) -> Any:
@@ -298,6 +352,7 @@ SCENARIOS: dict[str, Any] = {
     "kept": kept,
     "partly_frozen": lambda folder: forked(lambda: partly_frozen(folder)),
     "best": best,
+    "files": files,
     "refused": refused,
     "failing": failing,
     "accelerated": accelerated,

@@ -91,7 +91,23 @@ def test_the_best_model_is_loaded_at_the_end(told: dict[str, Any]) -> None:
 
 
 def test_what_would_not_be_saved_whole_is_refused(told: dict[str, Any]) -> None:
-    assert "save_only_model=True, since it could not resume" in told["refused"]
+    found = told["refused"]
+    assert "file 'config.json' of checkpoint-2 has" in found["large"]
+    assert "raise DeltaCheckCallback(file_limit_bytes=...)" in found["large"]
+    assert "Deaf._load_from_checkpoint does not call Trainer._load_from_check" in found["override"]
+
+
+def test_files_of_a_checkpoint_are_returned_and_older_ones_stay(told: dict[str, Any]) -> None:
+    found = told["files"]
+    expected = ["config.json", "generation_config.json", "own.txt", "trainer_state.json"]
+    assert found["returned"] == sorted([*expected, "training_args.bin"])
+    assert (found["own"], found["began_at"]) == ("4", 4)
+    assert found["old"] == ["old.txt", "trainer_state.json"]
+    assert found["folders"] == ["checkpoint-2", "deltacheck"]
+
+
+def test_save_only_model_saves_no_optimizer(told: dict[str, Any]) -> None:
+    assert told["files"]["leaves"] == ["files", "model", "trainer_state"]
 
 
 def test_with_on_error_log_a_training_ends_without_the_step_that_failed(
