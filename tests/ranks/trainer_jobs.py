@@ -29,6 +29,12 @@ os.environ |= {
 }
 
 import torch
+from accelerate.state import AcceleratorState, DistributedType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -153,7 +159,10 @@ def trainer(folder: Path, *callbacks: TrainerCallback, make: Any = model, **opti
 
 
 def outcome(one: Keeper) -> dict[str, object]:
-    """Return everything that a resumed run must have as the whole one has it."""
+    """Return everything that a resumed run must have as the whole one has it.
+
+    Under FSDP each rank has its own shards.
+    """
     model_state = one.model.state_dict()
     return {
         "state": digest(
@@ -284,7 +293,7 @@ def killed_at_random(folder: Path, kills: int, **options: Any) -> dict[str, Any]
     whole = ranks(lambda: train(folder / "whole", **options))
     seconds = time.monotonic() - begin
     while True:
-        wait = moments.uniform(0.3, 1.0) * seconds if killed < kills else None
+        wait = moments.uniform(0.5, 1.0) * seconds if killed < kills else None
         results = ranks(lambda: train(folder / "run", **options), kill_after=wait)
         if not any("killed" in result for result in results):
             return {"seed": seed, "killed": killed, "whole": whole, "resumed": results}
@@ -352,15 +361,63 @@ def refused(folder: Path) -> dict[str, Any]:
     }
 
 
+def shard_on_cpu() -> None:
+    """Let accelerate use FSDP on a CPU, too, where it has no other reason to refuse it."""
+    initialise = AcceleratorState.__init__
+
+    def initialised(self: Any, *args: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        initialise(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None and self.num_processes > 1:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = initialised
+
+
+def fsdp(folder: Path) -> dict[str, Any]:
+    shard_on_cpu()
+    sharded = {"fsdp": True, "fsdp_config": fsdp_config("SHARDED_STATE_DICT")}
+    found = killed_and_resumed(folder, **sharded)
+    loaded = {}
+    for size in (2, 1, 3):
+        loaded[str(size)] = ranks(lambda: {"loaded": gathered(folder / "parts", **sharded)}, size)
+    full = {"fsdp": True, "fsdp_config": fsdp_config("FULL_STATE_DICT")}
+    random = killed_at_random(folder / "random", 2, make=lora, **full)
+
+    def first_version() -> None:
+        one = trainer(folder / "fsdp1", DeltaCheckCallback(), **full)
+        one.accelerator.state.fsdp_plugin.fsdp_version = 1
+        one.train()
+
+    return found | {"loaded": loaded, "random": random, "fsdp1": ranks(first_version)}
+
+
+def fsdp_config(kind: str) -> dict[str, Any]:
+    return {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": kind,
+    }
+
+
+def gathered(folder: Path, **options: Any) -> str:
+    """Return a digest of all weights and moments of a finished run, by name."""
+    one = trainer(folder, DeltaCheckCallback(), **options)
+    one.train()
+    whole = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(one.model, one.optimizer, options=whole)["state"]
+    return digest([get_model_state_dict(one.model, options=whole), dict(sorted(state.items()))])
+
+
 SCENARIOS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "ddp": {
         "ddp": killed_and_resumed,
-        "peft": partial(killed_at_random, kills=3, make=lora),
+        "peft": partial(killed_at_random, kills=2, make=lora),
         "bare": bare,
         "other_ranks": other_ranks,
         "options": options,
         "refused": refused,
     },
+    "fsdp": {"fsdp": fsdp},
 }
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def digest(state: object) -> str:
             for item in value:
                 add(item)
         elif isinstance(value, torch.Tensor):
+            # A rank has only its own shard of some tensors.
+            value = getattr(value, "_local_tensor", value)
             found.update(
                 value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             )

@@ -37,6 +37,9 @@ from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
+# The entries of a step that every rank reads whole, also if the model is sharded.
+_WHOLE = ("step", "scheduler", "scaler", "rng", "trainer_state", "files")
+
 
 @typed
 class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
@@ -50,9 +53,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     after the last commit. ``push_to_hub`` does not upload checkpoints, because no ``checkpoint-N``
     folders stay.
 
-    Several processes (DDP) save one step together, and every process must use the callback.
+    Several processes (DDP, FSDP2) save one step together, and every process must use the callback.
 
-    ``trainer.train`` raises ``ValueError`` for FSDP, DeepSpeed, tensor parallelism, a
+    ``trainer.train`` raises ``ValueError`` for FSDP1, DeepSpeed, tensor parallelism, a
     hyperparameter search, and a subclass that replaces a method of ``Trainer`` for checkpoints
     without calling it.
 
@@ -184,7 +187,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # Another path is a checkpoint of ``Trainer`` itself.
         if saved is None:
             original(trainer, path, model)
-        else:
+        # Shards are filled with those of the optimizer.
+        elif not trainer.is_fsdp_enabled:
             training_state.load_model(
                 trainer.model if model is None else model, saved["model"], saved["step"]
             )
@@ -196,9 +200,13 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         if saved is None:
             original(trainer, path)
             return
-        training_state.load_optimizer(trainer, saved)
         assert self._run is not None
-        self._run.ranks.continue_chains(lambda: training_state.state_of(trainer))
+        ranks = self._run.ranks
+        if trainer.is_fsdp_enabled:
+            shards = training_state.shards_of(trainer, optimizer="scheduler" in saved)
+            saved = {**saved, **ranks.fill(saved["step"], shards)}
+        training_state.load_optimizer(trainer, saved)
+        ranks.continue_chains(lambda: training_state.state_of(trainer))
 
     def _load_scaler(self, original: Callable[..., Any], trainer: Any, path: str | None) -> None:
         saved = self._resumed(path)
@@ -219,8 +227,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # The best step may have been saved by ``Trainer`` before the callback was added.
         if self._run is None or best is None or best not in self._run.ranks.steps():
             original(trainer)
+        elif trainer.is_fsdp_enabled:
+            self._run.ranks.fill(best, training_state.shards_of(trainer, optimizer=False))
         else:
-            weights = self._run.ranks.read(best, "model")
+            weights = self._run.ranks.read(best, ["model"])["model"]
             training_state.load_model(trainer.model, weights, best)
 
     def _resumed(self, path: object) -> Mapping[str, Any] | None:
@@ -247,6 +257,7 @@ class _Run:
         self._described: Files = {}
         self._is_described = False
         self._temporary = temporary
+        self._is_sharded = bool(trainer.is_fsdp_enabled)
         # Kept until the first step, because the trainer reads it in several methods.
         self.resumed: Mapping[str, Any] | None = None
         self.resumed_path = ""
@@ -306,7 +317,8 @@ class _Run:
             # There is nothing to resume from here, so ``Trainer`` decides as it does without the
             # callback.
             return request
-        saved = self.ranks.restore(step)
+        # Shards are filled later, once the trainer has made them.
+        saved = self.ranks.read(step, _WHOLE) if self._is_sharded else self.ranks.restore(step)
         path = self._temporary / f"checkpoint-{saved['step']}"
         path.mkdir()
         write_files(path, {**saved.get("files", {}), STATE_FILE: saved["trainer_state"]})

@@ -67,9 +67,13 @@ class TrainerRanks:
         self._reader, state = self._read(step, None, keep=True)
         return state
 
-    def read(self, step: int, key: str) -> Any:
-        """Return one entry of a step, which no save continues from."""
-        return self._read(step, key, keep=False)[1][key]
+    def fill(self, step: int, shards: Any) -> Any:
+        """Fill this rank's shards from a step, which becomes the base of saves."""
+        return self._engine.restore(step, into=shards)
+
+    def read(self, step: int, keys: Iterable[str]) -> Any:
+        """Return some entries of a step, which no save continues from."""
+        return self._read(step, keys, keep=False)[1]
 
     def continue_chains(self, state: Callable[[], Any]) -> None:
         """Let the next save store changes to the restored step.
@@ -83,23 +87,23 @@ class TrainerRanks:
                 flat = self._group.flatten(state())
             self._group.resume(self._engine._saver, reader, flat)
 
-    def _read(self, step: int, key: str | None, *, keep: bool) -> tuple[StepReader, Any]:
+    def _read(self, step: int, keys: Iterable[str] | None, *, keep: bool) -> tuple[StepReader, Any]:
         root, manifest = self._engine._session.find(step)
         if self._group is None:
-            return _read_whole(StepReader(root, manifest, keep=keep), key)
+            return _read_whole(StepReader(root, manifest, keep=keep), keys)
         manifest = self._group.manifest(root, step)
         with self._group.sharing_failure():
-            result = _read_whole(StepReader(root, manifest, keep=keep), key)
+            result = _read_whole(StepReader(root, manifest, keep=keep), keys)
         # No rank may train on from a step that another rank could not read.
         self._group.joint.agree(None, lambda _: None, "restores")
         return result
 
 
-def _read_whole(reader: StepReader, key: str | None) -> tuple[StepReader, Any]:
+def _read_whole(reader: StepReader, keys: Iterable[str] | None) -> tuple[StepReader, Any]:
     manifest = reader.manifest
     part = manifest.tree
-    if key is not None:
-        part = tree.pruned(part, {"t": "dict", "k": [[key, {"t": "none"}]]})
+    if keys is not None:
+        part = tree.pruned(part, {"t": "dict", "k": [[key, {"t": "none"}] for key in keys]})
     with damage.named(reader.root, manifest):
         loaded = reader.whole(sorted(set(tree.array_paths(part).values())))
     return reader, leaves.tree_of(part, loaded, stored=reader.stored)

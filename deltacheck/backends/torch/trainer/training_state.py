@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
@@ -37,7 +41,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         for name in state["model"].keys() - parameters.keys():
             del state["model"][name]
     if not args.save_only_model:
-        state["optimizer"] = trainer.optimizer.state_dict()
+        state["optimizer"] = optimizer_state(trainer)
         states = rng.states()
         state["rng"] = states if args.world_size == 1 else {_rank_key(args.process_index): states}
         if is_first:
@@ -75,8 +79,32 @@ def load_optimizer(trainer: Any, saved: Mapping[str, Any]) -> None:
             saved["step"],
         )
         return
-    trainer.optimizer.load_state_dict(saved["optimizer"])
+    optimizer = saved["optimizer"]
+    if trainer.is_fsdp_enabled or any(isinstance(name, str) for name in optimizer["state"]):
+        set_optimizer_state_dict(trainer.model, trainer.optimizer, optimizer)
+    else:
+        trainer.optimizer.load_state_dict(optimizer)
     trainer.lr_scheduler.load_state_dict(saved["scheduler"])
+
+
+def optimizer_state(trainer: Any) -> dict[str, Any]:
+    """Return the optimizer's state: under FSDP by names of parameters, otherwise by numbers.
+
+    Numbers are what optimizers know. Names let any number of ranks, also one, load what is sharded.
+    """
+    if trainer.is_fsdp_enabled:
+        by_name: dict[str, Any] = get_optimizer_state_dict(trainer.model, trainer.optimizer)
+        return by_name
+    by_number: dict[str, Any] = trainer.optimizer.state_dict()
+    return by_number
+
+
+def shards_of(trainer: Any, *, optimizer: bool) -> dict[str, Any]:
+    """Return this rank's shards of weights and optimizer, to be filled from a step."""
+    shards: dict[str, Any] = {"model": model_state(trainer.model)}
+    if optimizer:
+        shards["optimizer"] = optimizer_state(trainer)
+    return shards
 
 
 def export_callbacks(trainer: Any) -> None:

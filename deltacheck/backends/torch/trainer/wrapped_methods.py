@@ -100,6 +100,7 @@ def refuse_unsupported(trainer: Any, trial: object) -> None:
         trial: The trial of a hyperparameter search; ``None``: there is none.
     """
     args = trainer.args
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     sizes = {name: getattr(parallelism, f"{name}_size", 1) or 1 for name in ("tp", "cp", "sp")}
     # Each of these would save only a part of the state, and the loss would show at the resume.
@@ -115,9 +116,10 @@ def refuse_unsupported(trainer: Any, trial: object) -> None:
             "leave the callback out, and call deltacheck.backends.torch.deepspeed.install()",
         ),
         (
-            trainer.is_fsdp_enabled,
-            "a model that FSDP shards",
-            "use DDP, or a loop with fully_shard and an Engine",
+            trainer.is_fsdp_xla_enabled
+            or (trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2),
+            "a model that FSDP1 or XLA shards",
+            'use FSDP2: fsdp_config={"version": 2}, or fsdp_version: 2 in the file of accelerate',
         ),
         (
             getattr(trainer, "is_distributed_loading_by_transformers", False),
