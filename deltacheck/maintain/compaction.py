@@ -323,7 +323,11 @@ def _with_replacements(
     # An unchanged manifest is not replaced, so its digest, which a caller may have stored, stays.
     if not replacements.keys() & {ref.id for ref in manifest.segments}:
         return manifest
-    after = manifest.on([replacements.get(ref.id, ref) for ref in manifest.segments])
+    after = manifest.on(
+        [replacements.get(ref.id, ref) for ref in manifest.segments],
+        {ref.id: old for old, ref in replacements.items()},
+    )
+    root.with_tables(after)
     chains = proven_chains(root, after, after.stored).values()
     needed_ids = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed_ids])

@@ -16,7 +16,7 @@ from deltacheck.codec.base import U64
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
-from deltacheck.maintain.rebuild import rebuilt_table
+from deltacheck.maintain.rebuild.tables import rebuilt_table
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
 from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
 from deltacheck.restore import read
@@ -328,23 +328,26 @@ def _repair_tables(
 
     Returns true if one was written.
     """
-    is_written = False
     tables = {segment.id: segment.table for segment in chains.segments.values()}
-    # From the oldest on: a table states the digests that the deltas after it go from.
-    for ref in sorted(chains.lost, key=lambda ref: ref.id):
-        folder = root.store.path / layout.SEGMENTS / ref.id
-        content = rebuilt_table(root.store.path, ref, manifests, tables)
-        if content is None:
-            continue
-        tables[ref.id] = from_zarr_json(content, SegmentTable, str(folder / "zarr.json"))
+    # From the oldest on: a table states the digests that the deltas after it go from. What a merged
+    # delta gives is stated by those after it, so a second turn may find more.
+    lost, rebuilt = sorted(chains.lost, key=lambda ref: ref.id), dict[str, bytes]()
+    for ref in (*lost, *lost):
+        content = (
+            None if ref.id in rebuilt else rebuilt_table(root.store.path, ref, manifests, tables)
+        )
+        if content is not None:
+            rebuilt[ref.id] = content
+            tables[ref.id] = from_zarr_json(content, SegmentTable, f"the table of {ref.id}")
+    for name, content in rebuilt.items():
+        folder = root.store.path / layout.SEGMENTS / name
         result.documents.append(str(folder / "zarr.json"))
         if not dry_run:
             if storage.storage_of(folder / "zarr.json").name_exists():
                 backup.set_aside(folder / "zarr.json")
             arrays.replace_file(inside(root.path, folder), "zarr.json", content)
             sync_directory(folder)
-            is_written = True
-    return is_written
+    return bool(rebuilt) and not dry_run
 
 
 def _repair_digests(

@@ -35,7 +35,7 @@ from deltacheck.store.manifest import (
 )
 
 # From this number of tiles on, a step is written in the compact form. Fewer: the manifest has the
-# digests itself, from which repair can make a lost table again; they take 0.7 MB at most.
+# digests itself, so a lost table follows without the chunk digests; they take 0.7 MB at most.
 COMPACT_TILES = 1 << 14
 # Tiles of all leaves for each byte of the file: a forged rule must not stand for much more work
 # than honest ones of its size. A thousand leaves on a thousand ranks have 2 to 7.

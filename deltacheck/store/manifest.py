@@ -609,15 +609,26 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         }
         return tuple(name for name, is_used in needed.items() if is_used)
 
-    def on(self, segments: Sequence[SegmentRef]) -> Manifest:
-        """Return the same content on other segments, each of which may hold any of it."""
+    def on(
+        self, segments: Sequence[SegmentRef], replaced: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """Return the same content on other segments, each of which may hold any of it.
+
+        The form stays: digests that are left to the tables of segments are not read.
+
+        Args:
+            segments: The segments, of which a new one belongs to every lane.
+            replaced: Names of new segments -> the name of the segment whose lanes each one has
+                instead. Given: fewer tables are read by a reader of some leaves.
+        """
+        # Several segments of one save have new names, and so another order.
+        refs = tuple(sorted(segments, key=lambda ref: ref.id))
+        if self.lane_digests:
+            lanes = self._lanes_on([ref.id for ref in refs], replaced or {})
+            return msgspec.structs.replace(self, segments=refs, lanes=lanes)
         return msgspec.structs.replace(
             self,
-            # Lanes of digests end with the lanes of segments.
-            lane_digests=(),
-            must_understand=tuple(name for name in self.must_understand if name != TILES_COMPACT),
-            # Several segments of one save have new names, and so another order.
-            segments=tuple(sorted(segments, key=lambda ref: ref.id)),
+            segments=refs,
             # Section 3 of the format allows one lane of all segments in a manifest that is written
             # again.
             lanes=(tuple(range(len(segments))),) if TILES in self.must_understand else (),
@@ -626,11 +637,22 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
                 for path, record in self.leaves.items()
             },
             tiles={
-                path: msgspec.structs.replace(
-                    with_digests(path, cut, self.tables), lanes=(-1,) * len(cut.lanes)
-                )
+                path: msgspec.structs.replace(cut, lanes=(-1,) * len(cut.lanes))
                 for path, cut in self.tiles.items()
             },
+        )
+
+    def _lanes_on(
+        self, names: Sequence[str], replaced: Mapping[str, str]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the lanes of the same ranks in other segments."""
+        before = {ref.id: number for number, ref in enumerate(self.segments)}
+        old_numbers = [before.get(replaced.get(name, name)) for name in names]
+        of_all = [number for number, old in enumerate(old_numbers) if old is None]
+        position = {old: number for number, old in enumerate(old_numbers) if old is not None}
+        return tuple(
+            tuple(sorted([*(position[old] for old in lane if old in position), *of_all]))
+            for lane in self.lanes
         )
 
     def refs_of(self, stored: Sequence[str]) -> list[SegmentRef]:

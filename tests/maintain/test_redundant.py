@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.repair import repair
 from deltacheck.store import collect
-from deltacheck.store.root import open_root
+from deltacheck.store.manifest import SegmentRef
+from deltacheck.store.root import StepRef, open_root
 from tests.suites import damage_trials
 from tests.suites.damage_trials import FAULTS, Subject, damaged
 from tests.support.adam_run import AdamRun
@@ -169,6 +170,37 @@ def test_a_table_is_rebuilt_although_the_step_of_its_save_was_deleted(
         assert not repair(open_root(root), lossy=True).lost
         assert path.read_bytes() == before
     assert deltacheck.open(root).steps() == steps
+
+
+@pytest.mark.parametrize("lost", ["merged", "all"])
+def test_tables_of_merged_deltas_are_rebuilt_too(tmp_path: Path, lost: str) -> None:
+    """The chunk digests tell which leaf each row is of, and what it replaces."""
+    root = tmp_path / "run"
+    state = {name: torch.randn(400, 300) for name in "abc"} | {"small": torch.randn(50)}
+    with Engine(root, policy=Policy.exact(max_chain_depth=4)) as engine:
+        for step in range(10):
+            state["a"][step] += 1.0
+            state["b"][step % 3] += 1.0
+            state["c"][step] += step % 2
+            state["small"][step] += 1.0
+            engine.save(step, state).result(60)
+            engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
+    merged = [path for path in tables_of(root) if b'"since"' in path.read_bytes()]
+    assert merged
+    if lost == "all":
+        for ref in open_root(root).checkpoints()[:3]:
+            collect.delete_checkpoint(open_root(root), ref.seq)
+    before = {path: path.read_bytes() for path in (merged if lost == "merged" else tables_of(root))}
+    for path in before:
+        path.unlink()
+    assert not repair(open_root(root)).lost
+    needed = {ref.id for m in open_root(root).checkpoints() for ref in _segments(root, m)}
+    assert all(path.read_bytes() == before[path] for path in before if path.parts[-2] in needed)
+    assert deltacheck.open(root).verify(deep=True, redundant=True) == []
+
+
+def _segments(root: Path, ref: StepRef) -> Sequence[SegmentRef]:
+    return open_root(root).read(ref.manifest_path).segments
 
 
 def test_small_leaves_that_were_due_are_told_apart_by_their_content(tmp_path: Path) -> None:

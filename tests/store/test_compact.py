@@ -15,9 +15,10 @@ import pytest
 import deltacheck
 from deltacheck import errors
 from deltacheck.maintain.compaction import compact as compact_root
+from deltacheck.maintain.compaction import reclaim
 from deltacheck.maintain.repair import repair
 from deltacheck.restore.resolve import resolve_leaves
-from deltacheck.store import compact, documents
+from deltacheck.store import collect, compact, documents
 from deltacheck.store.manifest import TILES_COMPACT, Manifest
 from deltacheck.store.root import open_root
 from tests.support import forge
@@ -101,15 +102,29 @@ def test_a_rank_reads_and_proves_its_own_lane_only(
     assert set(opened) == {manifest.segments[number].id for number in manifest.lanes[0]}
 
 
-def test_what_is_written_again_has_its_digests_in_the_manifest(good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("merge", [False, True])
+def test_what_is_written_again_keeps_the_form(good: Path, tmp_path: Path, merge: bool) -> None:
     root = shutil.copytree(good, tmp_path / "root")
-    expected = dict(open_root(root).manifest().stored.items())
-    assert compact_root(open_root(root), merge=False) is not None
+    before = open_root(root).manifest()
+    expected = dict(before.stored.items())
+    assert compact_root(open_root(root), merge=merge) is not None
+    after = open_root(root).manifest()
+    assert after.must_understand == ("tiles", TILES_COMPACT)
+    assert (after.lane_digests, after.tiles) == (before.lane_digests, before.tiles)
+    assert dict(after.stored.items()) == expected
+    assert_restores(root)
+
+
+def test_reclaimed_segments_take_the_place_of_the_old_ones_in_their_lanes(
+    good: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(good, tmp_path / "root")
+    for seq in (0, 1):
+        collect.delete_checkpoint(open_root(root), seq)
+    assert len(reclaim(open_root(root), below=1.0)) >= SIZE
+    # Every leaf is whole in the new segment of its rank.
     manifest = open_root(root).manifest()
-    assert manifest.must_understand == ("tiles",)
-    assert {name: record.digest for name, record in manifest.stored.items()} == {
-        name: record.digest for name, record in expected.items()
-    }
+    assert manifest.lanes == tuple((number,) for number in range(SIZE))
     assert_restores(root)
 
 
@@ -134,13 +149,37 @@ def test_tables_of_another_state_are_refused_by_the_digest_of_their_lane(
     assert (deltacheck.open(root).restore(1)["w"] == state_of(1)["w"]).all()
 
 
-def test_a_lost_table_is_reported_and_only_its_steps_are_lost(good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [None, 0, 2])
+def test_lost_tables_are_rebuilt_byte_for_byte(
+    good: Path, tmp_path: Path, step: int | None
+) -> None:
+    """The chunk digests and the tables before have the digests that the manifest leaves out."""
     root = shutil.copytree(good, tmp_path / "root")
-    newest = [
-        ref for ref in open_root(root).manifest().segments if ref.id.startswith("s0000000002")
-    ]
-    (root / "segments" / newest[0].id / "zarr.json").unlink()
-    with pytest.raises(errors.ChainBroken, match=newest[0].id):
+    name = "s*" if step is None else f"s{step:010d}-*"
+    before = {path: path.read_bytes() for path in root.glob(f"segments/{name}/zarr.json")}
+    for path in before:
+        path.unlink()
+    assert not repair(open_root(root), lossy=True).lost
+    assert {path: path.read_bytes() for path in before} == before
+    assert_restores(root)
+
+
+def lose_newest(root: Path) -> str:
+    """Remove the table of a segment of the newest step, and the chunk digests beside it."""
+    name = next(
+        ref.id for ref in open_root(root).manifest(2).segments if ref.id.startswith("s0000000002")
+    )
+    (root / "segments" / name / "zarr.json").unlink()
+    shutil.rmtree(root / "segments" / name / "digests")
+    return name
+
+
+def test_a_table_lost_with_its_digests_is_reported_and_only_its_steps_are_lost(
+    good: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(good, tmp_path / "root")
+    newest = lose_newest(root)
+    with pytest.raises(errors.ChainBroken, match=newest):
         deltacheck.open(root).restore(2, ["w"])
     assert {finding.step for finding in deltacheck.open(root).verify()} == {2}
     assert (deltacheck.open(root).restore(fallback=True)["w"] == state_of(1)["w"]).all()
@@ -168,13 +207,12 @@ def test_a_step_is_repaired_before_one_that_has_lost_a_table(
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    newest = open_root(root).manifest(2).segments[-1]
-    (root / "segments" / newest.id / "zarr.json").unlink()
+    newest = lose_newest(root)
     result = repair(open_root(root))
     assert (result.steps, {lost.step for lost in result.lost}) == ([1], {2})
     assert "in other tiles" in result.healed[0].source
     assert (deltacheck.open(root).restore(1)["w"] == first["w"]).all()
-    with pytest.raises(errors.ChainBroken, match=newest.id):
+    with pytest.raises(errors.ChainBroken, match=newest):
         deltacheck.open(root).restore(2)
 
 

@@ -33,7 +33,7 @@ from deltacheck.store.root import Root
 from deltacheck.store.segment import Segment, SegmentWriter, entropy_bits
 
 # Bytes of leaves that are read together. Three copies of them are in memory.
-_BATCH_BYTES = 16 << 20
+WINDOW_BYTES = 16 << 20
 # Encoded bytes in memory on their way to the storage. Smaller: less memory beside the training.
 _CACHE_BYTES = 64 << 20
 # Chunks of which the size of a keyframe is estimated. More: better; fewer: less time.
@@ -129,7 +129,7 @@ class _Window(NamedTuple):
     @property
     def share(self) -> int:
         """The bytes of a batch that it takes: windows of one leaf do not share a batch."""
-        return self.size if self.is_only else _BATCH_BYTES
+        return self.size if self.is_only else WINDOW_BYTES
 
 
 def write_merged(
@@ -158,7 +158,7 @@ def write_merged(
     )
     declined: set[str] = set()
     windows = [window for path in paths for window in _windows(path, runs[path])]
-    for batch in batches(windows, lambda window: window.share, _BATCH_BYTES):
+    for batch in batches(windows, lambda window: window.share, WINDOW_BYTES):
         if give_up():
             raise SaveFailed("the merge was given up")
         chunks = {window.path: window.chunks for window in batch if window.path not in declined}
@@ -200,7 +200,7 @@ def _leaf_save(number: int, run: Run) -> LeafSave:
 def _windows(path: str, run: Run) -> Iterator[_Window]:
     """Cut the chunks that a run changes into windows of at most one batch."""
     sizes = np.diff(run.after.spec.bounds()).astype(np.int64) * run.after.spec.word_bytes
-    groups = [*batches(run.chunks(), lambda chunk: int(sizes[chunk]), _BATCH_BYTES)]
+    groups = [*batches(run.chunks(), lambda chunk: int(sizes[chunk]), WINDOW_BYTES)]
     for number, chunks in enumerate(groups):
         yield _Window(path, chunks, int(sizes[chunks].sum()), number == 0, len(groups) == 1)
 

@@ -153,7 +153,5 @@ def manifest_on(
     # For people only (docs/reference/format.md, section 3): nothing depends on it.
     writer = f"process {os.getpid()} on {socket.gethostname()}, {activity}"
     durability = root.store.durability.value
-    # The compact form stays: a lost table would end this before other steps are repaired.
-    keeps_form = bool(manifest.lane_digests) and tuple(segments) == manifest.segments
-    content = manifest if keeps_form else manifest.on(segments)
+    content = manifest.on(segments)
     return msgspec.structs.replace(content, seq=seq, writer=writer, durability=durability)

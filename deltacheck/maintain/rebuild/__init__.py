@@ -1,0 +1,1 @@
+"""Rebuild lost documents of segments from what is left."""

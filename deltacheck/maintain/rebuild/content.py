@@ -1,0 +1,299 @@
+"""The arrays of a segment without a table, and the chunk digests of its leaves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import STREAMS, U8, U32, U64
+from deltacheck.errors import Damaged
+from deltacheck.leaf.digest import digest_of, leaf_digest
+from deltacheck.leaf.spec import LeafSpec, batches
+from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.save.chains.merged_deltas import WINDOW_BYTES
+from deltacheck.save.job.part_writer import PART_BYTES
+from deltacheck.store import documents, layout
+from deltacheck.store import segment as columns
+from deltacheck.store.files import arrays
+from deltacheck.store.files.arrays import ArraySpec, ReadableArray
+from deltacheck.store.files.storage import Place, subdirectories
+from deltacheck.store.manifest import LeafEntry, LeafRecord, Part, Stream
+from deltacheck.store.segment import (
+    digests_spec,
+    index_spec,
+    natural_spec,
+    packed_spec,
+    stream_sizes,
+)
+
+# Errors of arrays whose own metadata is damaged.
+WRONG = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, Damaged)
+
+# Runs of rows of a leaf: ``(part, first row, rows)``.
+Runs: TypeAlias = list[tuple[int, int, int]]
+
+
+class Natural(NamedTuple):
+    """A keyframe with an array of its own: the array's name, and the leaf with its digest."""
+
+    name: str
+    record: LeafRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentArrays:
+    """The arrays of a segment.
+
+    Attributes:
+        folder: The segment.
+        natural: Leaf path -> its array.
+        packed: Storage type -> number of elements.
+        indexes: The index of each part.
+        streams: The streams of each part.
+        digests: The chunk digests, uint64 ``(rows, 2)``; ``None`` if they cannot be read.
+    """
+
+    folder: Place
+    natural: dict[str, Natural]
+    packed: dict[str, int]
+    indexes: list[U32]
+    streams: list[dict[str, Stream]]
+    digests: U64 | None
+    _packed_content: dict[str, U8] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Place, facts: Facts) -> SegmentArrays:
+        """Read the metadata of all arrays, the indexes and the chunk digests."""
+        # An array that says more rows than all leaves together can have is damaged.
+        most_rows = sum(record.spec(path).chunk_count for path, record in facts.records.items())
+        digests = None
+        with suppress(*WRONG):
+            digests = _content(
+                folder / layout.DIGESTS, digests_spec(_rows(folder / layout.DIGESTS, most_rows))
+            )
+        result = cls(folder, {}, {}, [], [], digests)
+        for path in subdirectories(folder / layout.LEAVES):
+            leaf, record = _natural(path, facts)
+            result.natural[leaf] = Natural(path.name, record)
+        for path in subdirectories(folder / layout.PACKED):
+            result.packed[path.name] = int(_metadata(path)["shape"][0])
+        for number in range(len(subdirectories(folder / layout.DELTA))):
+            part = folder / layout.DELTA / str(number)
+            rows = _rows(part / "index", most_rows)
+            result.indexes.append(_content(part / "index", index_spec(rows)))
+            present = {path.name for path in subdirectories(part)}
+            result.streams.append(
+                {name: _stream(part / name) for name in STREAMS if name in present}
+            )
+        return result
+
+    def runs(self) -> dict[int, Runs]:
+        """Return the rows of each leaf, by the number that they have for it, ascending."""
+        runs: dict[int, Runs] = {}
+        for part, index in enumerate(self.indexes):
+            numbers = index[:, columns.LEAF].astype(np.int64)
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), index.shape[0]]
+            for first, stop in itertools.pairwise(edges):
+                runs.setdefault(int(numbers[first]), []).append((part, first, stop - first))
+        return dict(sorted(runs.items()))
+
+    def chunks(self, runs: Runs) -> NDArray[np.int64]:
+        """Return the chunks of some runs."""
+        rows = [self.indexes[part][first : first + count] for part, first, count in runs]
+        return np.concatenate(rows)[:, columns.CHUNK].astype(np.int64)
+
+    def words(self, runs: Runs) -> U32:
+        """Return the number of words, and the bytes of each word, of the chunks of some runs."""
+        rows = [self.indexes[part][first : first + count] for part, first, count in runs]
+        return np.concatenate(rows)[:, [columns.WORDS, columns.WORD_BYTES]]
+
+    def packed_content(self, storage: str) -> U8:
+        """Return the bytes of a packed array."""
+        if storage not in self._packed_content:
+            spec = packed_spec(storage, self.packed[storage])
+            content = _content(self.folder / layout.PACKED / storage, spec)
+            self._packed_content[storage] = content.view(np.uint8)
+        return self._packed_content[storage]
+
+    def parts(self) -> list[tuple[Part, ...]]:
+        """Return the parts with their streams in each possible order.
+
+        The order is that of the pieces in which the rows were encoded.
+        """
+        orders: list[list[list[str]]] = []
+        for pieces_of in (_one_piece, _leaf_by_leaf, _runs_of_chunks, _windows):
+            names = [_ordered(index, pieces_of(index)) for index in self.indexes]
+            if names not in orders:
+                orders.append(names)
+        return [
+            tuple(
+                Part(index.shape[0], {name: streams[name] for name in names})
+                for index, streams, names in zip(self.indexes, self.streams, order, strict=True)
+            )
+            for order in orders
+        ]
+
+
+class ChunkDigests:
+    """The chunk digests of leaves after each segment, from the tables and arrays of segments."""
+
+    def __init__(self, segments: Place, facts: Facts) -> None:
+        self._segments, self._facts = segments, facts
+        self._arrays: dict[Place, Any] = {}
+        self._last: tuple[str, dict[str, U64]] = ("", {})
+
+    def by_leaf_digest(self, path: str) -> Mapping[str, U64]:
+        """Return the chunk digests of a leaf after each earlier entry, by its leaf digest then.
+
+        Entries whose arrays cannot be read, and deltas to them, are left out.
+        """
+        if self._last[0] != path:
+            states: dict[str, U64] = {}
+            count = self._facts.records[path].spec(path).chunk_count
+            for name, entry in self._facts.earlier_entries(path):
+                with suppress(*WRONG):
+                    states[entry.digest] = self._after(name, entry, states, count)
+            self._last = (path, states)
+        return self._last[1]
+
+    def _after(self, name: str, entry: LeafEntry, states: Mapping[str, U64], count: int) -> U64:
+        table = self._facts.tables[name]
+        digests = self._array(self._segments / name / layout.DIGESTS, digests_spec(table.digests))
+        if entry.key is not None:
+            return np.asarray(digests[entry.digests : entry.digests + count])
+        rows = []
+        for part, first, length in entry.delta:
+            index = self._segments / name / layout.DELTA / str(part) / "index"
+            content = self._array(index, index_spec(table.parts[part].rows))
+            rows.append(content[first : first + length, columns.CHUNK])
+        chunks = np.concatenate(rows).astype(np.int64)
+        before = states[entry.base] if entry.base else np.zeros((count, 2), np.uint64)
+        return replaced(before, chunks, digests[entry.digests : entry.digests + chunks.size])
+
+    def _array(self, path: Place, spec: ArraySpec) -> Any:
+        if path not in self._arrays:
+            self._arrays[path] = _content(path, spec)
+        return self._arrays[path]
+
+
+def replaced(before: U64, chunks: NDArray[np.int64], digests: U64) -> U64:
+    """Return chunk digests of which some have been replaced."""
+    after = before.copy()
+    after[chunks] = digests
+    return after
+
+
+def digest_after(before: U64 | None, count: int, chunks: NDArray[np.int64], digests: U64) -> str:
+    """Return the digest of a leaf after some of its chunks have changed.
+
+    Args:
+        before: Its chunk digests before; ``None`` if it did not exist.
+        count: The number of its chunks.
+        chunks: The chunks that changed.
+        digests: Their digests, uint64 ``(chunks, 2)``.
+
+    Returns:
+        The digest; empty if the chunks are not those of the leaf.
+    """
+    if before is None:
+        before = np.zeros((count, 2), np.uint64)
+    if digests.shape[0] != chunks.size or (chunks.size and int(chunks.max()) >= count):
+        return ""
+    return leaf_digest(replaced(before, chunks, digests))
+
+
+def _natural(array: Place, facts: Facts) -> tuple[str, LeafRecord]:
+    """Return the leaf of an array and its record, with a digest of the content if none is known."""
+    metadata = _metadata(array)
+    attributes, shape = metadata["attributes"], tuple(map(int, metadata["shape"]))
+    leaf, dtype = str(attributes["leaf_path"]), str(attributes["dtype"])
+    record = facts.records.get(leaf)
+    if record is not None and (record.dtype, record.shape) == (dtype, shape) and record.digest:
+        return leaf, record
+    # Shards are whole chunks; without shards, the chunks are those of the grid.
+    grid = metadata["chunk_grid"]["configuration"]
+    inner = metadata["codecs"][0].get("configuration", {})
+    chunk = tuple(map(int, inner.get("chunk_shape", grid["chunk_shape"])))
+    spec = LeafSpec(leaf, shape, dtype, chunk)
+    content = _content(array, natural_spec(spec))
+    return leaf, LeafRecord(
+        dtype, shape, chunk, digest_of(spec, content.reshape(-1).view(np.uint8))
+    )
+
+
+def _stream(path: Place) -> Stream:
+    metadata = _metadata(path)
+    return Stream(int(metadata["shape"][0]), "stream" if "zstd" in str(metadata) else "store")
+
+
+# --- the order of streams: that of the pieces of the encoder -------------------------------------
+
+
+def _one_piece(index: U32) -> NDArray[np.int64]:
+    """All of a part at once, as a codec on a device encodes."""
+    return np.zeros(index.shape[0], np.int64)
+
+
+def _leaf_by_leaf(index: U32) -> NDArray[np.int64]:
+    return index[:, columns.LEAF].astype(np.int64)
+
+
+def _runs_of_chunks(index: U32) -> NDArray[np.int64]:
+    """Chunks of one leaf, up to a number of bytes, as a save encodes."""
+    most_bytes = min(default_codec().run_bytes or PART_BYTES, PART_BYTES)
+    step = max(1, most_bytes // max(1, int(_raw_bytes(index).max(initial=1))))
+    keys = np.column_stack([_leaf_by_leaf(index), index[:, columns.CHUNK] // step])
+    return np.cumsum((np.diff(keys, axis=0, prepend=keys[:1]) != 0).any(axis=1))
+
+
+def _windows(index: U32) -> NDArray[np.int64]:
+    """Changed chunks of one leaf, up to a number of bytes, as a merge encodes."""
+    sizes, numbers = _raw_bytes(index), index[:, columns.LEAF]
+    pieces = np.zeros(index.shape[0], np.int64)
+    number = 0
+    for leaf in np.unique(numbers):
+        rows = np.flatnonzero(numbers == leaf).tolist()
+        for batch in batches(rows, lambda row: int(sizes[row]), WINDOW_BYTES):
+            pieces[batch] = number
+            number += 1
+    return pieces
+
+
+def _raw_bytes(index: U32) -> NDArray[np.int64]:
+    return index[:, columns.WORDS].astype(np.int64) * index[:, columns.WORD_BYTES]
+
+
+def _ordered(index: U32, pieces: NDArray[np.int64]) -> list[str]:
+    """Return the names of the streams that rows have, ordered by the first piece that has them."""
+    first = {
+        name: int(pieces[int(np.argmax(sizes > 0))])
+        for name, sizes in stream_sizes(index).items()
+        if sizes.any()
+    }
+    return sorted(first, key=lambda name: (first[name], STREAMS.index(name)))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _content(path: Place, spec: ArraySpec) -> Any:
+    return ReadableArray(path, spec, arrays.context(None, 0)).read()
+
+
+def _rows(path: Place, most_rows: int) -> int:
+    rows = int(_metadata(path)["shape"][0])
+    if rows > most_rows:
+        raise ValueError(f"{path} has {rows} rows, more than {most_rows}")
+    return rows
+
+
+def _metadata(path: Place) -> Any:
+    return json.loads(arrays.read_file(path / "zarr.json", documents.MAX_DOCUMENT_BYTES))
