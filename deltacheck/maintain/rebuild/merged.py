@@ -16,8 +16,8 @@ import numpy as np
 
 from deltacheck.codec.base import U32, U64
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.maintain.rebuild.content import ChunkDigests, SegmentArrays, digest_after
 from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.segment_arrays import ChunkDigests, SegmentArrays, digest_after
 from deltacheck.store import layout
 from deltacheck.store.manifest import MERGED, LeafEntry, SegmentTable
 

@@ -10,8 +10,8 @@ from typing import Any
 from deltacheck.codec.base import U8
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.maintain.rebuild.content import SegmentArrays
 from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.segment_arrays import SegmentArrays
 from deltacheck.store.manifest import LeafRecord
 from deltacheck.store.segment import is_packed
 

@@ -18,16 +18,16 @@ from contextlib import suppress
 import msgspec
 
 from deltacheck.leaf.digest import digest_of
-from deltacheck.maintain.rebuild.content import (
+from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.merged import merged_tables
+from deltacheck.maintain.rebuild.packed import packed_sets
+from deltacheck.maintain.rebuild.segment_arrays import (
     WRONG,
     ChunkDigests,
     Runs,
     SegmentArrays,
     digest_after,
 )
-from deltacheck.maintain.rebuild.facts import Facts
-from deltacheck.maintain.rebuild.merged import merged_tables
-from deltacheck.maintain.rebuild.packed import packed_sets
 from deltacheck.store import documents, layout
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef, SegmentTable
