@@ -119,16 +119,14 @@ class Pipeline:
         A storage that does not answer soon is not waited for; the commit looks again.
         """
         names = self._chains.base_segments()
-        # On an object store, the commit alone looks: each look is a request.
-        if (
-            not isinstance(store.path, Path)
-            or not names
-            or (self._looking is not None and not self._looking.done())
-        ):
+        if not names or (self._looking is not None and not self._looking.done()):
             return []
         missing: list[str] = []
 
         def look() -> None:
+            if not isinstance(store.path, Path):
+                missing.extend(self._base.lost_objects(store, names))
+                return
             # Without time for more than the oldest data files: training waits.
             missing.extend(self._base.lost(store, names))
             if missing:

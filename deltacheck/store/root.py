@@ -11,8 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.local_storage import list_directory, may_exist
-from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore, existing
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.manifest_cache import ManifestCache
@@ -120,8 +120,8 @@ class Store:
     def missing_segments(self, names: Iterable[str]) -> list[str]:
         """Return those of some committed segments that have no table any more, ascending.
 
-        This costs one look at a name for each segment, on a local file system. On an object store
-        each look is a request: ``listed_losses`` takes fewer.
+        This costs one look at a name for each segment, on a local file system. For object stores,
+        see ``listed_losses``.
         """
         folder = self.path / layout.SEGMENTS
 
@@ -133,20 +133,39 @@ class Store:
 
         return [name for name in sorted(names) if not is_there(name)]
 
-    def listed_losses(self, names: Sequence[str]) -> tuple[list[str], int]:
-        """Return the segments of an object store that are gone, and the number of keys listed.
+    def listed_losses(
+        self, names: Sequence[str], seen: Mapping[str, Set[str]]
+    ) -> tuple[list[str], dict[str, set[str]]]:
+        """Return the segments of an object store that have lost objects, and the objects of all.
+
+        One listing takes all segments between the first and the last. What it lacks is asked for by
+        name, since a listing may lag.
 
         Args:
-            names: The segments, ascending. One listing takes all between the first and the last. A
-                table that it lacks is asked for by name, since a listing may lag.
+            names: The segments, ascending.
+            seen: Keys of objects that they had, by segment.
+
+        Returns:
+            The segments without a table or one of the objects that they had, ascending; the keys of
+            their objects, by segment.
         """
         folder = self.path / layout.SEGMENTS
         if not names or isinstance(folder, Path):
-            return [], 0
-        keys = folder.keys(names[0], names[-1])
-        listed = {key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")}
-        tables = {name for name in names if str((folder / name).key) in listed}
-        return self.missing_segments(set(names) - tables), len(keys)
+            return [], {}
+        listed: dict[str, set[str]] = {name: set() for name in names}
+        for key in folder.keys(names[0], names[-1]):
+            name = key.removeprefix(f"{folder.key}/").partition("/")[0]
+            if name in listed:
+                listed[name].add(key)
+        unlisted: dict[str, str] = {}
+        for name, keys in listed.items():
+            expected = {str((folder / name / "zarr.json").key), *seen.get(name, ())}
+            unlisted |= dict.fromkeys(expected - keys, name)
+        paths = [replace(folder, key=key) for key in sorted(unlisted)]
+        present = {path.key for path in existing(paths)}
+        for key in present:
+            listed[unlisted[key]].add(key)
+        return sorted({name for key, name in unlisted.items() if key not in present}), listed
 
     def segment_bytes(self, name: str) -> int | None:
         """Return the bytes of the files of a segment; ``None`` if that cannot be told.

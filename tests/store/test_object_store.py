@@ -30,6 +30,7 @@ from deltacheck.errors import (
     SaveFailed,
     StorageFailed,
 )
+from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays, object_path, object_storage
@@ -159,7 +160,17 @@ def run(runs: Runs) -> Run:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def test_a_commit_finds_a_lost_base_by_one_listing(address: str, s3_server: S3) -> None:
+def of_oldest(root: Any, inner: str = "") -> ObjectPath:
+    folder: ObjectPath = min((root / "segments").iterdir())
+    for name in filter(None, inner.split("/")):
+        folder = folder / name
+    return folder
+
+
+@pytest.mark.parametrize("inner", ["", "zarr.json", "leaves/w"], ids=["all", "table", "data"])
+def test_a_save_finds_a_lost_base_by_one_listing_and_writes_whole_leaves(
+    address: str, s3_server: S3, inner: str
+) -> None:
     """A rule of the bucket has removed the oldest objects under a live writer."""
     weights = torch.randn(300, 300)
     with Engine(address, storage=STORAGE) as engine:
@@ -168,18 +179,43 @@ def test_a_commit_finds_a_lost_base_by_one_listing(address: str, s3_server: S3) 
             with s3_server.failing():  # the log of requests begins here
                 engine.save(step, {"w": weights}).result(60)
                 requests = [(method, done) for method, _, done in s3_server.seen()]
-            assert requests.count(("LIST", "ok")) == (step > 0)
-        min((engine.root / "segments").iterdir()).remove_tree()
-        with pytest.raises(SaveFailed, match="are gone"):
-            engine.save(4, {"w": weights}).result(60)
-        weights[5] += 1
-        report = engine.save(5, {"w": weights}).result(60)
+            # At the save and before the commit.
+            assert requests.count(("LIST", "ok")) == 2 * (step > 0)
+        lost = of_oldest(engine.root, inner)
+        lost.remove_tree()
+        lost._bucket.write(lost.key, None).result()  # the object itself, if it is one
+        report = engine.save(4, {"w": weights}).result(60)
         assert [leaf.kind.value for leaf in report.leaves] == ["keyframe"]
-        weights[6] += 1
+        assert "are gone" in report.note
+        weights[5] += 1
         # A listing that lags is no proof of a loss.
         with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden="segments")):
-            engine.save(6, {"w": weights}).result(60)
-    assert (deltacheck.open(address, storage=STORAGE).restore(6)["w"] == weights.numpy()).all()
+            report = engine.save(5, {"w": weights}).result(60)
+        assert [leaf.kind.value for leaf in report.leaves] == ["delta"]
+    assert (deltacheck.open(address, storage=STORAGE).restore(5)["w"] == weights.numpy()).all()
+
+
+def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.randn(300, 300)
+    with Engine(address, storage=STORAGE) as engine:
+        for step in range(2):
+            weights[step] += 1
+            engine.save(step, {"w": weights}).result(60)
+        durable = ChainState.durable
+
+        def purged(self: ChainState, job: Any, ref: Any) -> Any:
+            of_oldest(engine.root, "leaves/w").remove_tree()
+            monkeypatch.setattr(ChainState, "durable", durable)
+            return durable(self, job, ref)
+
+        monkeypatch.setattr(ChainState, "durable", purged)
+        weights[2] += 1
+        with pytest.raises(SaveFailed, match="are gone or have lost files"):
+            engine.save(2, {"w": weights}).result(60)
+        assert engine.save(3, {"w": weights}).result(60).leaves[0].kind.value == "keyframe"
+    assert (deltacheck.open(address, storage=STORAGE).restore(3)["w"] == weights.numpy()).all()
 
 
 @pytest.mark.parametrize(("kind", "where"), WRITE_CASES)

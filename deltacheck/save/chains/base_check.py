@@ -8,7 +8,7 @@ more than a small save, so the segments take turns, the oldest first.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 
 from deltacheck.store.manifest import SegmentRef
 from deltacheck.store.root import Store
@@ -30,7 +30,9 @@ class BaseCheck:
         # Segment -> number of the turn in which its files were seen last.
         self._turns: dict[str, int] = {}
         self._turn = 0
-        # Commits until the next listing of an object store.
+        # Segment -> keys of its objects, as an object store has listed them.
+        self._objects: Mapping[str, Set[str]] = {}
+        # Looks until the next listing of an object store.
         self._pause = 0
 
     def wrote(self, ref: SegmentRef) -> None:
@@ -67,14 +69,20 @@ class BaseCheck:
         return sorted(lost)
 
     def lost_objects(self, store: Store, names: Iterable[str]) -> list[str]:
-        """Return the segments of an object store that have no table any more, ascending.
+        """Return the segments of an object store that have lost their table, or objects beside it.
 
-        A listing of many objects takes several requests. The next commits then do without, so that
-        there is at most one request a commit on average.
+        The objects are those that an earlier look has seen. A listing of many objects takes several
+        requests. The next looks then do without, so that there is at most one request a look on
+        average.
+
+        Args:
+            store: The segments of the root, on an object store.
+            names: The segments.
         """
         if self._pause > 0:
             self._pause -= 1
             return []
-        lost, keys = store.listed_losses(sorted(names))
-        self._pause = max(0, -(-keys // _KEYS_PER_REQUEST) - 1)
+        lost, self._objects = store.listed_losses(sorted(names), self._objects)
+        count = sum(map(len, self._objects.values()))
+        self._pause = max(0, -(-count // _KEYS_PER_REQUEST) - 1)
         return lost

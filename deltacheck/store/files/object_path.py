@@ -249,6 +249,10 @@ class ObjectPath:
             else self._bucket.read(self.key)
         )
 
+    def start_look(self) -> Any:
+        """Begin to read the first byte of an object that is not empty; return the future."""
+        return self._bucket.read(self.key, byte_range=slice(0, 1))
+
     def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
         """Return the result of the read that ``start_read`` has begun."""
         result = self._await(started, "read")
@@ -413,6 +417,6 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
 
 def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
     """Return those of some objects that exist, asked for by name and not by a listing."""
-    # All requests are under way before the first is waited for.
-    reads = [(path, path.start_read()) for path in paths]
+    # All requests are under way before the first is waited for. One byte tells as much as all.
+    reads = [(path, path.start_look()) for path in paths]
     return [path for path, read in reads if path.finish_read(read)[1] != ABSENT]

@@ -226,7 +226,7 @@ def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-@pytest.mark.parametrize("size", [1, 7, 8, 33, 16 << 10, (16 << 10) + 1, 100_003])
+@pytest.mark.parametrize("size", [1, 7, 8, 33, 64 << 10, (64 << 10) + 1, 300_003])
 def test_a_fingerprint_covers_a_leaf(
     size: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +236,7 @@ def test_a_fingerprint_covers_a_leaf(
     before = fingerprints.fingerprint_of(content, 5)
     assert before == fingerprints.fingerprint_of(content.copy(), 5)
     # A contiguous write of two strides meets a block, whatever its place.
-    width = 1 if size <= 16 << 10 else 2 * (size // 64)
+    width = 1 if size <= 64 << 10 else 2 * (size // 64)
     for begin in {0, size // 2, size - width}:
         changed = content.copy()
         changed[begin : begin + width] ^= 1
