@@ -72,8 +72,8 @@ def run(settings: Settings) -> Result:
         " the optimizer's step, and one access to .data of every parameter, over accesses without"
         f" an engine. Medians of {repetitions}. The fingerprints of {len(tensors)} leaves are taken"
         " once in a save, and are part of its blocking time. Below, the processor time of the"
-        " fingerprint of a leaf that no cache has, in turns with a copy of it, and the share of random"
-        " contiguous writes that it shows"
+        " fingerprint of a leaf that no cache has, in turns with a copy of it, and the share of"
+        " random contiguous writes that it shows"
     )
     rows: list[list[str | float | None]] = [
         ["training step", bare_step, 1.0],
