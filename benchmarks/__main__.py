@@ -28,6 +28,7 @@ BENCHMARKS = {
     "compression": "benchmarks.compression",
     "blocking": "benchmarks.blocking",
     "leaf_counts": "benchmarks.leaf_counts",
+    "saving": "benchmarks.saving",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
     "guard": "benchmarks.guard",

@@ -36,8 +36,9 @@ def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
         or bounds.size == 0
     ):
         raise ValueError(f"bounds must be uint64 of shape (chunks + 1,), not {_described(bounds)}")
-    # Compared and not subtracted, because differences of uint64 wrap.
-    if bounds[0] != 0 or np.any(bounds[1:] < bounds[:-1]):
+    longest = int((bounds[1:] - bounds[:-1]).max(initial=0))
+    # Differences of uint64 wrap, so that a bound below the one before gives a large one.
+    if bounds[0] != 0 or (longest > _MOST_WORDS and np.any(bounds[1:] < bounds[:-1])):
         raise ValueError("bounds must ascend from 0")
     # As Python integers, because the product may exceed 64 bits.
     if int(bounds[-1]) * word_bytes != total_bytes:
@@ -45,7 +46,7 @@ def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
             f"bounds end at {int(bounds[-1])} words of {word_bytes} bytes, but there are"
             f" {total_bytes} bytes"
         )
-    if np.any(bounds[1:] - bounds[:-1] > _MOST_WORDS):
+    if longest > _MOST_WORDS:
         raise ValueError("a chunk must have fewer than 2^32 words")
     return np.ascontiguousarray(bounds)
 

@@ -150,6 +150,12 @@ def test_the_cost_per_leaf_is_compared_with_torch_save(results: dict[str, dict[s
         assert row["processor time"] > 0
 
 
+def test_an_exact_save_stores_less_than_that_of_dcp(results: dict[str, dict[str, Any]]) -> None:
+    theirs, ours = rows(results["saving"])
+    assert ours["stored, of the state"] < 1 < theirs["stored, of the state"]
+    assert ours["processor time"] > 0
+
+
 def test_memory_holds_at_least_the_shadow(results: dict[str, dict[str, Any]]) -> None:
     for row in rows(results["memory"]):
         assert row["extra memory"] >= 0.9 * row["state = shadow"]

@@ -367,6 +367,22 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
         time.sleep(0.01)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_threads_that_compress_yield_to_the_training() -> None:
+    def priority_of_a_thread(background: Background) -> int:
+        seen: list[int] = []
+        background.start(
+            lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        ).result(timeout=10)
+        return seen[0]
+
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert priority_of_a_thread(Background(1, "test-background")) == own
+    writer = StreamWriter(WHERE)
+    assert priority_of_a_thread(writer._background) == min(19, own + 5)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
 def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> None:
     code = """
         import atexit

@@ -28,7 +28,11 @@ constexpr uint64_t kLeastRun = 16, kWindow = 16;
 // bytes within these bounds.
 constexpr uint64_t kSampleShare = 32, kLeastSample = 4096, kMostSample = 16384, kPieces = 4;
 // zstd is tried if it may find a match at more than a fraction 1 / kRepeatShare of the positions.
-constexpr uint64_t kRepeatShare = 128;
+constexpr uint64_t kRepeatShare = 16;
+// Matches take time. At the lowest level they must save a fraction 1 / kLeastGain of a frame, and
+// more of a sample, in which short matches cost less than in a whole chunk: of differences,
+// samples whose gain was smaller had larger frames than without matches.
+constexpr uint64_t kLeastGain = 64, kLeastGainOfSample = 8;
 
 void put_little_endian(uint64_t value, int bytes, uint8_t* out) {
   for (int k = 0; k < bytes; ++k) out[k] = static_cast<uint8_t>(value >> (8 * k));
@@ -67,25 +71,27 @@ class Compressor {
   uint64_t frame(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, level);
     const uint64_t piece = std::clamp(size / kSampleShare, kLeastSample, kMostSample) / kPieces;
-    if (size <= kPieces * piece)
-      return matches_pay(level, data, size, out, room) ? with_matches(data, size, out, room)
-                                                       : with_runs(data, size, out, room);
+    if (size <= kPieces * piece) {
+      return matches_pay(level, kLeastGain, data, size, out, room)
+                 ? with_matches(data, size, out, room)
+                 : with_runs(data, size, out, room);
+    }
     uint8_t sample[kMostSample];
     for (uint64_t k = 0; k < kPieces; ++k) {
       std::memcpy(sample + k * piece, data + (size - piece) * k / (kPieces - 1), piece);
     }
     const bool matches = (level > 1 || repeats(sample, kPieces * piece)) &&
-                         matches_pay(level, sample, kPieces * piece, out, room);
+                         matches_pay(level, kLeastGainOfSample, sample, kPieces * piece, out, room);
     return matches ? with_matches(data, size, out, room) : with_runs(data, size, out, room);
   }
 
  private:
-  // Returns true if matches make a frame smaller by more than their time is worth. At the lowest
-  // level they must save enough bytes.
-  bool matches_pay(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
-    const uint64_t least_gain = level > 1 ? UINT64_MAX : 64,
-                   without = with_runs(data, size, out, room);
-    return with_matches(data, size, out, room) < without - without / least_gain;
+  // Returns true if matches make a frame smaller by more than their time is worth: at the lowest
+  // level, by a fraction 1 / least_gain.
+  bool matches_pay(int level, uint64_t least_gain, const uint8_t* data, uint64_t size, uint8_t* out,
+                   uint64_t room) {
+    const uint64_t without = with_runs(data, size, out, room);
+    return with_matches(data, size, out, room) < without - (level > 1 ? 0 : without / least_gain);
   }
 
   // Returns false if few groups of 8 bytes, other than runs, occur twice. The trial of zstd would

@@ -13,7 +13,7 @@ namespace deltacheck {
 //
 // Callers on several threads share the pool. They cannot deadlock, since each does its own work if
 // no thread helps. Threads are started at first use and never joined. A forked child starts its
-// own.
+// own. On Linux they have a lower priority than the process, so that a save yields to training.
 void run_on_threads(int threads, const std::function<void()>& work);
 
 // Returns the number of processors that this process may run on.

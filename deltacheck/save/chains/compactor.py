@@ -9,9 +9,7 @@ unneeded segment and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +23,15 @@ from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
+from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 
 log = logging.getLogger("deltacheck")
 
-# The priority of the thread. Larger: the training loses less; smaller: chains are short sooner.
+# Added to the niceness of the process. Larger: the training loses less; smaller: chains are short
+# sooner.
 _NICENESS = 10
 
 
@@ -281,7 +281,7 @@ class Compactor:
         self.wait(timeout)
 
     def _run(self, plan: CompactionPlan, manifest: Manifest) -> None:
-        _lower_priority()
+        lower_priority(_NICENESS)
         # A root of its own, because one `Root` serves one thread at a time, and so that the files
         # of a save do not wait for those of the compaction.
         root = Root(self._store.path, self._store).afresh()
@@ -355,11 +355,3 @@ def _is_worth(
     saves: float, chain_length: int, merged: float, keyframe: float, delta: float
 ) -> bool:
     return pays(merged, saves, keyframe, delta, chain_length)
-
-
-def _lower_priority() -> None:
-    """Let the calling thread, and those that it starts, yield to the training."""
-    # Linux gives each thread a priority of its own; elsewhere the thread keeps that of the process.
-    if hasattr(os, "setpriority") and os.uname().sysname == "Linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -65,6 +65,8 @@ class LeafCapture:
         self._states = states
         self._due = due
         self._parts = parts
+        # Once, because a look at all methods of a protocol takes as long as a small leaf.
+        self._group_codec = setup.codec if isinstance(setup.codec, GroupCodec) else None
 
     def capture(self, sources: deque[LeafSource]) -> None:
         """Capture all ``sources``.
@@ -122,7 +124,7 @@ class LeafCapture:
             state.base = codec.copy(current, state.base)
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
-        elif isinstance(codec, GroupCodec) and codec.grouped(current, state.base):
+        elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
             self._prove(leaf, spec, current)
             return _GroupMember(leaf, state, source, current, is_coded)
@@ -182,17 +184,18 @@ class LeafCapture:
         """Yield the first chunk and the end of each run that one call of the codec encodes."""
         chunks = bounds.size - 1
         step = max(1, chunks)
-        if codec.run_bytes is not None:
+        # A run must fit into a part, and ends at a chunk.
+        limit = None if codec.run_bytes is None else min(codec.run_bytes, self._parts.part_bytes)
+        if limit is not None and int(bounds[-1]) * word_bytes > limit:
             longest = max(1, int(np.diff(bounds).max(initial=1)) * word_bytes)
-            # A run must fit into a part, and ends at a chunk.
-            step = max(1, min(codec.run_bytes, self._parts.part_bytes) // longest)
+            step = max(1, limit // longest)
         for first in range(0, chunks, step):
             yield first, min(chunks, first + step)
 
     def _encode_group(self, group: Sequence[_GroupMember]) -> None:
         """Encode leaves on their device, a few calls for all of them."""
-        codec = self._setup.codec
-        assert isinstance(codec, GroupCodec)
+        codec = self._group_codec
+        assert codec is not None
 
         # The codec calls this as soon as the device has all reads. Training waits for it, while
         # the encoding goes on.

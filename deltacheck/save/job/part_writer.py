@@ -124,17 +124,18 @@ class PartWriter:
             return
         pieces, size = self._pieces, self._unsealed_bytes
         self._pieces, self._unsealed_bytes = [], 0
-        index: list[U32] = []
+        rows = sum(piece.encoded.rows.shape[0] for piece in pieces)
+        table = np.empty((rows, len(segment.INDEX)), np.uint32)
         row, part = 0, len(self._writer.parts)
         for piece in pieces:
-            for span, first, rows in _rows_of_spans(piece):
-                leaf, count = span.leaf, rows.shape[0]
-                index.append(_index_rows(rows, leaf))
-                digests = None if piece.digests is None else piece.digests[first : first + count]
+            for span, first, stop in _rows_of_spans(piece):
+                leaf, end = span.leaf, row + stop - first
+                chunks = _put_index_rows(table[row:end], piece.encoded.rows[first:stop], span)
+                digests = None if piece.digests is None else piece.digests[first:stop]
                 if leaf.runs is None:
                     leaf.runs = []
-                leaf.runs.append(RowRun(part, row, rows[:, CHUNK], digests))
-                row += count
+                leaf.runs.append(RowRun(part, row, chunks, digests))
+                row = end
         # One array per stream name and part, whatever the number of leaves: files are expensive.
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
         streams = {
@@ -144,7 +145,6 @@ class PartWriter:
         # From here on only `streams` holds the encoded bytes: the writer frees each stream as soon
         # as it is written.
         del pieces, piece
-        table = np.concatenate(index)
         self._count(table)
         pending = self._writer.put_part(table, streams)
         size = self._writer.held_bytes(size)
@@ -167,34 +167,41 @@ class PartWriter:
             leaf.encoded_bytes += size
 
 
-def _rows_of_spans(piece: Piece) -> Iterator[tuple[Span, int, U32]]:
-    """Yield each span that has rows, its first row, and its rows with the leaf's chunk numbers."""
+def _rows_of_spans(piece: Piece) -> Iterator[tuple[Span, int, int]]:
+    """Yield each span that has rows, its first row, and the row after its last one."""
     rows = piece.encoded.rows
+    if len(piece.spans) == 1:
+        yield piece.spans[0], 0, rows.shape[0]
+        return
     edges = [
         *np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(),
         rows.shape[0],
     ]
     for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
         if first < stop:
-            leaf_rows = rows[first:stop].copy()
-            # Two steps: the difference of the two numbers may be negative, and rows are unsigned.
-            leaf_rows[:, CHUNK] -= np.uint32(span.start)
-            leaf_rows[:, CHUNK] += np.uint32(span.first_chunk)
-            yield span, first, leaf_rows
+            yield span, first, stop
 
 
-def _index_rows(rows: U32, leaf: LeafSave) -> U32:
-    """Return the encoder's rows as rows of a part's index, readable without the leaf's spec."""
-    state = leaf.state
+def _put_index_rows(table: U32, rows: U32, span: Span) -> U32:
+    """Write the encoder's rows as rows of a part's index, readable without the leaf's spec.
+
+    Args:
+        table: The rows of the index, uint32 ``(rows, 8)``; every column is written.
+        rows: The encoder's rows.
+        span: The chunks to which they belong.
+
+    Returns:
+        The leaf's chunk number of each row, uint32 ``(rows,)``.
+    """
+    state = span.leaf.state
     assert state is not None  # set before the leaf is encoded
-    count = rows.shape[0]
-    words = np.diff(state.bounds)[rows[:, CHUNK]].astype(np.uint32)
-    return np.column_stack(
-        [
-            np.full(count, leaf.number, np.uint32),
-            rows[:, CHUNK],
-            words,
-            np.full(count, state.spec.word_bytes, np.uint32),
-            rows[:, METHOD:],
-        ]
-    ).astype(np.uint32)
+    # Two steps: the difference of the two numbers may be negative, and rows are unsigned.
+    chunks: U32 = rows[:, CHUNK] - np.uint32(span.start)
+    chunks += np.uint32(span.first_chunk)
+    positions = chunks.astype(np.intp)
+    table[:, segment.LEAF] = span.leaf.number
+    table[:, segment.CHUNK] = chunks
+    table[:, segment.WORDS] = state.bounds[positions + 1] - state.bounds[positions]
+    table[:, segment.WORD_BYTES] = state.spec.word_bytes
+    table[:, segment.METHOD :] = rows[:, METHOD:]
+    return chunks

@@ -329,6 +329,9 @@ class StreamWriter:
     """
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
+    # That of the native module's helpers (`xla_ffi/encoder/thread_pool.cc`): beside them, these
+    # threads do the same work.
+    _NICENESS = 5
 
     def __init__(
         self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True
@@ -336,7 +339,7 @@ class StreamWriter:
         self._where = where
         self._durability = durability
         self._local = local
-        self._background = Background(self._THREADS, "deltacheck-streams")
+        self._background = Background(self._THREADS, "deltacheck-streams", self._NICENESS)
         self._making = threading.Lock()
         self._spent = Spent(0.0, 0.0)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,6 +13,8 @@ from queue import SimpleQueue
 from threading import Thread
 
 _Task = tuple[Future[None], Callable[[], None]]
+
+_MOST_NICENESS = 19
 
 
 class Background:
@@ -22,12 +28,14 @@ class Background:
     Args:
         threads: Number of threads.
         name: Name of the threads.
+        niceness: Added to the niceness of the process. Larger: training loses less time; smaller:
+            the work ends sooner beside training.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, niceness: int = 0) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads = [
-            Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
+            Thread(target=_serve, args=(self._tasks, niceness), name=name, daemon=True)
             for _ in range(threads)
         ]
         try:
@@ -56,12 +64,29 @@ class Background:
             thread.join(1.0)
 
 
-def _serve(tasks: SimpleQueue[_Task | None]) -> None:
+def _serve(tasks: SimpleQueue[_Task | None], niceness: int) -> None:
+    if niceness:
+        lower_priority(niceness)
     while (task := tasks.get()) is not None:
         carry_out(*task)
         # The memory that the work refers to must not live until the next task comes.
         del task
     _end(tasks)
+
+
+def lower_priority(niceness: int) -> None:
+    """Let the calling thread, and those that it starts, yield to the training.
+
+    Args:
+        niceness: Added to the niceness of the process; 1 to 19.
+    """
+    # Linux gives each thread a priority of its own; elsewhere the thread keeps that of the process.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            base = os.getpriority(os.PRIO_PROCESS, os.getpid())
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), min(_MOST_NICENESS, base + niceness)
+            )
 
 
 def carry_out(future: Future[None], work: Callable[[], None]) -> None:
