@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.restore import receipt
 from deltacheck.restore.receipt import Receipt
+from deltacheck.save import freed_memory
 from deltacheck.save.adaptive_effort import EffortChoice
 from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
@@ -304,6 +305,8 @@ class Pipeline:
         self._release(job.progress)
         if verify == "receipt":
             self._to_check.put((job, manifest))
+        if job.whole_bytes >= freed_memory.LEAST_BYTES:
+            freed_memory.return_freed_memory()
 
     def _lost_base(self, job: SaveJob, refs: Iterable[str]) -> list[str]:
         """Return the segments that a step needs and that are gone, or have lost files."""

@@ -11,7 +11,7 @@ from deltacheck.restore import receipt
 from deltacheck.save.adaptive_effort import EFFORTS
 from deltacheck.store.files.durability import Durability
 
-SHADOWS = ("auto", "device", "host", "none")
+SHADOWS = ("auto", "device", "host", "mapped", "none")
 ON_BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "log")
 
@@ -34,8 +34,10 @@ class SaveOptions:
             oldest, every step is saved; ``"skip"``: skip this save, training never waits.
         shadow: The place of the copies that changes are found against. ``"device"``: fastest
             captures, device memory of the size of the state; ``"host"``: no device memory, but
-            the whole state crosses at each save; ``"none"``: least memory, but a leaf that
-            changed is written whole; ``"auto"``: the device if it has enough free memory.
+            the whole state crosses at each save; ``"mapped"``: as ``"host"``, in files of
+            ``TMPDIR`` that the system may write out instead of running out of memory; ``"none"``:
+            least memory, but a leaf that changed is written whole; ``"auto"``: the device if it
+            has enough free memory, else the host.
         effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or
             ``"auto"``. Higher: smaller files; lower: less processor time beside training.
             ``"auto"`` follows the bottleneck of the last save; equal states then no longer give
@@ -90,9 +92,7 @@ class SaveOptions:
         # Checked here, so that every public constructor refuses the same values with the same
         # words.
         if self.shadow not in SHADOWS:
-            raise ValueError(
-                f"shadow must be 'auto', 'device', 'host' or 'none', not {self.shadow!r}"
-            )
+            raise ValueError(f"shadow must be one of {', '.join(SHADOWS)}, not {self.shadow!r}")
         if self.on_busy not in ON_BUSY:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {self.on_busy!r}")
         receipt.check_when(self.verify)

@@ -29,6 +29,7 @@ from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
+from deltacheck.save.job.shadow_file import ShadowFile
 from deltacheck.save.job.source import LaterSources, LeafSource, Sources
 from deltacheck.save.pipeline import Pipeline
 from deltacheck.save.progress import Progress, as_save_failed
@@ -67,7 +68,8 @@ class Saver:
         # Leaves are written whole instead, or by every save that finds them changed.
         if options.compact_after is not None or not options.keeps_shadow:
             options = options.without_merges()
-        self._setup = Setup(store, codec, options)
+        shadow_file = ShadowFile() if options.shadow == "mapped" else None
+        self._setup = Setup(store, codec, options, shadow_file)
         self._treatment = Treatment(options.policy, codec.host, self._shadow)
         compactor = (
             Compactor(store, options.policy, options.compact_after, options.io_timeout_seconds)
@@ -311,6 +313,8 @@ class Saver:
         """
         # Even without a shadow the chains are adopted: a leaf that equals its keyframe is not
         # written again.
+        if self._setup.shadow_file is not None:
+            bases = self._setup.shadow_file.moved(bases)
         self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
         self._treatment.resumed(manifest.rates)
 

@@ -67,7 +67,9 @@ class Engine:
         shadow: The place of the shadow. ``"device"``: beside the tensors. Only changes cross to the
             host, but it takes device memory of the size of the state, and 1.5 GiB in a capture.
             ``"host"``: no device memory, but the whole state crosses at each save, and the next
-            optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``:
+            optimizer step waits until all but ``host_cache_bytes`` of it is encoded.
+            ``"mapped"``: as ``"host"``, in files of ``TMPDIR`` that the system may write out
+            instead of running out of memory; each save then writes to that disk, too. ``"none"``:
             no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
             for CUDA tensors if enough memory is free at the first save, else ``"host"``.
         effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.

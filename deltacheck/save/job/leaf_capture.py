@@ -121,7 +121,7 @@ class LeafCapture:
         if current is None:
             pass
         elif path in self._due or state.is_due(setup.options.policy):
-            state.base = codec.copy(current, state.base)
+            state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
         elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
@@ -136,6 +136,13 @@ class LeafCapture:
         if source.check_content is not None and not is_coded:
             source.check_content(state.base)
         return None
+
+    def _memory_of(self, state: LeafState, current: Any) -> Any:
+        """Return the memory of the base of a leaf that is written whole; ``None``: any."""
+        shadow_file = self._setup.shadow_file
+        if state.base is None and shadow_file is not None and isinstance(current, np.ndarray):
+            return shadow_file.take(current.nbytes)
+        return state.base
 
     def _prove(self, leaf: LeafSave, spec: LeafSpec, content: Any) -> None:
         """Record the digest of what is stored, if the save is read back.

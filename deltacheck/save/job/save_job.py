@@ -113,6 +113,11 @@ class SaveJob:
         """Digests of the captured leaves by path, if the save is read back."""
         return {path: leaf.live_digest for path, leaf in self.leaves.items() if leaf.live_digest}
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the leaves that were written whole as arrays, once it is encoded."""
+        return sum(leaf.encoded_bytes for leaf in self._capture.keyframes)
+
     def capture(self, sources: deque[LeafSource]) -> None:
         """Bring the shadow to the present content of ``sources``, and empty them."""
         self._capture.capture(sources)

@@ -147,7 +147,7 @@ class Capture:
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
         """Return ``True`` if the shadows of a device lie in its own memory."""
         # Without a device encoder every save would copy the shadow to the host.
-        if self._shadow in ("host", "none") or device.native is None:
+        if self._shadow in ("host", "mapped", "none") or device.native is None:
             return False
         required = int(_SPARE * (state_bytes + windows.device_bytes(codec.WINDOW_BYTES)))
         if self._shadow == "device" or device.free_bytes() >= required:

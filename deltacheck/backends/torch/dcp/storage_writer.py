@@ -88,8 +88,9 @@ class DeltaStorageWriter(StorageWriter):
         host_cache_bytes: The most encoded bytes between the ranks' memory and the storage. Larger:
             a slow storage blocks a save later; smaller: less memory.
         shadow: The place of the shadow. ``"device"``: faster saves, more device memory; ``"host"``:
-            no device memory, slower; ``"none"``: least memory, but changed tensors are written
-            whole; ``"auto"``: the device if it has enough free memory.
+            no device memory, slower; ``"mapped"``: as ``"host"``, in files of ``TMPDIR``, which
+            take memory only while there is enough; ``"none"``: least memory, but changed tensors
+            are written whole; ``"auto"``: the device if it has enough free memory.
         effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
             Higher: smaller files; lower: less processor time.
         durability: ``"power"``: an acknowledged save survives a power cut; ``"process"``: only the
