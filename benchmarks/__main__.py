@@ -81,7 +81,10 @@ def main(
         typer.Option("--leaves", min=1, help="For scale: leaves per state (default: 1000)."),
     ] = None,
     only: Annotated[
-        str | None, typer.Option("--only", help="For schedules: runs whose names contain this.")
+        str | None,
+        typer.Option(
+            "--only", help="For schedules: runs whose names contain this; stability: parts."
+        ),
     ] = None,
     optimizers: Annotated[
         bool, typer.Option("--optimizers", help="For size: states of other optimizers than Adam.")

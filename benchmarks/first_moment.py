@@ -105,7 +105,7 @@ def _killed(
     model: Path, seed: int, quick: bool, noise: list[float]
 ) -> Iterator[tuple[int, str, float, float]]:
     """Yield (age, candidate, lost steps, change of the loss) for each kill of one run."""
-    training = EncoderTraining(model, cosine(2e-5, 600), layers=1, vocabulary=4000, threads=1)
+    training = EncoderTraining(model, cosine(2e-5, 600), layers=1, vocabulary=4000)
     held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
     order = shuffled(rest, seed)
     training._order = order

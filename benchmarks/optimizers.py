@@ -1,8 +1,8 @@
 """Bytes and entropy of the states of optimizers other than Adam, kind of state by kind of state.
 
 Their states are exact under every policy. `python -m benchmarks size --optimizers` prints how many
-bytes that takes, and how many steps of progress a resumed run loses if the momentum of Lion or Muon
-is rounded, old or zero.
+bytes that takes, how many steps of progress a resumed run loses if the momentum of Lion or Muon is
+rounded, old or zero, and how well its code follows from what a save before has stored.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def run(settings: Settings) -> Result:
     """Measure the state of every optimizer."""
     sizes: list[list[Cell]] = []
     resumes: list[list[Cell]] = []
+    predicted: list[list[Cell]] = []
     every, settle, saves = (2, 2, 3) if settings.quick else (10, 100, 8)
     makers_by_name = makers()
     if settings.quick:
@@ -145,12 +146,13 @@ def run(settings: Settings) -> Result:
         _train(training, settle)
         sizes += _sizes(name, training, every, saves, settings.folder / str(number))
         if name in ("Lion", "Muon"):
+            predicted += [_predicted(name, training, steps) for steps in (1, every)]
             resumes += _resumes(name, training, every)
     return Result(
         "size",
         "the state of optimizers under Policy.model_exact(), float32 weights, saved every"
-        f" {every} steps: stored and order-0 entropy, of raw bytes; contract: the weakest that the"
-        " last save gave",
+        f" {every} steps: order-0 entropy and streams before the entropy stage, of raw bytes;"
+        " contract: the weakest that the last save gave",
         [
             Table("optimizers", SIZES, sizes),
             Table(
@@ -158,6 +160,11 @@ def run(settings: Settings) -> Result:
                 " of another data order",
                 RESUMES,
                 resumes,
+            ),
+            Table(
+                "order-0 entropy of a momentum's codes (within 0.6 octaves), bits per element",
+                PREDICTED,
+                predicted,
             ),
         ],
         [],
@@ -170,7 +177,7 @@ SIZES: dict[str, Unit] = {
     "type": "text",
     "raw": "bytes",
     "entropy": "ratio",
-    "stored": "ratio",
+    "encoded": "ratio",
     "contract": "text",
 }
 RESUMES: dict[str, Unit] = {
@@ -181,6 +188,16 @@ RESUMES: dict[str, Unit] = {
     "loss change": "number",
     "loss change, order": "number",
 }
+PREDICTED: dict[str, Unit] = {
+    "optimizer": "text",
+    "steps": "count",
+    "alone": "number",
+    "given the last code": "number",
+    "and the weight's change": "number",
+    "given the last momentum": "number",
+}
+# Classes of a weight's change that a code may depend on.
+_CHANGES = 8
 
 
 def _sizes(
@@ -256,6 +273,66 @@ def _resumes(name: str, training: Workload, age: int) -> Iterator[list[Cell]]:
         yield [name, label, bits, lost, changed - loss, noise]
 
 
+def _predicted(name: str, training: Workload, steps: int) -> list[Cell]:
+    """Return how many bits the codes of a momentum take if a decoder knows more and more.
+
+    The decoder knows the code of ``steps`` steps before, or the momentum itself, and how the weight
+    has changed since: all that a save has stored beside the momentum.
+    """
+    momentum, before = _momenta(training.state()), _flat_weights(training)
+    _train(training, steps)
+    change = _flat_weights(training) - before
+    codes, last = (
+        octaves.codes(values, signed=True).codes.astype(np.int64)
+        for values in (_momenta(training.state()), momentum)
+    )
+    # Classes of equal size, by direction and size of the change.
+    edges = np.quantile(change, np.arange(1, _CHANGES) / _CHANGES)
+    moved = np.searchsorted(edges, change)
+    # Finer than the codes: eight classes in each octave.
+    with np.errstate(divide="ignore"):
+        exponent = np.maximum(np.round(8 * np.log2(np.abs(momentum))), -800).astype(np.int64)
+    fine = np.where(momentum < 0, exponent, exponent + 2000) + 1000
+    return [
+        name,
+        steps,
+        _bits(codes),
+        _bits(codes, last),
+        _bits(codes, last, moved),
+        _bits(codes, fine, moved),
+    ]
+
+
+def _bits(codes: Any, *known: Any) -> float:
+    """Return the order-0 entropy of codes in bits, given classes of the same elements."""
+    context = np.zeros_like(codes)
+    for classes in known:
+        context = context * (int(classes.max()) + 1) + classes
+    return _entropy(context * (int(codes.max()) + 1) + codes) - _entropy(context)
+
+
+def _entropy(classes: Any) -> float:
+    _, counts = np.unique(classes, return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _momenta(state: dict[str, Any]) -> Any:
+    """Return all momenta of matrices as one array, in the order of the parameters."""
+    return np.concatenate(
+        [
+            value.float().numpy().reshape(-1)
+            for entry in state["optimizer"]["state"].values()
+            for value in entry.values()
+            if value.ndim == 2
+        ]
+    )
+
+
+def _flat_weights(training: Workload) -> Any:
+    return np.concatenate([weight.reshape(-1) for weight in _weights(training).values()])
+
+
 def _weights(training: Workload) -> dict[str, Any]:
     named = training.model.named_parameters()
     return {name: p.detach().numpy().copy() for name, p in named if p.requires_grad}
@@ -269,15 +346,7 @@ def _octaves(value: Tensor) -> Tensor:
 
 def _code_bits(state: dict[str, Any]) -> float:
     """Return the order-0 entropy of the codes of all momenta, in bits per element."""
-    momenta = [
-        value.float().numpy().reshape(-1)
-        for entry in state["optimizer"]["state"].values()
-        for value in entry.values()
-        if value.ndim == 2
-    ]
-    counts = np.bincount(octaves.codes(np.concatenate(momenta), signed=True).codes)
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log2(shares)).sum())
+    return _entropy(octaves.codes(_momenta(state), signed=True).codes)
 
 
 def _train(training: Workload, steps: int) -> None:

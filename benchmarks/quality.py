@@ -1,17 +1,20 @@
-"""The loss of resumed runs: killed at many steps, restored, trained on, compared with unkilled."""
+"""The loss of resumed runs: killed once or many times in a row, compared with unkilled ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.record import Cell, Unit
-from benchmarks.ways import Chain, Run, Way
+from benchmarks.ways import FIRST, MASTER, SECOND, Chain, Run, Way, class_of
+from deltacheck import Policy
 from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.profile.sensitivity import distance, largest_change, lost_steps
 
@@ -210,3 +213,95 @@ def weights_row(name: str, records: Sequence[Resumed]) -> list[Cell]:
         max(record.update for record in records),
         mean(float(record.forward_exact) for record in records),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """A run that is killed many times in a row.
+
+    It trains ``steps`` steps, saves every ``every`` steps, and is killed at ``kills`` saves from
+    ``first_kill`` on, ``apart`` steps apart.
+    """
+
+    steps: int
+    every: int
+    first_kill: int
+    apart: int
+    kills: int
+
+
+Put = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def _inexact(*classes: str) -> Put:
+    """Return a function that puts the exact values of all but some classes into a state."""
+
+    def put(entry: dict[str, Any], live: dict[str, Any]) -> None:
+        for field in ("master", "exp_avg", "exp_avg_sq"):
+            if class_of(field) not in classes:
+                entry[field] = live[field].clone()
+
+    return put
+
+
+def _without_first(entry: dict[str, Any], live: dict[str, Any]) -> None:
+    _inexact()(entry, live)
+    entry["exp_avg"].zero_()
+
+
+# What is inexact at each resume -> the policy, and the rest of each parameter's state put back.
+CHAINED: dict[str, tuple[Policy, Put]] = {
+    "nothing": (Policy.model_exact(), _inexact()),
+    "masters": (Policy.model_exact(), _inexact(MASTER)),
+    "masters, master_error_lr=8": (Policy.model_exact(master_error_lr=8), _inexact(MASTER)),
+    "m and v, reused": (Policy.model_exact(), _inexact(FIRST, SECOND)),
+    "v alone": (Policy.model_exact(), _inexact(SECOND)),
+    "m alone": (Policy.model_exact(), _inexact(FIRST)),
+    "all of these": (Policy.model_exact(), _inexact(MASTER, FIRST, SECOND)),
+    "no m (zero)": (Policy.model_exact(), _without_first),
+}
+CHAIN_COLUMNS: dict[str, Unit] = {
+    "inexact at each resume": "text",
+    "kills": "count",
+    "lost steps": "number",
+    "loss change": "number",
+}
+
+
+def chained(recipe: Recipe, plan: ChainPlan, folder: Path) -> list[list[Cell]]:
+    """Return a row of ``CHAIN_COLUMNS`` for each of ``CHAINED``.
+
+    Lost steps are the change of the loss over the progress per step at the end of the run that is
+    not killed.
+    """
+    run = Run("torch", recipe)
+    start = copy.deepcopy(run.workload.state())
+    last = plan.apart * 2
+    run.train(plan.steps - last)
+    before = run.workload.evaluate()
+    run.train(last)
+    end = run.workload.evaluate()
+    rows: list[list[Cell]] = []
+    for number, (name, (policy, put)) in enumerate(CHAINED.items()):
+        run.workload.load(copy.deepcopy(start))
+        _train_killed(run, plan, policy, put, folder / str(number))
+        change = run.workload.evaluate() - end
+        rows.append([name, plan.kills, change * last / (before - end), change])
+    return rows
+
+
+def _train_killed(run: Run, plan: ChainPlan, policy: Policy, put: Put, root: Path) -> None:
+    kills = range(plan.first_kill, plan.first_kill + plan.kills * plan.apart, plan.apart)
+    chain = Chain("torch", root, policy)
+    while run.workload.step < plan.steps:
+        loss = run.train(plan.every)
+        step, state = run.workload.step, run.workload.state()
+        chain.save(step, state, run.metrics(loss))
+        if step in kills:
+            chain.close()
+            chain = Chain("torch", root, policy)  # as a new process would
+            restored, live = chain.restore(step, state), state["optimizer"]["state"]
+            for key, entry in restored["optimizer"]["state"].items():
+                put(entry, live[key])
+            run.workload.load(restored)
+    chain.close()

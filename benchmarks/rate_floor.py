@@ -2,7 +2,8 @@
 
 A pretrained encoder is fine-tuned and saved under several values of ``rate_floor``. The masters of
 each save of the last tenth are restored beside the live moments and trained to the end, where the
-loss is compared with that of the run that was not killed.
+loss is compared with that of the run that was not killed. The bytes of whole runs are compared
+under several schedules.
 """
 
 from __future__ import annotations
@@ -16,14 +17,30 @@ import numpy as np
 
 from benchmarks import sentence_encoder
 from benchmarks.first_moment import F32, HELD_OUT, held_out_loss, load, masters, shuffled, train
-from benchmarks.record import Result, Settings, Table, Unit
-from benchmarks.schedules import cosine
+from benchmarks.record import Cell, Result, Settings, Table, Unit
+from benchmarks.schedules import (
+    SMALL_ENCODER,
+    Course,
+    cosine,
+    encoder,
+    linear,
+    saved_under,
+    warmup_stable_decay,
+)
 from benchmarks.sentence_encoder import EncoderTraining
 from benchmarks.ways import Chain
 from deltacheck import Policy
 
 FLOORS = {"0": 0.0, "1/64": 1 / 64, "1/32": 1 / 32, "1/4": 1 / 4}
 PEAK, EVERY, STEPS, ORDERS = 2e-5, 10, 300, 5
+SIZED = ("0", "1/32")
+# Schedule and saves.
+COURSES = {
+    "cosine to 0": (cosine, 60),
+    "cosine to 0, fewer saves": (cosine, 22),
+    "linear to 0": (linear, 22),
+    "warm-up, stable, decay to 0": (warmup_stable_decay, 22),
+}
 
 COLUMNS: dict[str, Unit] = {
     "rate floor": "text",
@@ -35,6 +52,15 @@ COLUMNS: dict[str, Unit] = {
     "noise sd": "number",
     "run noise sd": "number",
     "distance": "number",
+}
+SIZES: dict[str, Unit] = {
+    "schedule": "text",
+    "rate floor": "text",
+    "saves": "count",
+    "whole run": "ratio",
+    "later": "ratio",
+    "largest / later": "number",
+    "last": "ratio",
 }
 
 
@@ -74,7 +100,35 @@ def run(settings: Settings) -> Result:
         ]
         for name, kills in outcomes.items()
     ]
-    return Result("rate_floor", about, [Table("rate floors", COLUMNS, rows)], [])
+    sizes = Table("bytes of whole runs, K = 10, model_exact", SIZES, _sizes(settings))
+    return Result("rate_floor", about, [Table("rate floors", COLUMNS, rows), sizes], [])
+
+
+def _sizes(settings: Settings) -> list[list[Cell]]:
+    """Return a row for each schedule and floor, as shares of torch.save."""
+    rows: list[list[Cell]] = []
+    for schedule, (make, saves) in COURSES.items():
+        if settings.quick and saves > min(count for _, count in COURSES.values()):
+            continue
+        start = encoder(make(PEAK, EVERY * saves), **SMALL_ENCODER)
+        course = Course(schedule, start, 1 if settings.quick else EVERY, saves)
+        policies = {name: Policy.model_exact(rate_floor=FLOORS[name]) for name in SIZED}
+        folder = settings.folder / schedule
+        folder.mkdir()
+        for name, saved in saved_under(start(folder), course, policies, folder).items():
+            later = saved.after_start
+            rows.append(
+                [
+                    schedule,
+                    name,
+                    saves,
+                    mean(saved.shares),
+                    mean(later),
+                    max(later) / mean(later),
+                    saved.shares[-1],
+                ]
+            )
+    return rows
 
 
 def _killed(
@@ -85,7 +139,7 @@ def _killed(
     outcomes: dict[str, list[tuple[float, float, float]]],
 ) -> list[float]:
     """Add (largest error, change of the loss, distance) of each kill; return changes by orders."""
-    training = EncoderTraining(model, cosine(PEAK, steps), layers=1, vocabulary=4000, threads=1)
+    training = EncoderTraining(model, cosine(PEAK, steps), **SMALL_ENCODER)
     held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
     order = training._order = shuffled(rest, seed)
     chains = {
@@ -130,7 +184,7 @@ def _killed(
 
 def _final_loss(model: Path, seed: int, steps: int) -> float:
     """Return the held-out loss at the end of a run that is not saved."""
-    training = EncoderTraining(model, cosine(PEAK, steps), layers=1, vocabulary=4000, threads=1)
+    training = EncoderTraining(model, cosine(PEAK, steps), **SMALL_ENCODER)
     held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
     training._order = shuffled(rest, seed)
     train(training, steps)

@@ -1,15 +1,16 @@
 """Bytes of every save of whole runs under real learning-rate schedules, policy by policy.
 
 A figure counts all files that appear between two saves: weights, codes, refreshed moments, new
-lattices, keyframes, merged deltas, tables and manifests. Two runs of the same data are made: the
-first is profiled, the second is saved under all policies.
+lattices, keyframes, merged deltas, tables and manifests. The profile is that of a shorter run of
+the same data, or of the steps before the first save.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
@@ -17,10 +18,16 @@ from typing import Any, Protocol
 from benchmarks import prepared, sentence_encoder
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.sentence_encoder import EncoderTraining
-from benchmarks.ways import Chain, Run
+from benchmarks.ways import CLASSES, OTHER, Chain, Run, class_of
 from deltacheck import Policy, Profiler
 from deltacheck.backends.torch.files.evaluation import peer_save
+from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.profile import AdamRule, Profile
+from deltacheck.report import history
+from deltacheck.report.cause_sizes import CauseCounter
+from deltacheck.report.data import cost_of
+from deltacheck.store.root import open_root
+from deltacheck.store.segment import Segment
 
 EXACT, MODEL_EXACT, PROFILED, BOUNDED = (
     "exact",
@@ -31,7 +38,9 @@ EXACT, MODEL_EXACT, PROFILED, BOUNDED = (
 # With exact weights, and with bounded ones.
 LARGEST_OVER_MEAN = 3.0
 BOUNDED_SHARE = 0.5
+LEAST_PART = 0.02  # of the later saves; smaller parts are not shown
 _WARMUP_STEPS = 20
+_PROFILED_PART = 0.25  # of a run, by a run of its own before
 
 Schedule = Callable[[int], float]
 
@@ -64,12 +73,14 @@ class Course:
 
     Attributes:
         name: The heading of its rows.
-        start: Starts the training in a folder; called twice, with the same result.
+        start: Starts the training in a folder, each time with the same result.
         every: The number of steps between two saves.
         saves: The number of saves.
         limit: The promised mean of the saves after the stable start, exact weights, as a share of
             torch.save; ``None`` without a promise.
         whole_limit: The promised mean of 200 saves, the first included; ``None`` without one.
+        settle: The number of steps before the first save.
+        policies: The policies that are compared.
     """
 
     name: str
@@ -78,6 +89,8 @@ class Course:
     saves: int
     limit: float | None = None
     whole_limit: float | None = None
+    settle: int = 0
+    policies: tuple[str, ...] = (EXACT, MODEL_EXACT, PROFILED, BOUNDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +100,25 @@ class Saved:
     Attributes:
         shares: The bytes that each save added, over torch.save of the same state.
         stable: For each save, True from the first stable save on.
+        causes: For each save, the same shares by (cause of ``policy.causes``, class of leaves).
     """
 
     shares: Sequence[float]
     stable: Sequence[bool]
+    causes: Sequence[Mapping[tuple[str, str], float]] = ()
 
     @property
     def after_start(self) -> list[float]:
         """The shares of the saves after the stable start; all but the first if there is none."""
         later = [share for share, stable in zip(self.shares, self.stable, strict=True) if stable]
         return later[1:] or list(self.shares[1:])
+
+    def later_causes(self) -> dict[tuple[str, str], float]:
+        """Return the mean share of each cause and class in the saves after the stable start."""
+        later = self.causes[-len(self.after_start) :]
+        keys = dict.fromkeys(key for causes in later for key in causes)
+        shares = {key: mean(causes.get(key, 0.0) for causes in later) for key in keys}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def over(self, saves: int) -> float:
         """Return the mean of a run of ``saves`` saves if it goes on as after its stable start."""
@@ -129,11 +151,15 @@ def _warmup(step: int) -> float:
 
 
 class SteadyPolicyGradient:
-    """A reinforcement learning run of ``prepared`` at a constant rate of 1e-6."""
+    """A reinforcement learning run of ``prepared`` at a constant rate of 1e-6.
+
+    Attributes:
+        profile: The profile of the steps so far.
+    """
 
     def __init__(self, size: prepared.Size) -> None:
         self._run = Run("torch", prepared.recipe_of("rl_like", size))
-        prepared.settle(self._run, size)
+        self.profile, _ = prepared.settle(self._run, size)
 
     @property
     def step(self) -> int:
@@ -162,41 +188,68 @@ def courses(settings: Settings) -> list[Course]:
     saves = 60
     steps = 10 * saves
     small, medium = prepared.SIZES["small"], prepared.SIZES["medium"]
-    twice = prepared.Size(
-        medium.width,
-        2 * medium.layers,
-        medium.pretrain_steps,
-        medium.pretrain_rate,
-        medium.settle_steps,
-        medium.every,
-    )
+    twice = replace(medium, layers=2 * medium.layers, pretrain_steps=8)
+    # Each live state of the large models takes gigabytes, and so does the copy of each policy.
+    every_policy = (EXACT, MODEL_EXACT, PROFILED, BOUNDED)
     reinforcement = [
-        Course(f"RL, {label}, lr 1e-6, K = 10", _reinforced(size), 10, number, 0.005, 0.0075)
-        for label, size, number in (
-            ("3 M", small, 200),
-            ("101 M", medium, 30),
-            ("202 M", twice, 12),
+        Course(
+            f"RL, {label}, lr 1e-6, K = 10",
+            _reinforced(size),
+            10,
+            number,
+            0.005,
+            0.0075,
+            policies=policies,
+        )
+        for label, size, number, policies in (
+            ("3 M", small, 200, every_policy),
+            ("101 M", medium, 8, (PROFILED,)),
+            ("202 M", twice, 8, (PROFILED,)),
         )
     ]
     if not sentence_encoder.is_installed():
         return reinforcement
-    tuning, falling = "SFT, 22.6 M, lr", cosine(2e-5, steps)
+    tuning, falling = "SFT, 22.6 M, lr", cosine(2e-5, 220)
+    inexact = (MODEL_EXACT, PROFILED, BOUNDED)
     return [
         *reinforcement,
-        Course(f"{tuning} 2e-5 cosine to 0, K = 10", _encoder(falling), 10, saves, 0.01),
-        Course(f"{tuning} 2e-5 cosine to 0, K = 1", _encoder(falling), 1, 200, 0.003),
+        Course(
+            f"{tuning} 2e-5 cosine to 0, K = 10", encoder(falling), 10, 22, 0.01, policies=inexact
+        ),
+        Course(
+            f"{tuning} 2e-5 cosine to 0, K = 1, in mid-run",
+            encoder(falling),
+            1,
+            60,
+            0.003,
+            settle=100,
+            policies=inexact,
+        ),
         Course(
             "SFT, 3.3 M (46 MB), lr 2e-5 cosine to 0, K = 10",
-            _encoder(falling, layers=1, vocabulary=4000),
+            encoder(cosine(2e-5, steps), **SMALL_ENCODER),
             10,
             saves,
             0.015,
         ),
-        Course(f"{tuning} 2e-5 linear to 0, K = 10", _encoder(linear(2e-5, steps)), 10, saves),
         Course(
-            f"{tuning} 2e-5 WSD to 0, K = 10", _encoder(warmup_stable_decay(2e-5, steps)), 10, saves
+            f"{tuning} 2e-5 linear to 0, K = 10",
+            encoder(linear(2e-5, 220)),
+            10,
+            22,
+            policies=inexact,
+        ),
+        Course(
+            f"{tuning} 2e-5 WSD to 0, K = 10",
+            encoder(warmup_stable_decay(2e-5, 220)),
+            10,
+            22,
+            policies=inexact,
         ),
     ]
+
+
+SMALL_ENCODER = {"layers": 1, "vocabulary": 4000}
 
 
 def _tiny() -> Training:
@@ -207,7 +260,9 @@ def _reinforced(size: prepared.Size) -> Callable[[Path], Training]:
     return lambda folder: SteadyPolicyGradient(size)
 
 
-def _encoder(schedule: Schedule, **sizes: int) -> Callable[[Path], Training]:
+def encoder(schedule: Schedule, **sizes: int) -> Callable[[Path], Training]:
+    """Return a start of the fine-tuning of the encoder, see ``EncoderTraining``."""
+
     def start(folder: Path) -> Training:
         model = folder / "pretrained"
         if not model.exists():
@@ -220,6 +275,7 @@ def _encoder(schedule: Schedule, **sizes: int) -> Callable[[Path], Training]:
 def run(settings: Settings) -> Result:
     """Measure every course."""
     rows: list[list[Cell]] = []
+    parts: list[list[Cell]] = []
     figures: list[Figure] = []
     chosen = [course for course in courses(settings) if (settings.only or "") in course.name]
     for number, course in enumerate(chosen):
@@ -241,13 +297,22 @@ def run(settings: Settings) -> Result:
                     max(later) / mean(later),
                 ]
             )
+            parts += [
+                [course.name, policy, cause, leaves, share, share / mean(later)]
+                for (cause, leaves), share in saved.later_causes().items()
+                if share >= LEAST_PART * mean(later)
+            ]
         figures += promises(course, by_policy)
     about = (
         "bytes of all files that a save adds, over torch.save of the same state; whole run: the"
         " mean of all saves, first save and keyframes included; over 200: the same if the run went"
         " on to 200 saves as after its stable start; later: saves after the first stable one"
     )
-    return Result("schedules", about, [Table("bytes of whole runs", COLUMNS, rows)], figures)
+    tables = [
+        Table("bytes of whole runs", COLUMNS, rows),
+        Table("later saves, by the cause of their bytes", PARTS, parts),
+    ]
+    return Result("schedules", about, tables, figures)
 
 
 COLUMNS: dict[str, Unit] = {
@@ -260,6 +325,14 @@ COLUMNS: dict[str, Unit] = {
     "over 200": "ratio",
     "later": "ratio",
     "largest / later": "number",
+}
+PARTS: dict[str, Unit] = {
+    "run": "text",
+    "policy": "text",
+    "cause": "text",
+    "leaves": "text",
+    "later": "ratio",
+    "of later": "ratio",
 }
 
 
@@ -291,20 +364,31 @@ def promises(course: Course, by_policy: dict[str, Saved]) -> list[Figure]:
 
 
 def measure(course: Course, folder: Path) -> dict[str, Saved]:
-    """Profile a course, run it again, save it under each policy, and return the saves."""
-    profile = _profiled(course, folder)
+    """Run a course, save it under each of its policies, and return the saves."""
+    training = course.start(folder)
+    profile: Profile | None = getattr(training, "profile", None)
+    if profile is None:
+        profile = _profiled(training, course)
+        training = course.start(folder)
     policies = {
         EXACT: Policy.exact(),
         MODEL_EXACT: Policy.model_exact(),
         PROFILED: Policy.post_training(profile),
         BOUNDED: Policy.post_training(profile, weights="bounded"),
     }
+    return saved_under(training, course, {name: policies[name] for name in course.policies}, folder)
+
+
+def saved_under(
+    training: Training, course: Course, policies: Mapping[str, Policy], folder: Path
+) -> dict[str, Saved]:
+    """Save a training under several policies, and return the saves by their names."""
     chains = {
         name: Chain("torch", folder / f"root-{number}", policy)
         for number, (name, policy) in enumerate(policies.items())
     }
-    training = course.start(folder)
     peers: list[int] = []
+    _train(training, course.settle)
     for _ in range(course.saves):
         loss = _train(training, course.every)
         # The rate that the last step has used is that of the state's moments; a scheduler has
@@ -319,22 +403,55 @@ def measure(course: Course, folder: Path) -> dict[str, Saved]:
         chain.close()
         started = [stage == "stable" for stage in chain.stages.values()]
         stable = [any(started[: position + 1]) for position in range(len(started))]
-        saved[name] = Saved([count / peers[0] for count in chain.bytes.values()], stable)
+        shares = [count / peers[0] for count in chain.bytes.values()]
+        saved[name] = Saved(shares, stable, _causes(chain.root, peers[0]))
     return saved
 
 
-def _profiled(course: Course, folder: Path) -> Profile:
-    """Return the profile of a run of a course, sampled at the steps that are saved."""
-    training = course.start(folder)
+def _causes(root: Path, peer: int) -> list[dict[tuple[str, str], float]]:
+    """Return the bytes of each save by cause and class of leaves, as shares of ``peer``."""
+    opened = open_root(root)
+    cost = cache(lambda segment: cost_of(opened_segments[segment]))
+    opened_segments: dict[str, Segment] = {}
+
+    def cost_of_class(segment: Segment, name: str) -> _Part:
+        opened_segments[segment.id] = segment
+        sizes = cost(segment.id).by_leaf
+        return _Part({path: size for path, size in sizes.items() if class_of(path) == name})
+
+    counters = {name: CauseCounter(partial(cost_of_class, name=name)) for name in (*CLASSES, OTHER)}
+    saves: list[dict[tuple[str, str], float]] = []
+    for step in history.steps(opened, history.committed(opened, [])):
+        by_class = {name: counter.count(step) for name, counter in counters.items()}
+        parts = {
+            (cause, name): size / peer
+            for name, sizes in by_class.items()
+            for cause, size in sizes.items()
+            if cause in CAUSES and size
+        }
+        merged = by_class[OTHER][MERGED] / peer
+        whole = (step.stored_bytes + step.manifest_bytes) / peer
+        saves.append(parts | {(MERGED, ""): merged, (REST, ""): whole - sum(parts.values())})
+    return saves
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    by_leaf: Mapping[str, float]
+
+
+def _profiled(training: Training, course: Course) -> Profile:
+    """Train the first part of a course, and return its profile, sampled as it will be saved."""
     profiler = Profiler(
         interval_steps=course.every, optimizer=AdamRule(*sentence_encoder.BETAS, 1e-8)
     )
-    for _ in range(course.saves):
+    _train(training, course.settle)
+    for _ in range(math.ceil(course.saves * _PROFILED_PART)):
         loss = _train(training, course.every)
         profiler.observe(training.step, training.state, loss=loss, learning_rate=training.rate)
     return profiler.profile()
 
 
 def _train(training: Training, steps: int) -> float:
-    """Train some steps, and return the mean loss."""
-    return mean(training.train_step() for _ in range(steps))
+    """Train some steps, and return the mean loss, 0 without a step."""
+    return sum(training.train_step() for _ in range(steps)) / max(1, steps)

@@ -2,7 +2,7 @@
 
 The runs are fine-tuning, LoRA and reinforcement learning. Bytes are those of all files that a save
 adds, over those of `torch.save` of the same state. Quality is the loss of a run that is killed,
-restored and trained on, beside the noise of another data order.
+restored and trained on, beside the noise of another data order. ``--only`` selects a part.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ KILLS = quality.KillPlan(
     seeds=(1, 2, 3), settle_steps=200, saves=20, every=10, kills=10, horizon=20
 )
 QUICK_KILLS = quality.KillPlan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
+CHAIN = quality.ChainPlan(steps=420, every=4, first_kill=76, apart=20, kills=10)
+QUICK_CHAIN = quality.ChainPlan(steps=12, every=2, first_kill=8, apart=2, kills=1)
+CHAIN_TEXT = {"pretrain_steps": 100, "sources": 200}  # as `deltacheck eval --workload sft`
+SIZE_PART, RESUME_PART, CHAIN_PART = PARTS = ("sizes", "resumes", "chained kills")
 
 
 def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
@@ -85,7 +89,14 @@ def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
 
 
 def run(settings: Settings) -> Result:
-    """Measure sizes with large models, and quality with small ones."""
+    """Measure sizes with large models, and quality with small ones.
+
+    Raises:
+        ValueError: If ``settings.only`` is in the name of no part.
+    """
+    parts = [part for part in PARTS if (settings.only or "") in part]
+    if not parts:
+        raise ValueError(f"stability has the parts {', '.join(PARTS)}, not {settings.only}")
     sizes, kills = (QUICK, QUICK_KILLS) if settings.quick else (FULL, KILLS)
     large, small_runs = (
         configurations(make) for make in ((tiny, tiny) if settings.quick else (recipe, small))
@@ -98,11 +109,11 @@ def run(settings: Settings) -> Result:
     weights: list[list[Cell]] = []
     verdicts: list[list[Cell]] = []
     figures: list[Figure] = []
-    for number, configuration in enumerate(large):
+    for number, configuration in enumerate(large if SIZE_PART in parts else ()):
         folder = settings.folder / f"sizes-{number}"
         size_rows, class_rows, size_figures = measure_sizes(configuration, sizes, folder)
         rows, classes, figures = rows + size_rows, classes + class_rows, figures + size_figures
-    for number, configuration in enumerate(small_runs):
+    for number, configuration in enumerate(small_runs if RESUME_PART in parts else ()):
         name, folder = configuration.name, settings.folder / f"quality-{number}"
         records = quality.resumed(
             configuration.framework, configuration.recipe, WAYS, kills, folder
@@ -120,6 +131,15 @@ def run(settings: Settings) -> Result:
                 workload, kills.horizon, kills.settle_steps, kills.horizon
             )
         ]
+    chains = (
+        quality.chained(
+            (tiny if settings.quick else small)("sft", **({} if settings.quick else CHAIN_TEXT)),
+            QUICK_CHAIN if settings.quick else CHAIN,
+            settings.folder / "chains",
+        )
+        if CHAIN_PART in parts
+        else []
+    )
     about = (
         "bytes of all files that a save adds, over torch.save of the same state,"
         f" {sizes.settle_steps} steps into the run; steady: mean of the saves in the policy's"
@@ -129,20 +149,15 @@ def run(settings: Settings) -> Result:
         " loss, and along the path of the weights; error at restore and element change: largest of"
         " a master weight, in learning rates; first update: its norm over the uninterrupted run's"
     )
-    return Result(
-        "stability",
-        about,
-        [
-            Table("bytes a checkpoint", SIZE_COLUMNS, rows),
-            Table("lossless, class by class, beside the order-0 entropy", CLASS_COLUMNS, classes),
-            Table("after a resume: held-out loss", {"run": "text", **quality.LOSS_COLUMNS}, losses),
-            Table("after a resume: weights", {"run": "text", **quality.WEIGHTS_COLUMNS}, weights),
-            Table(
-                "one class of the state replaced", {"run": "text", **candidates.COLUMNS}, verdicts
-            ),
-        ],
-        figures,
-    )
+    tables = [
+        Table("bytes a checkpoint", SIZE_COLUMNS, rows),
+        Table("lossless, class by class, beside the order-0 entropy", CLASS_COLUMNS, classes),
+        Table("after a resume: held-out loss", {"run": "text", **quality.LOSS_COLUMNS}, losses),
+        Table("after a resume: weights", {"run": "text", **quality.WEIGHTS_COLUMNS}, weights),
+        Table("one class of the state replaced", {"run": "text", **candidates.COLUMNS}, verdicts),
+        Table("torch sft, many kills in a row", quality.CHAIN_COLUMNS, chains),
+    ]
+    return Result("stability", about, [table for table in tables if table.rows], figures)
 
 
 SIZE_COLUMNS: dict[str, Unit] = {

@@ -6,25 +6,32 @@ Errors are measured anew from both states, not taken from the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
-from deltacheck.leaf import tree
+from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.policy import adam, roles
 from deltacheck.policy.parameters import Parameter, Roles, hyperparameters
 from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
-from deltacheck.store.manifest import Manifest
+from deltacheck.store.manifest import Manifest, Tiles
+
+_Part: TypeAlias = slice | NDArray[np.bool_]  # of the elements of a leaf, in one dimension
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
 _REUSED_MEAN_OCTAVES = 0.6  # error of a first moment as it is stored (``Policy.model_exact``)
+# An element of a reused pair is written alone if its second moment has drifted by an octave. The
+# code that the saver compares with, and the bias correction, err by at most 0.6 of it.
+_LEAST_DRIFT_OCTAVES = 0.4
 _MISSING = {True: "did not come back", False: "was not there when the step was saved"}
 
 
@@ -35,6 +42,7 @@ def check(
     step: int,
     live_at: Callable[[int], Snapshot],
     *,
+    cut: Mapping[str, Tiles] = MappingProxyType({}),
     earlier_steps: Sequence[int] = (),
     rate_floor: float = 0.0,
 ) -> tuple[LeafCheck, ...]:
@@ -44,10 +52,13 @@ def check(
         live: The state when it was saved.
         restored: The state that came back.
         promises: Contracts of the leaves that are not exact, from the manifest. Nothing else of
-            the manifest is used.
+            the manifest is used, except ``cut``.
         step: The step that was saved.
         live_at: Returns the live state of an earlier save, whose values a reused leaf has.
-        earlier_steps: The earlier saves of the run, whose largest learning rate is taken.
+        cut: The leaves in tiles, from the manifest: tiles of one leaf may have the values of
+            different steps.
+        earlier_steps: The earlier saves of the run: their largest learning rate is taken, and an
+            element of a reused moment may have its values of any save after the promised one.
         rate_floor: The share of that rate which a contract may have as its unit of ``lr``.
     """
     # The rates come from the live state: a wrong restore must not choose the unit of its own error.
@@ -64,7 +75,11 @@ def check(
         lambda weight, master: not _outside_cells(live.arrays[master], live.arrays[weight]),
     )
     roles_of = assignment.of()
-    related = _related_problems(assignment, restored, promises, state_at, step)
+    # A leaf without a part that names another step has the values of one step.
+    parts_of = {path: _parts(promise, cut.get(path), step) for path, promise in promises.items()}
+    saves = (*earlier_steps, step)
+    second_of = {p.first: p.second for p in assignment.parameters if p.first and p.second}
+    related = _related_problems(assignment, restored, promises, state_at, parts_of, saves)
     checks: list[LeafCheck] = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
@@ -94,9 +109,21 @@ def check(
                 if age > 0 and owner in (counts_at(step).keys() & counts_at(from_step).keys()):
                     age = counts_at(step)[owner] - counts_at(from_step)[owner]
                 result = _reused(path, promise.terms, age, before_values, values)
-                if not result.problem:
-                    problem = _earlier(state_at(from_step).arrays.get(owner), values, promise)
-                    result = replace(result, problem=problem)
+                for part_step, part in parts_of[owner] if not result.problem else ():
+                    second = second_of.get(owner, owner)
+                    candidates = (
+                        (
+                            state_at(s).arrays.get(owner),
+                            _has_drifted(state_at(part_step), state_at(s), second),
+                        )
+                        for s in saves
+                        if s > part_step
+                    )
+                    earlier_values = state_at(part_step).arrays.get(owner)
+                    problem = _earlier(
+                        earlier_values, values, promise, (part_step, part), candidates
+                    )
+                    result = replace(result, problem=result.problem or problem)
                 result = replace(result, age_steps=age)
             problem = result.problem or related.get(owner, "")
             role = roles_of[owner][0] if owner in roles_of else "other"
@@ -249,22 +276,57 @@ def _reused(path: str, terms: Reused, age: float, live: Array, restored: Array) 
     return LeafCheck(path, "reused", problem, drift, terms.max_drift)
 
 
-def _earlier(earlier_values: Array | None, restored: Array, promise: Promise) -> str:
-    """Check that a reused first moment has the values of its earlier step.
+def _parts(promise: Promise, cut: Tiles | None, step: int) -> list[tuple[int, _Part]]:
+    """Return the steps whose values a leaf has, and its elements that are of each."""
+    if cut is None or not cut.from_steps:
+        return [(step if promise.from_step is None else promise.from_step, slice(None))]
+    steps = np.empty(cut.shape, np.int64)
+    for number, from_step in enumerate(cut.from_steps):
+        steps[tiles.box(cut.cuts, number)] = from_step
+    return [(int(from_step), steps.reshape(-1) == from_step) for from_step in np.unique(steps)]
+
+
+def _earlier(
+    earlier_values: Array | None,
+    restored: Array,
+    promise: Promise,
+    origin: tuple[int, _Part],
+    candidates: Iterable[tuple[Array | None, Array]],
+) -> str:
+    """Check that a part of a reused first moment has the values of its earlier step.
 
     A second moment is rescaled to the present, so its drift is checked instead.
+
+    Args:
+        earlier_values: The values of that step.
+        restored: The restored values.
+        promise: The contract.
+        origin: The step and the part.
+        candidates: The values of later saves, and the elements that may have them.
     """
+    from_step, part = origin
     if earlier_values is None or earlier_values.shape != restored.shape:
-        return f"it was not there at step {promise.from_step}, whose values it should have"
+        return f"it was not there at step {from_step}, whose values it should have"
     # Only second moments have a limit of drift (``Reused``).
     if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
         return ""
-    error = _error("octaves", earlier_values, restored, 0.0)
-    return (
-        ""
-        if error <= _REUSED_MEAN_OCTAVES
-        else f"it is {error:.4g} octaves from its values of step {promise.from_step}"
-    )
+    wrong = ~(_octaves(earlier_values[part], restored[part]) <= _REUSED_MEAN_OCTAVES)
+    for values, drifted in candidates if wrong.any() else ():
+        if values is not None and values.shape == drifted.shape == restored.shape:
+            matches = _octaves(values[part], restored[part]) <= _REUSED_MEAN_OCTAVES
+            wrong &= ~(matches & drifted[part])
+    if not wrong.any():
+        return ""
+    error = _octaves(earlier_values[part][wrong], restored[part][wrong]).max()
+    return f"it is {error:.4g} octaves from its values of step {from_step}"
+
+
+def _has_drifted(earlier: Snapshot, newer: Snapshot, second: str) -> Array:
+    """Return the elements that a later save may have written alone: their second moment drifted."""
+    before, after = earlier.arrays.get(second), newer.arrays.get(second)
+    if before is None or after is None or before.shape != after.shape:
+        return np.zeros(0, np.bool_)
+    return _octaves(before, after) >= _LEAST_DRIFT_OCTAVES
 
 
 def _related_problems(
@@ -272,23 +334,25 @@ def _related_problems(
     restored: Snapshot,
     promises: Mapping[str, Promise],
     state_at: Callable[[int], Snapshot],
-    step: int,
+    parts_of: Mapping[str, list[tuple[int, _Part]]],
+    saves: Sequence[int],
 ) -> dict[str, str]:
     """Check what the leaves of a parameter promise together, element by element.
 
     Returns:
         Leaf path -> description of its problem, for leaves that have one.
     """
-    problems = {}
+    problems: dict[str, str] = {}
+    step = saves[-1]
     for parameter in assignment.parameters:
         second, master, weight = parameter.second, parameter.master, parameter.weight
         terms = promises[second].terms if second is not None and second in promises else None
         if isinstance(terms, Reused) and parameter.first in restored.arrays:
-            from_step = promises[str(second)].from_step
-            earlier = state_at(step if from_step is None else from_step)
-            problem = _second_moment(parameter, restored, earlier, state_at(step))
-            if problem:
-                problems[str(second)] = problem
+            for from_step, part in parts_of[str(second)]:
+                states = [state_at(s) for s in (from_step, *(s for s in saves if s > from_step))]
+                problem = _second_moment(parameter, restored, state_at(step), part, states)
+                if problem:
+                    problems.setdefault(str(second), problem)
         live = state_at(step)
         is_exact = weight in restored.arrays and weight not in promises and parameter.proven
         if (
@@ -307,40 +371,62 @@ def _related_problems(
 
 
 def _second_moment(
-    parameter: Parameter, restored: Snapshot, earlier: Snapshot, live: Snapshot
+    parameter: Parameter,
+    restored: Snapshot,
+    live: Snapshot,
+    part: _Part,
+    states: Sequence[Snapshot],
 ) -> str:
-    """Check that a reused second moment is its earlier value, scaled to the present.
+    """Check that a part of a reused second moment is its earlier value, scaled to the present.
 
     It may be larger, where the law m^2 <= C v raised it. The median drift alone would not see a few
     wrong elements.
+
+    Args:
+        parameter: The parameter.
+        restored: The restored state.
+        live: The state when it was saved.
+        part: The elements of the part.
+        states: The state whose values it should have, and those of later saves.
     """
     path, first = str(parameter.second), str(parameter.first)
-    if path not in earlier.arrays or path not in restored.arrays:
+    if path not in restored.arrays:
         return ""  # reported already
-    before = earlier.arrays[path].astype(np.float64)
-    after = restored.arrays[path].astype(np.float64)
-    if before.shape != after.shape:
-        return ""
+    after = restored.arrays[path][part].astype(np.float64)
     constants = _constants(parameter, live)
     least = np.zeros_like(after)
     if constants is not None:
-        counts = [step_counts(state).get(path) for state in (live, earlier)]
-        if counts[0] and counts[1] and 1 <= counts[1] <= counts[0]:
-            before *= adam.bias_rescale(int(counts[0]), int(counts[1]), constants[1])
-        mean = restored.arrays[first].astype(np.float64)
+        mean = restored.arrays[first][part].astype(np.float64)
         least = mean * mean / adam.moment_limit(*constants)
     low, high = 2.0**-_REUSED_MEAN_OCTAVES, 2.0**_REUSED_MEAN_OCTAVES
-    expected_high = np.maximum(before * high, least * (1 + 1e-3))
-    # Values that are too small for a code count as zero.
-    wrong = (after > np.maximum(expected_high, _ZERO_MOMENT)) | (
-        after < np.where(before > _ZERO_MOMENT, before * low, 0)
-    )
-    if not wrong.any():
+    wrong, expected = np.ones(after.shape, np.bool_), None
+    for state in states:
+        values = state.arrays.get(path)
+        if values is None or values.shape != restored.arrays[path].shape:
+            continue
+        before = values[part].astype(np.float64)
+        if constants is not None:
+            counts = [step_counts(each).get(path) for each in (live, state)]
+            if counts[0] and counts[1] and 1 <= counts[1] <= counts[0]:
+                before *= adam.bias_rescale(int(counts[0]), int(counts[1]), constants[1])
+        expected = before if expected is None else expected
+        expected_high = np.maximum(before * high, least * (1 + 1e-3))
+        # Values that are too small for a code count as zero.
+        differs = (after > np.maximum(expected_high, _ZERO_MOMENT)) | (
+            after < np.where(before > _ZERO_MOMENT, before * low, 0)
+        )
+        if state is not states[0]:
+            drifted = _has_drifted(states[0], state, path)
+            differs |= ~drifted[part] if drifted.size else True
+        wrong &= differs
+        if not wrong.any():
+            break
+    if expected is None or not wrong.any():
         return ""
     number = int(np.flatnonzero(wrong)[0])
     return (
         f"{int(wrong.sum())} elements are not those of the step whose values it should have, first"
-        f" element {number}: {after[number]:.4g} for {before[number]:.4g}"
+        f" element {number}: {after[number]:.4g} for {expected[number]:.4g}"
     )
 
 
@@ -379,16 +465,23 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
         relative.add(live, restored)
         return relative.l2
     if norm == "octaves":
-        sizes = [np.maximum(np.abs(values), _ZERO_MOMENT) for values in (before, after)]
-        nonzero = (sizes[0] > _ZERO_MOMENT) & (sizes[1] > _ZERO_MOMENT)
-        flipped = (np.sign(before) * np.sign(after) < 0) & nonzero
-        return math.inf if flipped.any() else _largest(np.abs(np.log2(sizes[1] / sizes[0])))
+        return _largest(_octaves(before, after))
     error = _largest(np.abs(after - before))
     if norm == "lr":
         return error / rate
     scale = _largest(np.abs(before))
     # A state of zeros has no scale, and only zeros are right then.
     return error / scale if scale else (0.0 if error == 0 else math.inf)
+
+
+def _octaves(before: Array, after: Array) -> NDArray[np.float64]:
+    """Return the distance of each element in octaves; infinity if the signs differ."""
+    sizes = [np.maximum(np.abs(x.astype(np.float64)), _ZERO_MOMENT) for x in (before, after)]
+    nonzero = (sizes[0] > _ZERO_MOMENT) & (sizes[1] > _ZERO_MOMENT)
+    flipped = (np.sign(before) * np.sign(after) < 0) & nonzero
+    distance: NDArray[np.float64] = np.abs(np.log2(sizes[1] / sizes[0]))
+    distance[flipped] = np.inf
+    return distance
 
 
 def _largest(values: Array) -> float:

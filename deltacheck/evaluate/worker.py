@@ -289,6 +289,7 @@ def _restore_and_check(
         manifest.contracts,
         step,
         live_at,
+        cut=manifest.tiles,
         earlier_steps=[earlier for earlier in live_steps if earlier < step],
         rate_floor=0.0 if policy.hidden is None else policy.hidden.rate_floor,
     )

@@ -231,6 +231,8 @@ class Policy:
         cls,
         promise: str = "model_exact",
         *,
+        master_error_lr: float = MASTER_ERROR_LR,
+        rate_floor: float = RATE_FLOOR,
         betas: tuple[float, float] | None = None,
         max_chain_depth: int = 32,
         max_restore_reads: int | None = None,
@@ -246,6 +248,8 @@ class Policy:
         Args:
             promise: ``"model_exact"`` (default): the promise of ``Policy.model_exact``; or
                 ``"exact"``: every leaf bit for bit, larger files.
+            master_error_lr: As in ``Policy.model_exact``. ``"exact"`` ignores it.
+            rate_floor: As in ``Policy.model_exact``. ``"exact"`` ignores it.
             betas: As in ``Policy.model_exact``.
             max_chain_depth: As in ``Policy.exact``.
             max_restore_reads: As in ``Policy.exact``.
@@ -262,7 +266,9 @@ class Policy:
             return cls(**limits, derive=True)
         if promise != "model_exact":
             raise ValueError(f"promise must be 'exact' or 'model_exact', not {promise!r}")
-        hidden = cls.model_exact(betas=betas).hidden
+        hidden = cls.model_exact(
+            master_error_lr=master_error_lr, rate_floor=rate_floor, betas=betas
+        ).hidden
         return cls(**limits, hidden=hidden, derive=True)
 
     @classmethod

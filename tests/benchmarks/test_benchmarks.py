@@ -275,6 +275,9 @@ def test_states_of_other_optimizers_than_adam_are_exact(tmp_path: Path) -> None:
     bits = {(row["optimizer"], row["momentum"]): row["bits"] for row in resumes}
     assert {optimizer for optimizer, _ in bits} == {"Lion", "Muon"}
     assert 1 < bits["Muon", "within 0.6 octaves"] < 8
+    for row in rows(result.as_json(), 2):
+        # A decoder that knows more needs no more bits.
+        assert 0 < row["and the weight's change"] <= row["given the last code"] < row["alone"] < 8
 
 
 def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[str, Any]]) -> None:

@@ -331,6 +331,9 @@ def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> Non
         in _problems(live, _adam(first=5e-3), promise, earlier)[path]
     )
     assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]
+    # An element whose second moment has drifted may have been written since.
+    drifted = _adam(first=5e-3, second=4e-6)
+    assert _problems(drifted, drifted, promise, earlier) == {}
 
 
 def test_a_snapshot_survives_the_disk(tmp_path: Path) -> None:

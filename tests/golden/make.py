@@ -339,6 +339,25 @@ def write_compact_tiled(root: Path) -> dict[int, Any]:
         compact_form.COMPACT_TILES = fewest
 
 
+def write_merged(root: Path) -> dict[int, Any]:
+    """Deltas of several methods that are merged, and a leaf whose deltas stay as they are."""
+    saved: dict[int, Any] = {}
+    state = {
+        "few": noise(3000, 5).astype(np.uint32),
+        "half": (noise(4096, 6) % np.uint64(200)).astype(np.uint16),
+        "returns": np.zeros(100, np.float32),
+    }
+    with Engine(root, policy=Policy.exact(max_restore_ratio=None)) as engine:
+        for step in range(4):
+            state["few"][step :: 151 + step] += np.uint32(3)
+            state["half"][step % 2 :: 2] += np.uint16(step)
+            state["returns"][0] = step % 3
+            saved[step] = copy.deepcopy(state)
+            engine.save(step, saved[step]).wait(timeout=60)
+    compact(open_root(root), merge=True)
+    return saved
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -349,6 +368,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "tiled": write_tiled,
     "tiled_policy": write_tiled_policy,
     "compact_tiled": write_compact_tiled,
+    "merged": write_merged,
 }
 
 

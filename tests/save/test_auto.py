@@ -102,3 +102,11 @@ def test_a_reason_names_what_holds_the_stage_back(
 def test_an_unknown_promise_is_refused() -> None:
     with pytest.raises(ValueError, match="'exact' or 'model_exact', not 'good'"):
         Policy.auto("good")
+
+
+def test_the_numbers_of_the_promise_are_those_of_model_exact() -> None:
+    options = {"master_error_lr": 8.0, "rate_floor": 0.0}
+    assert Policy.auto(**options).hidden == Policy.model_exact(**options).hidden  # type: ignore[arg-type]
+    assert Policy.auto().hidden == Policy.model_exact().hidden
+    with pytest.raises(ValueError, match="rate_floor must be from 0 to 1"):
+        Policy.auto(rate_floor=2.0)

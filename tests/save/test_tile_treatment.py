@@ -9,15 +9,19 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import deltacheck
 from deltacheck import Policy
+from deltacheck.backends.torch.files import evaluation
 from deltacheck.cli import main
+from deltacheck.evaluate import contract, snapshot
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.save.ranks.rules import weaker
@@ -329,8 +333,29 @@ def test_ranks_that_decide_differently_save_what_each_has_decided(tmp_path: Path
                 mixed.append(from_steps)
                 assert from_steps[1] == manifest.step
                 assert manifest.contracts[FIRST].from_step == min(from_steps) < manifest.step
+                mixed_step = manifest.step
         assert mixed
     assert saves.problems() == []
+    # `deltacheck eval` compares each tile with the step whose values it has.
+    opened = deltacheck.open(tmp_path)
+    manifest, live = opened.manifest(mixed_step), saves.live[mixed_step]
+    check = partial(
+        contract.check,
+        _taken(live),
+        _taken(opened.restore(mixed_step)),
+        manifest.contracts,
+        mixed_step,
+        lambda step: _taken(saves.live[step]),
+    )
+    assert {leaf.path for leaf in check(cut=manifest.tiles) if leaf.problem} == set()
+    cut = manifest.tiles[FIRST]
+    newer = msgspec.structs.replace(cut, from_steps=(mixed_step,) * len(cut.from_steps))
+    wrong = check(cut={**manifest.tiles, FIRST: newer})
+    assert FIRST in {leaf.path for leaf in wrong if leaf.problem}
+
+
+def _taken(state: Any) -> snapshot.Snapshot:
+    return snapshot.take(evaluation.flat(state), evaluation.bytes_of)
 
 
 def test_the_signals_of_all_ranks_are_the_worst_of_each() -> None:

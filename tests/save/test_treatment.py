@@ -485,10 +485,14 @@ def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> Non
         made.save()  # until it is reused
     assert not moments(made.restored())[1][10:].any()
     run.scale[0][40] = 1e-3
-    made.save(every=5)
+    report = made.save(every=5)
     v, live = moments(made.restored())[1], moments(made.live())[1]
     assert np.all(np.abs(np.log2(v[40] / live[40])) <= 0.5)
     assert not v[10:40].any()
+    # The other rows are reused: of the leaf, one row is written.
+    assert made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step < made.run.step
+    changed = {leaf.path: leaf.changed for leaf in report.leaves}
+    assert changed["optimizer/state/0/exp_avg_sq"] == changed["optimizer/state/0/exp_avg"] == 96
 
 
 def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law 6

@@ -830,6 +830,22 @@ def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: st
     run.check()
 
 
+def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(address: str) -> None:
+    run = Run(address, policy=Policy.exact(max_chain_depth=4))
+    compactor = run.engine._saver._chains.compactor
+    assert compactor is not None
+    for _ in range(8):
+        run.save()
+        compactor.wait(60)
+    run.engine.close()
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert any(reader.manifest(step).merged_bytes for step in reader.steps())
+    assert main(["compact", "--merge", address]) == 0
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert reader.verify(deep=True) == []
+    run.check()
+
+
 def test_a_root_is_loaded_as_the_tensors_of_either_framework(address: str) -> None:
     from deltacheck.backends import orbax
     from deltacheck.backends import torch as ours

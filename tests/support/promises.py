@@ -6,6 +6,7 @@ NumPy and float64, and the rate comes from the live state.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -122,14 +123,28 @@ def _reused(
         if not np.isfinite(b[box]).all():
             return "not finite"
         if terms.max_drift is None:
-            earlier = np.asarray(flat(live_at(from_step))[path])[box].astype(np.float64)
-            if not _octaves(earlier, b[box]).max(initial=0.0) <= 0.6:
+            wrong = _other_than(live_at(from_step), path, b, box)
+            # Elements whose second moment has drifted since may have their values of a later save.
+            second = path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")
+            old = np.asarray(flat(live_at(from_step))[second])[box].astype(np.float64)
+            for later in range(from_step + 1, manifest.step + 1) if wrong.any() else ():
+                with contextlib.suppress(LookupError, OSError):  # no save of this step
+                    new = np.asarray(flat(live_at(later))[second])[box].astype(np.float64)
+                    stays = _octaves(old, new) < 0.4
+                    wrong &= stays | _other_than(live_at(later), path, b, box)
+            if wrong.any():
                 return f"the tile {box} is not that of step {from_step}"
         else:
             drift = float(np.median(_octaves(a[box], b[box])))
             if not drift <= terms.max_drift * SAMPLED:
                 return f"drift {drift} of {box}, promised {terms.max_drift}"
     return ""
+
+
+def _other_than(live: Any, path: str, restored: Any, box: Any) -> Any:
+    """Return the elements of a box that are not those of a state, within 0.6 octaves."""
+    values = np.asarray(flat(live)[path])[box].astype(np.float64)
+    return ~(_octaves(values, restored[box]) <= 0.6)
 
 
 def _equal(old: Any, new: Any) -> Any:

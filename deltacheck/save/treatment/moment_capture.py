@@ -18,6 +18,10 @@ from deltacheck.save.treatment.error_measures import Array, octaves_apart, sampl
 from deltacheck.save.treatment.lossy_save import ParameterSave
 from deltacheck.save.treatment.run_state import StoredPair
 
+# Elements of a second moment that drifted by more octaves are written alone, while the rest of the
+# leaf is reused, unless their share of the leaf is larger than the second number.
+_MOST_ELEMENT_DRIFT, _MOST_DRIFTED = 1.0, 1 / 8
+
 
 class MomentCapture:
     """The first and the second moment of one parameter.
@@ -99,7 +103,8 @@ class MomentCapture:
     def _reuse(self, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
         """Return the stored pair if it may still stand for the live one; else ``None``.
 
-        The drift guard compares samples of both, and the update that each of them gives.
+        The drift guard compares samples of both, and the update that each of them gives. If it
+        refuses the pair, the elements that drifted far are written alone.
         """
         group, save = self._group, self._group.save
         first, second = group.parameter.first, group.parameter.second
@@ -121,30 +126,72 @@ class MomentCapture:
                 return None
             codes[path] = stored_codes
         # Law 8: rows that are touched for the first time have no stored moment.
-        if np.any((codes[second] == 0) & (self._values(second) > 0)):
-            return None
-        restored = self._restored(
-            decisions, {path: sample(values) for path, values in codes.items()}
-        )
+        is_touched = bool(np.any((codes[second] == 0) & (self._values(second) > 0)))
+        measured = None if is_touched else self._drifts(decisions, codes)
+        patched = None
+        if measured is None:
+            patched = self._with_drifted(decisions, codes, second)
+            measured = None if patched is None else self._drifts(decisions, patched)
+            if patched is None or measured is None:
+                return None
+            codes = patched
+        age_steps = None if age == save.step - stored_pair.step else age
+        for path, decision in decisions.items():
+            assert isinstance(decision.terms, Reused)
+            promise = Promise(decision.terms, measured[path], stored_pair.step, age_steps)
+            save.promise(path, self._derived(path, decision), promise)
+        return {
+            path: Coded(specs[path], None if patched is None else codes[path].view(np.uint8))
+            for path in decisions
+        }
+
+    def _drifts(
+        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array]
+    ) -> dict[str, float] | None:
+        """Return the drift of a sample of both moments; ``None`` if the guard refuses it."""
+        parameter = self._group.parameter
+        first, second = str(parameter.first), str(parameter.second)
+        restored = self._restored(decisions, {path: sample(codes[path]) for path in codes})
         live = {path: sample(self._values(path)) for path in (first, second)}
         drift = octaves_apart(live[second], restored[second])
         # 1e-8 is the default of Adam in PyTorch and in Optax.
-        epsilon = group.situation.hyperparameters.eps or 1e-8
+        epsilon = self._group.situation.hyperparameters.eps or 1e-8
         change = adam.update_change(live[first], live[second], restored[second], epsilon)
+        terms = decisions[second].terms
+        assert isinstance(terms, Reused)
         limit = terms.max_drift
         if drift is None or limit is None or drift > limit or change > limit:
             return None
-        age_steps = None if age == save.step - stored_pair.step else age
+        first_drift = octaves_apart(np.abs(live[first]), np.abs(restored[first])) or 0.0
+        return {second: drift, first: first_drift}
+
+    def _with_drifted(
+        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array], second: str
+    ) -> dict[str, Array] | None:
+        """Return stored codes with the live values of the elements whose second moment drifted.
+
+        These are mostly rows of an embedding that occur for the first or the second time.
+
+        Returns:
+            Leaf path -> codes; ``None`` if there are too many such elements, or one has no code.
+        """
+        live, restored = self._values(second), self._restored(decisions, codes)[second]
+        ratio = np.float32(2.0**_MOST_ELEMENT_DRIFT)
+        drifted = np.flatnonzero((live > restored * ratio) | (live * ratio < restored))
+        if drifted.size > _MOST_DRIFTED * live.size:
+            return None
+        result = {}
         for path, decision in decisions.items():
-            measured = (
-                drift
-                if path == second
-                else octaves_apart(np.abs(live[path]), np.abs(restored[path])) or 0.0
+            encoding = octaves.codes(
+                self._values(path)[drifted] * np.float32(1 / self._scale(decision)),
+                fraction_bits=decision.fraction_bits,
+                signed=decision.signed,
             )
-            assert isinstance(decision.terms, Reused)
-            promise = Promise(decision.terms, measured, stored_pair.step, age_steps)
-            save.promise(path, self._derived(path, decision), promise)
-        return {path: Coded(specs[path], None) for path in decisions}
+            if encoding.refused:
+                return None
+            result[path] = codes[path].copy()
+            result[path][drifted] = encoding.codes
+        return result
 
     def _watch_for_zeros(self, decisions: Mapping[str, Decision]) -> None:
         """Note a second moment that is zero again: the optimizer has begun anew."""
