@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf.spec import LeafSpec
@@ -14,13 +14,22 @@ from deltacheck.store.manifest import Manifest
 _SHOWN_PROBLEMS = 5
 
 
-def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dict[str, str]:
+def match_targets(
+    manifest: Manifest,
+    target: Flat,
+    partly: bool = False,
+    *,
+    omitted: Container[str] = (),
+    remedy: str = "Restore without a target to get the tree as it was saved",
+) -> dict[str, str]:
     """Return the stored leaf for each leaf of a restore target.
 
     Args:
         manifest: The step.
         target: The target, flattened.
         partly: Accept a target that does not have all leaves of the step.
+        omitted: Leaves of the step that the target may lack in any case.
+        remedy: What the caller can do if they differ, for the message.
 
     Returns:
         Target path -> stored path. Tied leaves of the target appear once.
@@ -41,7 +50,7 @@ def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dic
     problems += [
         f"leaf {path!r} of step {manifest.step} is not in the target"
         for path in sorted(stored_owners.keys() - target_owners.keys())
-        if not partly
+        if not partly and path not in omitted
     ]
     # By path and not by owner: tied leaves may be views of another element type.
     stored_types, target_types = dtype_tags(manifest.tree), dtype_tags(target.skeleton)
@@ -63,7 +72,7 @@ def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dic
                 f"leaves {owner!r} and {path!r} are tied in the target, but were saved with"
                 " different content"
             )
-    raise_mismatches(problems, "Restore without a target to get the tree as it was saved")
+    raise_mismatches(problems, remedy)
     return sources
 
 

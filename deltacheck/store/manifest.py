@@ -530,6 +530,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         rates: The course of the learning rate of each parameter group, for later saves.
         lane_digests: By lane, the xxh3_128 of the digests of its tiles in leaves that state none.
             Empty: all leaves in tiles state them.
+        custom_metadata: JSON that the user stored with the item.
     """
 
     format: str
@@ -557,6 +558,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     merged_bytes: int = 0
     rates: dict[str, PeakRate] = {}
     lane_digests: tuple[str, ...] = ()
+    custom_metadata: Any = None
 
     def read_with(self, tables: TileDigests) -> Manifest:
         """Let ``stored`` find digests in the tables of segments; return the manifest itself."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ import jax
 from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Commit, Item, Log
+from deltacheck.backends.orbax.item import Commit, Item, Log, Notes, require_json
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
-from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, await_directories
-from deltacheck.backends.orbax.state.load import abstract_tree, restore_tree
+from deltacheck.backends.orbax.manager_root.orbax_internals import (
+    ItemPlace,
+    await_directories,
+    remove_unused,
+)
+from deltacheck.backends.orbax.state.load import Part, restore_tree
+from deltacheck.backends.orbax.state.metadata import TreeMetadata, metadata_of
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
@@ -43,7 +49,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     ``docs/how-to/orbax.md``.
 
     Args:
-        root: The manager's directory. Default: taken from the step directories that Orbax names.
+        root: The directory of the steps, of a ``CheckpointManager`` or a plain ``Checkpointer``.
+            Default: taken from the step directories that a manager names. A ``Checkpointer``
+            without a root makes each path that it saves to a root of one step, which can be moved.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
@@ -135,14 +143,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             StorageFailed: The root cannot be written.
             RankFailed: Another process raised one of these, or has another state.
         """
-        self._check_open()
-        try:
-            return [self._begin(directory, args)]
-        except BaseException:
-            # Orbax is creating the directories of this save on a thread. A retry must not meet it
-            # there.
-            await_directories()
-            raise
+        return [self._begin_save(directory, args)]
 
     def save(self, directory: Any, args: DeltaSaveArgs) -> None:
         """Save an item and wait until its manifest is durable.
@@ -154,8 +155,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         Raises:
             SaveFailed: The save failed; also what ``async_save`` raises.
         """
-        self._check_open()
-        self._begin(directory, args).result()
+        self._begin_save(directory, args, creating=False).result()
 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
         """Restore an item of a step, verified bit for bit. The next save continues from it.
@@ -187,15 +187,14 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
     def _restore(self, directory: Any, args: DeltaRestoreArgs) -> tuple[str, Any]:
         """Return the digest of the restored manifest, and its tree."""
-        place = ItemPlace.of(directory)
+        place = ItemPlace.to_read(directory)
         root, manifest = self._open(place)
         root.require_digest(manifest, args.expected_digest)
         restored = restore_tree(
             root,
             manifest,
-            args.item,
+            Part(args.item, args.leaves, args.partial_restore),
             shardings=args.shardings,
-            paths=args.leaves,
             contract=args.contract,
             max_bytes=args.max_bytes,
             log=args.log,
@@ -205,25 +204,26 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             # only in the same root: a segment must not depend on the segments of another root.
             restored.chains
             and not (self._read_only or self._closed)
+            and not place.has_own_root
             and root.path == self._root_of(place)
         ):
             self._item(place).adopt(restored, manifest)
         return root.digest_of(manifest), restored.tree
 
-    def metadata(self, directory: Any) -> Any:
-        """Return the saved tree with ``jax.ShapeDtypeStruct`` for arrays.
+    def metadata(self, directory: Any) -> TreeMetadata:
+        """Return the saved tree with a description of each leaf in its place.
 
         Args:
             directory: The item's directory.
 
         Returns:
-            The tree, which can be the target of a restore.
+            The metadata, which can be the target of a restore.
 
         Raises:
             FileNotFoundError: The item was not saved with ``DeltaSaveArgs``.
         """
-        place = ItemPlace.of(directory)
-        return abstract_tree(read_manifest(place.directory / "zarr.json"))
+        place = ItemPlace.to_read(directory)
+        return metadata_of(read_manifest(place.directory / "zarr.json"))
 
     def finalize(self, directory: Any) -> None:
         """Remove the segments that no step needs.
@@ -234,7 +234,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         Args:
             directory: The item's directory.
         """
-        item = self._items.get(self._key(ItemPlace.of(directory)))
+        place = ItemPlace.to_save(directory, self._root)
+        item = self._items.get(self._key(place))
         # Only process 0 has a ``Writer``, and with it the lease that a deletion needs.
         if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
@@ -283,12 +284,27 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if self._closed or self._read_only:
             raise SaveFailed(
                 f"this handler is {'closed' if self._closed else 'read-only'}; open a new manager"
-                " to save"
+                " or context to save"
             )
 
-    def _begin(self, directory: Any, args: DeltaSaveArgs) -> Commit:
+    def _begin_save(self, directory: Any, args: DeltaSaveArgs, *, creating: bool = True) -> Commit:
+        """Capture and encode an item, as ``async_save`` does.
+
+        ``creating``: Orbax is creating the directories already, on a thread.
+        """
+        self._check_open()
+        try:
+            return self._begin(directory, args, creating)
+        except BaseException:
+            if creating:
+                # A retry must not meet Orbax's thread in the same directory.
+                await_directories()
+            remove_unused(directory, awaited_seconds=2.0 if creating else 0.0)
+            raise
+
+    def _begin(self, directory: Any, args: DeltaSaveArgs, creating: bool) -> Commit:
         begin = time.perf_counter()
-        place = ItemPlace.of(directory)
+        place = ItemPlace.to_save(directory, self._root)
         item = self._item(place)
         # The other processes already wait for this one. A leaf that is refused here must fail the
         # save in all of them instead of letting them run into their timeout.
@@ -296,7 +312,21 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             flat = item.flatten(args.item)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-        return item.begin(place, args.item, flat, metrics, begin, args.log)
+            notes = Notes(metrics, require_json(args.custom_metadata))
+        if not place.has_own_root:
+            return item.begin(place, args.item, flat, notes, begin, args.log)
+        if creating:
+            # The store lies in Orbax's directory, too.
+            await_directories()
+        commit = item.begin(place, args.item, flat, notes, begin, args.log)
+        # Nothing may write to the store when Orbax renames the directory.
+        commit.after = partial(self._close_item, self._key(place))
+        return commit
+
+    def _close_item(self, key: tuple[Path, str]) -> None:
+        item = self._items.pop(key, None)
+        if item is not None:
+            item.close()
 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
@@ -309,7 +339,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return self._root_of(place), place.item
 
     def _root_of(self, place: ItemPlace) -> Path:
-        if self._root is not None:
+        if self._root is not None and not place.has_own_root:
             return self._root
         place.step  # noqa: B018 - raises if this is not a manager's step: no store is made there
         return place.root
@@ -351,11 +381,13 @@ class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         metrics: Numbers kept with the step. Default: none.
         log: A ``GradientLog`` that may keep the item as gradients, as its ``save`` does. One log
             serves one item. Default: the item itself is stored.
+        custom_metadata: JSON to keep with the item, which ``item_metadata`` returns. Default: none.
     """
 
     item: Any
     metrics: Mapping[str, float] | None = None
     log: Log | None = None
+    custom_metadata: Any = None
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_restore=True)
@@ -374,25 +406,31 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     ``DeltaSaveArgs``.
 
     Args:
-        item: The target, a tree of arrays or ``jax.ShapeDtypeStruct`` of the saved structure. Each
-            array comes in the form (JAX, NumPy, PRNG key) and with the sharding that it has there.
-            Default: the saved tree, foreign pytree nodes as dicts of their fields, arrays on the
-            default device.
+        item: The target, a tree of arrays or ``jax.ShapeDtypeStruct`` of the saved structure, or
+            the metadata of the item. Each array comes in the form (JAX, NumPy, PRNG key) and with
+            the sharding that it has there. ``ocp.PLACEHOLDER`` (``...``) or ``None`` in the place
+            of a leaf or a subtree leaves it out, and stays in the result. Default: the saved tree,
+            foreign pytree nodes as dicts of their fields, arrays on the default device.
         shardings: One ``Sharding`` or device for all arrays, or a tree of them. Default: those of
             the target.
-        leaves: Leaf paths. The result is then ``{path: array}`` of these. Default: the whole tree.
+        leaves: Leaf paths, subtrees (``"params"``) or patterns (``"*/kernel"``; ``*`` also matches
+            ``/``). The result is then ``{path: leaf}`` of these. Default: the whole tree.
         contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``. Default:
             any.
         max_bytes: The most bytes to allocate. Default: no limit.
         log: The ``GradientLog`` whose update replays a step of gradients; it needs ``item``.
         expected_digest: The digest that the manifest must have, from the report of the save or
             ``deltacheck show``. Default: any.
+        partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
+            not read: ``DeltaRestoreArgs({"params": target}, partial_restore=True)``. ``False``: a
+            forgotten part is refused.
     """
 
     item: Any = None
     shardings: Any = None
-    leaves: Iterable[str] | None = None
+    leaves: str | Iterable[str] | None = None
     contract: str | None = None
     max_bytes: int | None = None
     log: Log | None = None
     expected_digest: str | None = None
+    partial_restore: bool = False

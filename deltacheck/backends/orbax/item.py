@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
+import msgspec
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
@@ -21,7 +23,7 @@ from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, ho
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
 from deltacheck.backends.orbax.state import leaves, load, pieces
 from deltacheck.backends.orbax.state.load import Restored
-from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
+from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
@@ -49,6 +51,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltacheck")
 
+# Orbax's own handler for trees, with which this content has no key type that it knows, says so.
+_READ_WITH = "saved with deltacheck: read it with deltacheck.backends.orbax"
+_TREE_MARK = json.dumps(
+    {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _READ_WITH}]}}}
+).encode()
+
 
 class Log(load.Log, Protocol):
     """An object that may keep an item as gradients: a ``GradientLog``."""
@@ -63,6 +71,24 @@ class Log(load.Log, Protocol):
         Returns the seconds that training has lost to the log since the last save.
         """
         ...
+
+
+class Notes(NamedTuple):
+    """Content of a manifest beside the state: numbers, and JSON of the user."""
+
+    metrics: Mapping[str, float]
+    custom_metadata: Any = None
+
+
+def require_json(value: Any) -> Any:
+    """Return a value that JSON keeps; raise ``UnsupportedLeaf`` for another one."""
+    try:
+        copy = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedLeaf(
+            f"custom_metadata cannot be kept as JSON: {error}. Put arrays and objects into the item"
+        ) from error
+    return copy
 
 
 class Item:
@@ -146,7 +172,7 @@ class Item:
         place: ItemPlace,
         state: object,
         flat: Flat,
-        metrics: Mapping[str, float],
+        notes: Notes,
         start_time: float,
         log: Log | None = None,
     ) -> Commit:
@@ -157,15 +183,15 @@ class Item:
         """
         with self._counting_failure(place.step):
             if self._group is not None:
-                return self._begin_in_group(self._group, place, flat, metrics, start_time, log)
-            return self._begin_alone(place, state, flat, metrics, start_time, log)
+                return self._begin_in_group(self._group, place, flat, notes, start_time, log)
+            return self._begin_alone(place, state, flat, notes, start_time, log)
 
     def _begin_alone(
         self,
         place: ItemPlace,
         state: object,
         flat: Flat,
-        metrics: Mapping[str, float],
+        notes: Notes,
         start_time: float,
         log: Log | None,
     ) -> Commit:
@@ -182,14 +208,14 @@ class Item:
         epoch = saver.standing()[0]
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
+        gate = Gate.of(place, self._options, notes)
         with leaves.own_rules():
             handle = saver.save(
                 step,
                 plan.rest.skeleton,
                 self._sources(plan),
                 gate.commit,
-                metrics=metrics,
+                metrics=notes.metrics,
                 replay=plan.replay,
                 note=plan.note,
             )
@@ -221,7 +247,7 @@ class Item:
         group: RankGroup,
         place: ItemPlace,
         flat: Flat,
-        metrics: Mapping[str, float],
+        notes: Notes,
         start_time: float,
         log: Log | None,
     ) -> Commit:
@@ -264,7 +290,7 @@ class Item:
                 if opened.resumes and base is not None:
                     # Before the signals: they are of the run that goes on.
                     saver.resumed(base[1])
-                held = None if saver.is_exact else pieces.held_state(flat, metrics)
+                held = None if saver.is_exact else pieces.held_state(flat, notes.metrics)
                 signals = None if held is None else saver.signals(place.step, held)
             if opened.resumes and base is not None:
                 # Before the plan: the tiles are cut as in the restored step, so that their chains
@@ -276,7 +302,7 @@ class Item:
                 self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
             saver.number_from(opened.seq)
             gate = (
-                Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
+                Gate.of(place, self._options, notes)
                 # Process 0 alone writes the manifest.
                 if group.joint.is_first
                 else None
@@ -290,7 +316,7 @@ class Item:
                     assignment.tree,
                     pieces.sources(flat, assignment.tiles, not self._is_eager),
                     partial(attempt.commit, make),
-                    metrics=metrics,
+                    metrics=notes.metrics,
                     agreed=replace(agreed, abandon=attempt.abandon),
                 )
             except Exception as error:
@@ -449,16 +475,35 @@ class Gate:
     """A gate that holds a manifest back until Orbax has created the item's directory."""
 
     def __init__(
-        self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER
+        self,
+        directory: Path,
+        timeout_seconds: float,
+        durability: Durability = Durability.POWER,
+        *,
+        custom_metadata: Any = None,
+        makes_directory: bool = False,
     ) -> None:
         self._directory = directory
         self._durability = durability
+        self._custom_metadata = custom_metadata
+        self._makes_directory = makes_directory
         self.timeout_seconds = timeout_seconds
         # Orbax opens the gate on one of its threads, ``close`` and ``cancel`` abandon it on the
         # training thread, and the committer thread waits for the first of them.
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._verdict = ""  # the first decision; "" until then
+
+    @classmethod
+    def of(cls, place: ItemPlace, options: SaveOptions, notes: Notes) -> Gate:
+        """Return the gate of a save to a place."""
+        return cls(
+            place.directory,
+            options.io_timeout_seconds,
+            options.durability,
+            custom_metadata=notes.custom_metadata,
+            makes_directory=place.is_ours,
+        )
 
     def open(self) -> None:
         """Let the manifest be written: the directory exists."""
@@ -493,7 +538,15 @@ class Gate:
                 f"step {manifest.step} was not committed: {self._verdict} before its directory"
                 " existed"
             )
+        if self._custom_metadata is not None:
+            manifest = msgspec.structs.replace(manifest, custom_metadata=self._custom_metadata)
         content = encode_manifest(manifest)
+        if self._makes_directory:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._durability.sync_directory(self._directory.parent)
+            self._durability.sync_directory(self._directory.parent.parent)
+        # Orbax's v1 interface takes an item for a tree only if it has a file of this name.
+        arrays.create_file(self._directory, "_METADATA", _TREE_MARK, self._durability)
         # Created and never replaced: a manifest that exists was written by another handler.
         if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(
@@ -519,6 +572,7 @@ class Commit:
         self.handle = handle
         self.gate = gate
         self.place = place
+        self.after: Callable[[], None] | None = None  # called when the save has ended
         if gate is not None:
             # Orbax runs this coroutine once it has created the directories of the step.
             self._opening = _open(gate)
@@ -537,12 +591,16 @@ class Commit:
 
         Raises what failed the save, or ``TimeoutError``.
         """
-        deadline = Deadline.after(timeout)
-        if self.gate is not None:
-            self._directory_created.result(
-                self.gate.timeout_seconds if timeout is None else timeout
-            )
-        self.handle.result(deadline.left)
+        try:
+            deadline = Deadline.after(timeout)
+            if self.gate is not None:
+                self._directory_created.result(
+                    self.gate.timeout_seconds if timeout is None else timeout
+                )
+            self.handle.result(deadline.left)
+        finally:
+            if self.after is not None and self.handle.done():
+                self.after()
 
     def cancel(self) -> None:
         """Give the save up if its directory does not exist yet."""

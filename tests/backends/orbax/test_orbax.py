@@ -163,7 +163,7 @@ def test_a_manager_saves_and_restores_in_a_new_process_with_and_without_argument
                 np.save({str(tmp_path / "w.npy")!r}, restored["params"]["w"])
     """
     out = run_python(code)
-    assert out.splitlines() == ["ShapeDtypeStruct(shape=(300, 400), dtype=float32)", "3", "3", "3"]
+    assert out.splitlines() == ["ArrayMetadata(shape=(300, 400), dtype=float32)", "3", "3", "3"]
     assert bits(np.load(tmp_path / "w.npy")) == bits(state["params"]["w"])
 
 
@@ -363,15 +363,6 @@ def test_the_plain_checkpoint_manager_finds_the_root_by_itself(tmp_path: Path) -
     assert (tmp_path / "ckpt_000012").is_dir()
     assert deltacheck.open(tmp_path).steps() == [12, 13]
     assert is_delta(tmp_path, 13)
-
-
-def test_a_directory_that_is_no_managers_step_is_refused(tmp_path: Path) -> None:
-    refused = pytest.raises(
-        ValueError, match=r"ends in no step number.*deltacheck\.backends\.orbax\.manager"
-    )
-    with ocp.Checkpointer(DeltaCheckpointHandler()) as checkpointer, refused:
-        checkpointer.save(tmp_path / "some" / "model", args=DeltaSaveArgs(small_state()))
-    assert not list(tmp_path.glob("**/deltacheck"))
 
 
 def test_metrics_are_kept_with_the_step_and_best_fn_chooses_by_orbaxs_own(tmp_path: Path) -> None:
@@ -1414,7 +1405,7 @@ def test_flax_nnx_state_is_split_saved_and_merged_again(tmp_path: Path) -> None:
         ),
         (lambda t: t.update(name="x"), "leaf 'name' of the target is not in step 0"),
         (lambda t: t.pop("step"), "leaf 'step' of step 0 is not in the target"),
-        (lambda t: t["params"].update(b=None), "leaf 'params/b' of the target is not in step 0"),
+        (lambda t: t["params"].update(b="x"), "leaf 'params/b' is an array in step 0, 'x' in the"),
     ],
 )
 def test_a_target_that_does_not_match_is_refused_naming_leaf_and_both_values(
@@ -1676,12 +1667,12 @@ def test_plain_orbax_fails_clearly_on_our_steps(tmp_path: Path) -> None:
                 assert mngr.all_steps() == [0]
                 try:
                     mngr.restore(0, args=args)
-                except (ValueError, FileNotFoundError) as error:
-                    print(type(error).__name__)
+                except ValueError as error:
+                    print("saved with deltacheck" in str(error))
                 else:
                     print("restored something")
     """
-    assert run_python(code).split() == ["ValueError", "FileNotFoundError", "FileNotFoundError"]
+    assert run_python(code).split() == ["False", "True", "True"]
 
 
 def test_an_item_of_plain_orbax_is_refused_clearly(tmp_path: Path) -> None:

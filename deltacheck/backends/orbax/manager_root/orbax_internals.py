@@ -12,24 +12,39 @@ import contextlib
 import os
 import re
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.store.deadline import Deadline
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
 _COMMIT_FILE = "commit_success.txt"
+# Orbax writes it when it creates the directory of a step.
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+# The item of a step that is saved without a name for it.
+_DEFAULT = "default"
 # A prefix such as ``checkpoint_`` may precede the digits, as Orbax's name formats allow.
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """The directory of one item of one step, finished or not."""
+    """The directory of one item of one step, finished or not.
+
+    Attributes:
+        directory: The directory.
+        is_ours: Orbax does not make it, because it has been given the directory of the step, or
+            that of a root of one step.
+        has_own_root: The root has this step alone, and Orbax commits it with the step.
+    """
 
     directory: Path
+    is_ours: bool = False
+    has_own_root: bool = False
 
     @classmethod
     def of(cls, directory: str | os.PathLike[str]) -> ItemPlace:
@@ -44,6 +59,46 @@ class ItemPlace:
                 " directories only"
             )
         return cls(Path(path).absolute())
+
+    @classmethod
+    def to_save(cls, directory: str | os.PathLike[str], root: Path | None) -> ItemPlace:
+        """Return the place for the manifest of a save.
+
+        Args:
+            directory: The directory that Orbax passes to a handler: of an item, of a step, or, for
+                a ``Checkpointer`` without a root, of a checkpoint anywhere.
+            root: The root of the handler; ``None``: it has none.
+
+        Raises:
+            ValueError: The directory is not in the root, or its step has no number.
+        """
+        place = cls.of(directory)
+        if root is None:
+            if _TEMPORARY in place.directory.name and _TEMPORARY not in place.directory.parent.name:
+                match = _STEP.match(_final_name(place.directory))
+                number = match[1] if match else "0"
+                return cls(place.directory / number / _DEFAULT, is_ours=True, has_own_root=True)
+        elif _is_same(place.directory.parent, root):
+            place = cls(place.directory / _DEFAULT, is_ours=True)
+        elif not _is_same(place.root, root):
+            raise ValueError(
+                f"{place.directory} is no item of a step of {root}, the root of this handler, which"
+                f" would not keep the segments that it needs. Save to {root}/STEP, or give another"
+                " root"
+            )
+        place.step  # noqa: B018 - raises if the name has no number
+        return place
+
+    @classmethod
+    def to_read(cls, directory: str | os.PathLike[str]) -> ItemPlace:
+        """Return the place of the manifest in a directory that Orbax has committed."""
+        place = cls.of(directory)
+        if not (place.directory / "zarr.json").exists():
+            if (place.directory / _DEFAULT / "zarr.json").exists():
+                return cls(place.directory / _DEFAULT, is_ours=True)
+            for manifest in place.directory.glob(f"*/{_DEFAULT}/zarr.json"):
+                return cls(manifest.parent, is_ours=True, has_own_root=True)
+        return place
 
     @property
     def item(self) -> str:
@@ -67,7 +122,8 @@ class ItemPlace:
             raise ValueError(
                 f"{self.directory} does not lie in a step of a CheckpointManager ({name!r} ends in"
                 " no step number): which directory is the root, and where the segments go, cannot"
-                " be known. Save through deltacheck.backends.orbax.manager(root)"
+                " be known. Save through deltacheck.backends.orbax.manager(root), or to a name such"
+                " as step_0"
             )
         return int(match[1])
 
@@ -104,6 +160,34 @@ def await_directories(timeout_seconds: float = 30.0) -> None:
         )
 
 
+def remove_unused(directory: str | os.PathLike[str], awaited_seconds: float = 0.0) -> None:
+    """Remove the directories that Orbax has created for a save that is refused.
+
+    Those of other items, and everything that has content, stay.
+
+    Args:
+        directory: The directory that Orbax has passed to the handler.
+        awaited_seconds: The longest wait for the file that Orbax writes into the directory of a
+            step on a thread. Without the directory, that thread would fail.
+    """
+    path = Path(os.fspath(directory))
+    temporary = [place for place in (path, path.parent) if _TEMPORARY in place.name]
+    if not temporary or jax.process_index() != 0 or "://" in str(path):
+        return
+    description = temporary[-1] / _STEP_METADATA
+    deadline = Deadline.after(awaited_seconds)
+    while deadline.left and temporary[-1].exists() and not description.exists():
+        time.sleep(0.005)
+    if awaited_seconds and not description.exists():
+        return
+    with contextlib.suppress(OSError):
+        # The v1 functions give a temporary name to the step only.
+        for place in dict.fromkeys((path, *temporary)):
+            if {entry.name for entry in place.iterdir()} <= {_STEP_METADATA}:
+                (place / _STEP_METADATA).unlink(missing_ok=True)
+                place.rmdir()
+
+
 def await_renames(deadline: Deadline) -> bool:
     """Wait until Orbax has finished, well or not, its work after the futures of a save are done.
 
@@ -121,6 +205,10 @@ def await_renames(deadline: Deadline) -> bool:
             if thread.is_alive():
                 return False
     return True
+
+
+def _is_same(path: Path, root: Path) -> bool:
+    return path == root or path.resolve() == root.resolve()
 
 
 def _final_name(path: Path) -> str:

@@ -22,7 +22,7 @@ from deltacheck.leaf import containers
 from deltacheck.leaf.containers import Level, Node
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
-from deltacheck.leaf.tree import ArrayLeaf, escape_key
+from deltacheck.leaf.tree import NUMPY_ARRAY, ArrayLeaf, escape_key
 
 KEY_TAG = "jax.key:"  # permanent; followed by the name of the key's implementation
 
@@ -60,13 +60,27 @@ def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
 def describe_target(value: object) -> ArrayLeaf | None:
     """Describe an array of a restore target; return ``None`` for anything else.
 
-    Accepted are deleted arrays and ``jax.ShapeDtypeStruct`` too. Targets are never tied.
+    Accepted are deleted arrays and ``jax.ShapeDtypeStruct`` too, and other objects with a shape and
+    a dtype, such as the metadata of NumPy arrays. Targets are never tied.
     """
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return _described(value, None)
+    if is_abstract_numpy(value):
+        dtype = dtype_named(np.dtype(value.dtype).name)  # type: ignore[attr-defined]
+        return ArrayLeaf(tuple(value.shape), dtype.name, None, NUMPY_ARRAY)  # type: ignore[attr-defined]
     leaf = describe_numpy(value)
     # One array may be at two paths of a target. Each path gets an array of its own.
     return None if leaf is None else leaf._replace(identity=None)
+
+
+def is_abstract_numpy(value: object) -> bool:
+    """Return ``True`` for a leaf with a shape and a dtype that is no array."""
+    return (
+        not isinstance(value, type | np.ndarray | np.generic | jax.Array)
+        and all(hasattr(value, name) for name in ("shape", "dtype"))
+        # Containers of one array may have its attributes.
+        and jax.tree_util.all_leaves([value])
+    )
 
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.matching import match_targets, raise_mismatches
 from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.orbax.state import leaves, pieces
+from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata, as_tree
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
@@ -25,6 +26,7 @@ from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
+from deltacheck.restore.export import matches
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, resolve_leaves
 from deltacheck.store.files.object_path import ObjectStore
@@ -32,6 +34,11 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
 _NUMPY = (NUMPY_ARRAY, NUMPY_SCALAR)
+_REMEDY = (
+    "Restore without a target to get the tree as it was saved, or a part of it, such as the"
+    " parameters, with DeltaRestoreArgs({'params': target}, partial_restore=True) (in Orbax v1:"
+    " the option pytree.loading.partial_load)"
+)
 
 
 @typed
@@ -42,11 +49,12 @@ def load(  # noqa: PLR0913 - one argument per option
     *,
     item: str | None = None,
     shardings: Any = None,
-    leaves: Iterable[str] | None = None,
+    leaves: str | Iterable[str] | None = None,
     contract: str | None = None,
     max_bytes: int | None = None,
     storage: ObjectStore | None = None,
     expected_digest: str | None = None,
+    partial_restore: bool = False,
 ) -> Any:
     """Read a step of a ``CheckpointManager`` or of the torch ``Engine`` as JAX arrays.
 
@@ -55,17 +63,21 @@ def load(  # noqa: PLR0913 - one argument per option
     Args:
         root: The root.
         step: The step; ``None``: the newest.
-        target: A tree of the result's structure, arrays or ``jax.ShapeDtypeStruct``; ``None``: the
-            tree as it was saved.
+        target: A tree of the result's structure, arrays or ``jax.ShapeDtypeStruct``, or the
+            metadata of the item. ``...`` or ``None`` in the place of a leaf or a subtree leaves it
+            out. ``None``: the tree as it was saved.
         item: The item of a manager's steps, if they have more than one.
         shardings: One sharding or device for all leaves, or a tree of them; ``None``: that of the
             target, or the default device.
-        leaves: Restore only these leaf paths, as ``{path: array}``; ``None``: the whole tree.
+        leaves: Restore only these leaves, as ``{path: array}``: paths, subtrees (``"params"``) or
+            patterns (``"*/kernel"``; ``*`` also matches ``/``). ``None``: the whole tree.
         contract: Refuse leaves that were saved under a weaker contract than ``"exact"`` or
             ``"bounded"``; ``None``: accept all.
         max_bytes: Refuse to allocate more than this; ``None``: the memory of the machine.
         storage: Access to an object store, if ``root`` is an address.
         expected_digest: Refuse a step whose manifest has another digest than this.
+        partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
+            not read. ``False``: a forgotten part is refused.
 
     Returns:
         The tree, or the named leaves.
@@ -83,9 +95,8 @@ def load(  # noqa: PLR0913 - one argument per option
     restored = restore_tree(
         opened,
         manifest,
-        target,
+        Part(target, leaves, partial_restore),
         shardings=shardings,
-        paths=leaves,
         contract=contract,
         max_bytes=max_bytes,
     )
@@ -142,68 +153,158 @@ class ArrayRequest:
     sharding: Sharding | None
 
 
+class Part(NamedTuple):
+    """The part of a step to restore: ``target``, ``leaves`` and ``partial_restore`` of ``load``."""
+
+    target: Any = None
+    leaves: str | Iterable[str] | None = None
+    partly: bool = False
+
+
 def restore_tree(
     root: Root,
     manifest: Manifest,
-    target: Any,
+    part: Part,
     *,
     shardings: Any,
-    paths: Iterable[str] | None,
     contract: str | None,
     max_bytes: int | None,
     log: Log | None = None,
 ) -> Restored:
-    """Restore a step, or only the leaves ``paths`` of it.
+    """Restore a step, or a part of it.
 
     Args:
         root: The root.
         manifest: The step.
-        target, shardings, contract, max_bytes: As in ``load``.
-        paths: The leaves to restore; ``None``: all.
+        part: The part.
+        shardings, contract, max_bytes: As in ``load``.
         log: Replays the step if it is kept as gradients.
     """
+    target, paths, partly = part
     with damage.named(root, manifest):
-        # The contract is checked before anything is read or replayed.
         owners = tree.array_paths(manifest.tree)
+        selection = Selection.of(as_tree(target), manifest, partly)
+        if paths is not None:
+            if target is not None:
+                raise ValueError("name leaves or give a target, not both")
+            paths = _selected(root, manifest, [paths] if isinstance(paths, str) else paths)
+        # The contract is checked before anything is read or replayed.
         require_contract(
             manifest,
             contract,
-            None if paths is None else [owners.get(path, path) for path in paths],
+            None
+            if paths is None and selection.is_all
+            else [
+                owners.get(path, path)
+                for path in (owners.keys() - selection.omitted if paths is None else paths)
+            ],
         )
         read = None
         if log is not None and manifest.replay is not None and paths is None:
             # Outside of own_rules: the update belongs to the training, and so do its settings.
-            read = log.replayed(root, manifest, target, max_bytes)
+            read = log.replayed(root, manifest, selection.target, max_bytes)
         with leaves.own_rules():
-            return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
+            placements = _shardings_by_path(shardings, places_of(manifest.tree), manifest.step)
+            if paths is None:
+                return _restore_tree(root, manifest, selection, placements, max_bytes, read)
+            return _restore_leaves(root, manifest, paths, placements, max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a step that a target asks for.
+
+    Attributes:
+        target: The target; ``None``: the whole tree as it was saved.
+        skipped: The paths at which the target has ``...``, or ``None`` in the place of a leaf or a
+            subtree. The result has the same there.
+        omitted: The leaves of the step that are not asked for.
+    """
+
+    target: Any
+    skipped: Set[str]
+    omitted: Set[str]
+
+    @classmethod
+    def of(cls, target: Any, manifest: Manifest, partly: bool) -> Selection:
+        """Return the selection of a target. ``partly``: leaves that it lacks are omitted."""
+        if target is None:
+            return cls(None, frozenset(), frozenset())
+        numbers = tree.scalars(manifest.tree)
+        saved = places_of(manifest.tree).keys() | numbers.keys()
+        requested: set[str] = set()
+        skipped: set[str] = set()
+
+        def note(path: str, leaf: Any) -> None:
+            is_skipped = leaf is ... or (leaf is None and numbers.get(path, 0) is not None)
+            (skipped if is_skipped else requested).add(path)
+
+        leaves.map_leaves(note, target)
+        omitted = {
+            path
+            for path in saved - requested
+            if partly or any(is_below(path, place) for place in skipped)
+        }
+        return cls(target, skipped, omitted)
+
+    @property
+    def is_all(self) -> bool:
+        """True if all leaves of the step are asked for."""
+        return not self.omitted
+
+
+def is_below(path: str, place: str) -> bool:
+    """Return ``True`` if a leaf is at a place of a tree, or in the subtree there."""
+    return not place or path == place or path.startswith(f"{place}/")
+
+
+def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Return the paths of the leaves that paths, subtrees and patterns name."""
+    # The inputs of a replay are in no tree, but can be read by name.
+    inputs = manifest.replay.inputs if manifest.replay is not None else ()
+    known = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
+    selected: dict[str, None] = {}
+    for name in names:
+        chosen = [name] if name in known else [path for path in known if is_below(path, name)]
+        chosen = chosen or [path for path in known if matches(path, name)]
+        if not chosen:
+            resolve_leaves(root, manifest, [name])  # raises, naming what is near
+        selected |= dict.fromkeys(chosen)
+    return list(selected)
+
+
+def _restore_leaves(
+    root: Root,
+    manifest: Manifest,
+    paths: Iterable[str],
+    placements: Mapping[str, Sharding],
+    max_bytes: int | None,
+) -> Restored:
+    """Restore leaves as ``{path: array}``, and numbers and text as they are."""
+    numbers = tree.scalars(manifest.tree)
+    places = places_of(manifest.tree)
+    requests = {
+        path: _as_saved(path, places.get(path, (path, None)), manifest, placements)
+        for path in paths
+        if path not in numbers
+    }
+    arrays, _ = _read_arrays(root, manifest, requests, False, max_bytes)
+    # Without chains: a restore of some leaves is not a state to continue from.
+    return Restored(
+        {path: numbers[path] if path in numbers else arrays[path] for path in paths}, {}, {}
+    )
 
 
 def _restore_tree(
     root: Root,
     manifest: Manifest,
-    target: Any,
-    shardings: Any,
-    paths: Iterable[str] | None,
+    selection: Selection,
+    placements: Mapping[str, Sharding],
     max_bytes: int | None,
     read: Read | None,
 ) -> Restored:
     places = places_of(manifest.tree)
-    placements = _shardings_by_path(shardings, places, manifest.step)
-    if paths is not None:
-        if target is not None:
-            raise ValueError("name leaves or give a target, not both")
-        paths = list(dict.fromkeys(paths))
-        places |= {
-            path: (path, None)
-            # The inputs of a replay are in no tree, but can be read by name.
-            for path in (manifest.replay.inputs if manifest.replay is not None else ())
-        }
-        unknown = [path for path in paths if path not in places]
-        if unknown:
-            resolve_leaves(root, manifest, unknown)  # raises, naming what is near
-        selected = {path: _as_saved(path, places[path], manifest, placements) for path in paths}
-        # Without chains: a restore of some leaves is not a state to continue from.
-        return Restored(_read_arrays(root, manifest, selected, False, max_bytes)[0], {}, {})
+    target = selection.target
     if target is None:
         requests = {
             path: _as_saved(path, place, manifest, placements) for path, place in places.items()
@@ -212,14 +313,19 @@ def _restore_tree(
         requested, target = (
             target,
             leaves.map_leaves(
-                lambda path, leaf: _in_saved_form(path, leaf, places, manifest), target
+                lambda path, leaf: (
+                    None
+                    if path in selection.skipped
+                    else _in_saved_form(path, leaf, places, manifest)
+                ),
+                target,
             ),
         )
-        requests = _as_targeted(target, places, manifest, placements)
+        requests = _as_targeted(target, places, manifest, placements, selection)
     arrays, read = (
         (make(requests, read.loaded), read)
         if read is not None
-        else _read_arrays(root, manifest, requests, True, max_bytes)
+        else _read_arrays(root, manifest, requests, selection.is_all, max_bytes)
     )
     if target is None:
         return Restored(
@@ -230,9 +336,17 @@ def _restore_tree(
     numbers = tree.scalars(manifest.tree)
 
     def fill(path: str, leaf: Any) -> Any:
+        if path in selection.skipped:
+            return leaf
         return arrays[path] if path in arrays else _number_as(leaf, numbers[path])
 
-    return Restored(leaves.map_leaves(fill, requested), read.chains, read.stored)
+    restored = leaves.map_leaves(fill, requested)
+    # As in ``_restore_leaves``: without chains if leaves are missing.
+    return (
+        Restored(restored, read.chains, read.stored)
+        if selection.is_all
+        else Restored(restored, {}, {})
+    )
 
 
 def _read_arrays(
@@ -301,19 +415,6 @@ def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict
     return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags))
 
 
-def abstract_tree(manifest: Manifest) -> Any:
-    """Return the tree of a step with ``jax.ShapeDtypeStruct`` for its arrays."""
-    specs = manifest.specs
-
-    def place(path: str, owner: str, tag: str | None) -> Any:
-        spec = specs[owner]
-        if leaves.is_key_tag(tag):
-            return leaves.abstract(spec.shape[:-1], leaves.key_dtype(tag))
-        return leaves.abstract(spec.shape, spec.element.numpy)
-
-    return tree.unflatten(manifest.tree, place)
-
-
 def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
     """Return, for every array of a tree, the leaf that holds its bytes and its tag."""
     places: dict[str, tuple[str, str | None]] = {}
@@ -343,6 +444,7 @@ def _as_targeted(
     stored: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     placements: Mapping[str, Sharding],
+    selection: Selection,
 ) -> dict[str, ArrayRequest]:
     """Return every array of the target in the form that the target has.
 
@@ -350,8 +452,8 @@ def _as_targeted(
         TreeMismatch: The two trees differ.
     """
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
-    _match_numbers(flat.skeleton, flat.leaves, manifest)
-    stored_path = match_targets(manifest, flat)
+    _match_numbers(flat.skeleton, flat.leaves, manifest, selection)
+    stored_path = match_targets(manifest, flat, omitted=selection.omitted, remedy=_REMEDY)
     requests = {}
     for path, target_leaf in flat.leaves.items():
         saved = stored[path][1]
@@ -377,23 +479,30 @@ def _as_targeted(
     return requests
 
 
-def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest) -> None:
+def _match_numbers(
+    skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest, selection: Selection
+) -> None:
     """Raise ``TreeMismatch`` if scalar values of target and step have different paths."""
     saved, requested = tree.scalars(manifest.tree), tree.scalars(skeleton)
+    saved_arrays = places_of(manifest.tree)
     problems = [
         f"leaf {p!r} is {saved[p]!r} in step {manifest.step},"
         f" {arrays[p].dtype}{list(arrays[p].shape)} in the target"
         for p in sorted(saved.keys() & arrays.keys())
     ]
     problems += [
-        f"leaf {p!r} of the target is not in step {manifest.step}"
-        for p in sorted(requested.keys() - saved.keys())
+        (
+            f"leaf {p!r} is an array in step {manifest.step}, {requested[p]!r} in the target"
+            if p in saved_arrays
+            else f"leaf {p!r} of the target is not in step {manifest.step}"
+        )
+        for p in sorted(requested.keys() - saved.keys() - selection.skipped)
     ]
     problems += [
         f"leaf {p!r} of step {manifest.step} is not in the target"
-        for p in sorted(saved.keys() - requested.keys() - arrays.keys())
+        for p in sorted(saved.keys() - requested.keys() - arrays.keys() - selection.omitted)
     ]
-    raise_mismatches(problems, "Restore without a target to get the tree as it was saved")
+    raise_mismatches(problems, _REMEDY)
 
 
 def _in_saved_form(
@@ -404,6 +513,8 @@ def _in_saved_form(
     Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and
     ``eval_shape`` makes an array of it from the start. Each must be a target for the others.
     """
+    if isinstance(leaf, type):  # as in Orbax: the leaf as it was saved, if it is of this type
+        return _of_type(path, leaf, stored, manifest)
     if isinstance(leaf, bool | int | float | complex) and path in stored:
         owner, tag = stored[path]
         element = manifest.spec(owner).element.numpy
@@ -419,6 +530,34 @@ def _in_saved_form(
         if number is not None and _fits(number, leaf.dtype):
             return number
     return leaf
+
+
+def _of_type(
+    path: str, kind: type, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
+) -> Any:
+    """Return a target for a leaf of which only the type is given."""
+    if path not in stored:
+        number = tree.scalars(manifest.tree).get(path)
+        if number is not None and type(number) is not kind:
+            raise TreeMismatch(
+                f"leaf {path!r} is a {type(number).__name__} in step {manifest.step}, a"
+                f" {kind.__name__} in the target. {_REMEDY}"
+            )
+        return number
+    owner, tag = stored[path]
+    spec = manifest.spec(owner)
+    if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
+        if leaves.is_key_tag(tag):
+            return leaves.abstract(spec.shape[:-1], leaves.key_dtype(tag))
+        return leaves.abstract(spec.shape, spec.element.numpy)
+    if issubclass(kind, np.ndarray):
+        return NumpyMetadata(
+            spec.shape, spec.element.numpy, StorageMetadata("numpy.ndarray", "", spec.raw_bytes)
+        )
+    raise TreeMismatch(
+        f"leaf {path!r} is an array in step {manifest.step}, a {kind.__name__} in the target."
+        f" {_REMEDY}"
+    )
 
 
 def _fits(number: object, dtype: Any) -> bool:

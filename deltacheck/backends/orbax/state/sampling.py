@@ -95,10 +95,10 @@ def item_of(step: int, place: Path, item: str | None) -> str:
         StepNotFound: There is no such item, or there are several. The message names them.
     """
     items = sorted(
-        # Orbax writes this file for items that are trees.
+        # Orbax writes this file for items that are trees, and deltacheck for its own.
         path.name
         for path in place.iterdir()
-        if path.is_dir() and (path / "_METADATA").exists()
+        if path.is_dir() and (path / "_METADATA").exists() and not (path / "zarr.json").exists()
     )
     if item is None and len(items) != 1:
         raise StepNotFound(

@@ -1,0 +1,267 @@
+"""Orbax's v1 interface on deltacheck roots.
+
+Orbax makes a new v1 handler for every call, and does not close it. So the chains are kept by one
+``DeltaCheckpointHandler`` for each context, and the v1 handlers call that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import orbax.checkpoint
+from orbax.checkpoint import v1 as ocp
+
+from deltacheck.backends.orbax.handler import (
+    DeltaCheckpointHandler,
+    DeltaRestoreArgs,
+    DeltaSaveArgs,
+)
+from deltacheck.backends.orbax.item import Commit
+from deltacheck.backends.orbax.manager_root import v1_internals
+from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, remove_unused
+from deltacheck.backends.orbax.state import leaves
+from deltacheck.errors import DeltacheckError, UnsupportedLeaf
+from deltacheck.leaf import containers, tree
+from deltacheck.store.files import storage
+
+__all__ = ["context"]
+
+log = logging.getLogger("deltacheck")
+
+if not hasattr(ocp.Context, "checkpointables"):
+    raise ImportError(
+        f"deltacheck.backends.orbax.v1 needs orbax-checkpoint 0.12.4 or newer, not"
+        f" {orbax.checkpoint.__version__}; its v1 interface has changed since. Upgrade it, or use"
+        " deltacheck.backends.orbax.manager"
+    )
+
+
+@contextlib.contextmanager
+def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> Iterator[Any]:
+    """Enter an Orbax v1 context whose trees are saved in a deltacheck root.
+
+    Inside, ``training.Checkpointer(root)`` and the functions (``save``, ``load``,
+    ``save_checkpointables``, ...) of ``orbax.checkpoint.v1`` work as usual. The functions take
+    steps of the root, ``root/NAME``, whose name ends in the step number. Trees that plain Orbax has
+    saved are loaded too. Other objects (JSON, ``StatefulCheckpointable``) are Orbax's. See
+    ``docs/how-to/orbax.md``.
+
+    Leaving the context finishes saves under way, and gives the root back.
+
+    Args:
+        root: The local directory of the steps.
+        base: An ``orbax.checkpoint.v1.Context`` whose options apply. Default: Orbax's.
+        **options: Options of ``DeltaCheckpointHandler``, by name.
+
+    Returns:
+        The context, which can also be given to ``training.Checkpointer``.
+
+    Raises:
+        StorageFailed: ``root`` is an address of an object store.
+        ValueError: An option has a value that it cannot have, or ``base`` asks for something that
+            deltacheck does not do. The message names it. The same is raised by a save or load
+            inside, before anything is written.
+    """
+    path = storage.local(root, "Orbax's v1 interface with our handler").absolute()
+    session = _Session(DeltaCheckpointHandler(path, **options))
+    orbax_context = ocp.Context(base)
+    _refuse_options(orbax_context)
+    # Made here, because Orbax makes handlers without arguments. Steps name their handler: with the
+    # name of the v0 handler, each interface reads the steps of the other.
+    handler = type(
+        "DeltaCheckpointHandler", (_Handler,), {"session": session, "__module__": "deltacheck"}
+    )
+    registry = orbax_context.checkpointables.registry
+    orbax_context.checkpointables.registry = v1_internals.with_handler(registry, handler)
+    try:
+        # Not ``with orbax_context``: a call of a ``Checkpointer`` enters the active context again,
+        # which ends the first entry (0.12.8).
+        with orbax_context.__contextmanager__():
+            yield orbax_context
+    finally:
+        session.close()
+
+
+def _refuse_options(orbax_context: Any) -> None:
+    """Raise ``ValueError`` if a context asks for something that this handler does not do."""
+    saving, loading = orbax_context.array.saving, orbax_context.array.loading
+    processes = orbax_context.multiprocessing
+    refused = {
+        "array.saving.storage_options": saving.storage_options != type(saving.storage_options)()
+        and "leaves keep their dtype, and are cut into chunks of deltacheck's own",
+        "array.saving.scoped_storage_options_creator": saving.scoped_storage_options_creator
+        is not None
+        and "leaves keep their dtype, and are cut into chunks of deltacheck's own",
+        "array.loading.enable_padding_and_truncation": loading.enable_padding_and_truncation
+        and "an array is restored with its saved shape, and can be padded or cut afterwards",
+        "checkpoint_layout": orbax_context.checkpoint_layout.name not in ("ORBAX", "AUTO")
+        and "files of another layout are read by Orbax alone, outside of this context",
+        "multiprocessing": jax.process_count() > 1
+        and (processes.primary_host != 0 or processes.active_processes is not None)
+        and "all processes of a run save together, and process 0 commits",
+    }
+    for name, reason in refused.items():
+        if reason:
+            raise ValueError(
+                f"deltacheck does not support the option {name} of this context: {reason}"
+            )
+
+
+class _Session:
+    """The v0 handler of a context, and its saves under way."""
+
+    def __init__(self, delta: DeltaCheckpointHandler) -> None:
+        self.delta = delta
+        self._lock = threading.Lock()
+        self._pending: set[Commit] = set()
+
+    def begin(self, directory: Any, checkpointable: Any) -> _Finish:
+        """Begin a save, and return the awaitable of its end."""
+        is_of_manager = v1_internals.is_of_manager(directory)
+        commit = self.delta._begin_save(
+            directory.path, DeltaSaveArgs(checkpointable), creating=is_of_manager
+        )
+        with self._lock:
+            self._pending.add(commit)
+        return _Finish(self, directory, commit)
+
+    async def finish(self, directory: Any, commit: Commit) -> None:
+        """Wait until a save is durable, and remove the segments that no step needs."""
+        try:
+            try:
+                await directory.await_creation()
+            except BaseException:
+                commit.abandon("Orbax could not create its directory")
+                raise
+            # On threads: the event loop is Orbax's.
+            await asyncio.to_thread(commit.result)
+            await asyncio.to_thread(self.delta.finalize, directory.path)
+        finally:
+            self.forget(commit)
+
+    def forget(self, commit: Commit) -> None:
+        """Take a save off the list of those under way."""
+        with self._lock:
+            self._pending.discard(commit)
+
+    def close(self) -> None:
+        """Finish the saves under way and give the root back."""
+        with self._lock:
+            pending = list(self._pending)
+        for commit in pending:
+            try:
+                commit.result()
+            except (DeltacheckError, TimeoutError) as error:
+                log.error("while closing: %s", error)
+        self.delta.close()
+
+
+class _Finish:
+    """The awaitable of a save, which Orbax runs in the background.
+
+    If Orbax gives the save up before that, the save is given up, too.
+    """
+
+    def __init__(self, session: _Session, directory: Any, commit: Commit) -> None:
+        self.commit_futures = [commit]  # for Orbax, which cancels these
+        self._start: Callable[[], Any] = partial(session.finish, directory, commit)
+        self._drop = weakref.finalize(self, _give_up, session, commit)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._drop.detach()
+        return self._start().__await__()  # type: ignore[no-any-return]
+
+
+def _give_up(session: _Session, commit: Commit) -> None:
+    commit.abandon("Orbax gave it up")
+    session.forget(commit)
+
+
+class _Handler:
+    """A v1 ``CheckpointableHandler``. Its subclasses have the session of a context."""
+
+    session: _Session
+
+    def __init__(self) -> None:
+        self._context = v1_internals.active_context()
+
+    async def save(self, directory: Any, checkpointable: Any) -> _Finish:
+        """Capture and encode a tree. The awaitable ends when its manifest is durable."""
+        try:
+            _refuse_options(self._context)
+            if v1_internals.is_partial_save(checkpointable):
+                raise ValueError(
+                    "deltacheck does not support orbax.checkpoint.v1.partial.save: a step is saved"
+                    " with all its leaves at once. Unchanged leaves take no space in a later step"
+                )
+        except ValueError:
+            remove_unused(directory.path)
+            raise
+        return self.session.begin(directory, checkpointable)
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        """Restore a tree at once, and return an awaitable of it.
+
+        An error that Orbax's background raised would come as an error of Orbax.
+        """
+        if _is_foreign(directory):
+            return await self._foreign().load(directory, abstract_checkpointable)
+        _refuse_options(self._context)
+        restored = self.session.delta.restore(
+            directory,
+            DeltaRestoreArgs(
+                abstract_checkpointable,
+                partial_restore=self._context.pytree.loading.partial_load,
+            ),
+        )
+        return _done(restored)
+
+    async def metadata(self, directory: Any) -> Any:
+        """Return the saved tree with shapes and dtypes in the place of its arrays."""
+        if _is_foreign(directory):
+            return await self._foreign().metadata(directory)
+        return self.session.delta.metadata(directory).tree
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Return whether an object is a tree. A leaf of it may still be refused, with its path."""
+        return v1_internals.is_partial_save(checkpointable) or _is_tree(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Return whether an object is the target of a tree."""
+        return _is_tree(abstract_checkpointable)
+
+    def _foreign(self) -> Any:
+        return ocp.handlers.PyTreeHandler(context=self._context)
+
+
+async def _done(value: Any) -> Any:
+    return value
+
+
+def _is_foreign(directory: Any) -> bool:
+    """Return whether plain Orbax has saved an item."""
+    path = ItemPlace.of(directory).directory
+    return (path / "_METADATA").exists() and not (path / "zarr.json").exists()
+
+
+def _is_tree(value: Any) -> bool:
+    if isinstance(value, ocp.StatefulCheckpointable):
+        return False
+    try:
+        return (
+            leaves.describe_target(value) is not None
+            or tree.scalar_node(value, "") is not None
+            or containers.level_of(value) is not None
+            or leaves.expand(value) is not None
+        )
+    except UnsupportedLeaf:
+        return True  # ``save`` raises it again, with the path
