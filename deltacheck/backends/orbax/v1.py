@@ -95,7 +95,7 @@ def _refuse_options(orbax_context: Any) -> None:
     """Raise ``ValueError`` if a context asks for something that this handler does not do."""
     saving, loading = orbax_context.array.saving, orbax_context.array.loading
     processes = orbax_context.multiprocessing
-    refused = {
+    unsupported = {
         "array.saving.storage_options": saving.storage_options != type(saving.storage_options)()
         and "leaves keep their dtype, and are cut into chunks of deltacheck's own",
         "array.saving.scoped_storage_options_creator": saving.scoped_storage_options_creator
@@ -109,7 +109,7 @@ def _refuse_options(orbax_context: Any) -> None:
         and (processes.primary_host != 0 or processes.active_processes is not None)
         and "all processes of a run save together, and process 0 commits",
     }
-    for name, reason in refused.items():
+    for name, reason in unsupported.items():
         if reason:
             raise ValueError(
                 f"deltacheck does not support the option {name} of this context: {reason}"

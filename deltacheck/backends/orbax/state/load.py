@@ -262,14 +262,16 @@ def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]
     """Return the paths of the leaves that paths, subtrees and patterns name."""
     # The inputs of a replay are in no tree, but can be read by name.
     inputs = manifest.replay.inputs if manifest.replay is not None else ()
-    known = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
+    step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
     selected: dict[str, None] = {}
     for name in names:
-        chosen = [name] if name in known else [path for path in known if is_below(path, name)]
-        chosen = chosen or [path for path in known if matches(path, name)]
-        if not chosen:
+        matching_paths = (
+            [name] if name in step_paths else [path for path in step_paths if is_below(path, name)]
+        )
+        matching_paths = matching_paths or [path for path in step_paths if matches(path, name)]
+        if not matching_paths:
             resolve_leaves(root, manifest, [name])  # raises, naming what is near
-        selected |= dict.fromkeys(chosen)
+        selected |= dict.fromkeys(matching_paths)
     return list(selected)
 
 
@@ -533,10 +535,10 @@ def _in_saved_form(
 
 
 def _of_type(
-    path: str, kind: type, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
+    path: str, kind: type, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
 ) -> Any:
     """Return a target for a leaf of which only the type is given."""
-    if path not in stored:
+    if path not in places:
         number = tree.scalars(manifest.tree).get(path)
         if number is not None and type(number) is not kind:
             raise TreeMismatch(
@@ -544,7 +546,7 @@ def _of_type(
                 f" {kind.__name__} in the target. {_REMEDY}"
             )
         return number
-    owner, tag = stored[path]
+    owner, tag = places[path]
     spec = manifest.spec(owner)
     if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
         if leaves.is_key_tag(tag):
