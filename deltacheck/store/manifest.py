@@ -497,6 +497,28 @@ class _StoredItems(ItemsView[str, LeafRecord]):
 
 
 # ``dict=True``: the cached ``stored`` needs a place to be kept in.
+class SavedSharding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sharding of JAX arrays, which a reader without JAX ignores.
+
+    Attributes:
+        axes: Names of the axes of the mesh.
+        shape: Their lengths.
+        types: Their types: ``Auto``, ``Explicit`` or ``Manual``.
+        devices: Numbers of the devices, from the last axis of the mesh to the first.
+        spec: For each axis of the array: ``None``, or the axes of the mesh that divide it.
+        leaves: The arrays that have it.
+        memory: The kind of memory; empty: the default of the devices.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    types: tuple[str, ...]
+    devices: tuple[int, ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
+    leaves: tuple[str, ...]
+    memory: str = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A step: its segments in order, its tree, and the digest of every leaf.
 
@@ -531,6 +553,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         lane_digests: By lane, the xxh3_128 of the digests of its tiles in leaves that state none.
             Empty: all leaves in tiles state them.
         custom_metadata: JSON that the user stored with the item.
+        shardings: The shardings of JAX arrays that lie on a mesh.
     """
 
     format: str
@@ -559,6 +582,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     rates: dict[str, PeakRate] = {}
     lane_digests: tuple[str, ...] = ()
     custom_metadata: Any = None
+    shardings: tuple[SavedSharding, ...] = ()
 
     def read_with(self, tables: TileDigests) -> Manifest:
         """Let ``stored`` find digests in the tables of segments; return the manifest itself."""

@@ -29,6 +29,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import (
 )
 from deltacheck.backends.orbax.state.load import Part, restore_tree
 from deltacheck.backends.orbax.state.metadata import TreeMetadata, metadata_of
+from deltacheck.backends.orbax.state.saved_shardings import records_of
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
@@ -312,7 +313,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             flat = item.flatten(args.item)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-            notes = Notes(metrics, require_json(args.custom_metadata))
+            notes = Notes(metrics, require_json(args.custom_metadata), records_of(flat.arrays))
         if not place.has_own_root:
             return item.begin(place, args.item, flat, notes, begin, args.log)
         if creating:
@@ -397,8 +398,8 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     If ``jax_enable_x64`` is off, arrays of 64-bit types come back as NumPy, because JAX would round
     them. Every JAX array owns its buffer and can be donated. In a run of several processes all of
-    them restore, each what its devices need; without a target or ``shardings`` each gets whole
-    arrays. A failure of one process is raised in all.
+    them restore, each what its devices need; an array without a sharding is whole in each. A
+    failure of one process is raised in all.
 
     A restore raises ``TreeMismatch``, ``Damaged``, ``ChainBroken``, ``ContractNotMet``,
     ``ReplayNeeded`` (a step of gradients without ``log``), ``StepNotFound`` (an unknown leaf),
@@ -410,9 +411,10 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
             the metadata of the item. Each array comes in the form (JAX, NumPy, PRNG key) and with
             the sharding that it has there. ``ocp.PLACEHOLDER`` (``...``) or ``None`` in the place
             of a leaf or a subtree leaves it out, and stays in the result. Default: the saved tree,
-            foreign pytree nodes as dicts of their fields, arrays on the default device.
+            foreign pytree nodes as dicts of their fields.
         shardings: One ``Sharding`` or device for all arrays, or a tree of them. Default: those of
-            the target.
+            the target. An array to which neither gives one has its saved sharding, if this run has
+            the devices of its mesh. Otherwise it is whole on the default device, and the log warns.
         leaves: Leaf paths, subtrees (``"params"``) or patterns (``"*/kernel"``; ``*`` also matches
             ``/``). The result is then ``{path: leaf}`` of these. Default: the whole tree.
         contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``. Default:

@@ -43,7 +43,7 @@ from deltacheck.store.documents import Written, encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.manifest import Manifest
+from deltacheck.store.manifest import Manifest, SavedSharding
 from deltacheck.store.root import MANAGER_STORE
 
 if TYPE_CHECKING:
@@ -74,10 +74,11 @@ class Log(load.Log, Protocol):
 
 
 class Notes(NamedTuple):
-    """Content of a manifest beside the state: numbers, and JSON of the user."""
+    """Content of a manifest beside the state: numbers, JSON of the user, and shardings."""
 
     metrics: Mapping[str, float]
     custom_metadata: Any = None
+    shardings: tuple[SavedSharding, ...] = ()
 
 
 def require_json(value: Any) -> Any:
@@ -480,12 +481,12 @@ class Gate:
         timeout_seconds: float,
         durability: Durability = Durability.POWER,
         *,
-        custom_metadata: Any = None,
+        notes: Notes | None = None,
         makes_directory: bool = False,
     ) -> None:
         self._directory = directory
         self._durability = durability
-        self._custom_metadata = custom_metadata
+        self._notes = notes
         self._makes_directory = makes_directory
         self.timeout_seconds = timeout_seconds
         # Orbax opens the gate on one of its threads, ``close`` and ``cancel`` abandon it on the
@@ -501,7 +502,7 @@ class Gate:
             place.directory,
             options.io_timeout_seconds,
             options.durability,
-            custom_metadata=notes.custom_metadata,
+            notes=notes,
             makes_directory=place.is_ours,
         )
 
@@ -538,8 +539,12 @@ class Gate:
                 f"step {manifest.step} was not committed: {self._verdict} before its directory"
                 " existed"
             )
-        if self._custom_metadata is not None:
-            manifest = msgspec.structs.replace(manifest, custom_metadata=self._custom_metadata)
+        if self._notes is not None:
+            manifest = msgspec.structs.replace(
+                manifest,
+                custom_metadata=self._notes.custom_metadata,
+                shardings=self._notes.shardings,
+            )
         content = encode_manifest(manifest)
         if self._makes_directory:
             self._directory.mkdir(parents=True, exist_ok=True)

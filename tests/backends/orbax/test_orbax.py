@@ -1509,7 +1509,8 @@ def test_a_sharded_array_is_restored_under_any_other_sharding_and_as_numpy(tmp_p
     with manager(tmp_path) as mngr:
         save(mngr, 0, tree)
         plain = mngr.restore(0)
-        assert all(array.sharding.device_set == {jax.devices()[0]} for array in plain.values())
+        for path, array in plain.items():  # as they were saved
+            assert array.sharding.is_equivalent_to(tree[path].sharding, array.ndim), path
         for wanted in (
             sharded("x"),
             sharded(None, "x"),

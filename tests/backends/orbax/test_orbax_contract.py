@@ -5,7 +5,12 @@ Each sequence states what both return. What only one of them does is in the test
 
 from __future__ import annotations
 
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or "--xla_force_host_platform_device_count=4"
+
 import contextlib
+import logging
 import subprocess
 import sys
 import textwrap
@@ -21,6 +26,7 @@ ocp = pytest.importorskip("orbax.checkpoint")
 v1 = ocp.v1
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import deltacheck
 from deltacheck.backends.orbax import (
@@ -373,3 +379,53 @@ def test_leaves_are_named_by_path_subtree_or_pattern(tmp_path: Path) -> None:
     assert load(tmp_path, leaves=["step"]) == {"step": 2}
     with pytest.raises(StepNotFound, match="no leaf 'param'"):
         load(tmp_path, leaves=["param"])
+
+
+def test_arrays_return_with_their_saved_sharding_or_a_warning_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    places = {
+        "rows": NamedSharding(mesh, PartitionSpec("x", None)),
+        "both": NamedSharding(mesh, PartitionSpec(("x", "y"))),
+        "host": NamedSharding(mesh, PartitionSpec(None, "y"), memory_kind="pinned_host"),
+        "key": NamedSharding(mesh, PartitionSpec("y")),
+    }
+    tree = {name: jax.device_put(jnp.ones((4, 4)), place) for name, place in places.items()}
+    tree["key"] = jax.device_put(jax.random.split(jax.random.key(0), 4), places["key"])
+    tree["tied"], places["tied"] = tree["rows"], places["rows"]
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    with manager(tmp_path) as mngr:
+        mngr.save(0, args=DeltaSaveArgs(tree))
+        mngr.wait_until_finished()
+        metadata = mngr.item_metadata(0)
+        for target in (None, abstract, metadata):
+            restored = mngr.restore(0, args=DeltaRestoreArgs(target))
+            assert {name: array.sharding for name, array in restored.items()} == places
+        assert load(tmp_path, leaves=["rows"])["rows"].sharding == places["rows"]
+        assert metadata["host"].sharding == places["host"]
+        first = jax.devices()[0]
+        whole = mngr.restore(0, args=DeltaRestoreArgs(shardings=first))
+        assert {array.sharding.device_set == {first} for array in whole.values()} == {True}
+        assert caplog.text == ""
+        with monkeypatch.context() as fewer, caplog.at_level(logging.WARNING, "deltacheck"):
+            fewer.setattr(jax, "devices", lambda: [first])
+            restored = mngr.restore(0, args=DeltaRestoreArgs(abstract))
+        assert restored["rows"].sharding.device_set == {first}
+        assert "a mesh of 4 devices (x=2, y=2)" in caplog.text
+        assert "Pass shardings=" in caplog.text
+
+
+def test_a_target_on_an_abstract_mesh_is_restored_on_the_mesh_that_is_set(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("x")
+    abstract = NamedSharding(AbstractMesh((4,), ("x",)), spec)
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=abstract)}
+    with manager(tmp_path) as mngr:
+        mngr.save(0, args=DeltaSaveArgs({"w": jnp.arange(8.0)}))
+        mngr.wait_until_finished()
+        with pytest.raises(ValueError, match=r"leaf 'w' .*jax\.set_mesh"):
+            mngr.restore(0, args=DeltaRestoreArgs(target))
+        with jax.set_mesh(mesh):
+            restored = mngr.restore(0, args=DeltaRestoreArgs(target))
+    assert restored["w"].sharding == NamedSharding(mesh, spec)

@@ -17,6 +17,7 @@ from deltacheck.backends.matching import match_targets, raise_mismatches
 from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata, as_tree
+from deltacheck.backends.orbax.state.saved_shardings import concrete, saved_shardings
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
@@ -68,7 +69,8 @@ def load(  # noqa: PLR0913 - one argument per option
             out. ``None``: the tree as it was saved.
         item: The item of a manager's steps, if they have more than one.
         shardings: One sharding or device for all leaves, or a tree of them; ``None``: that of the
-            target, or the default device.
+            target, else the saved one if this run has the devices of its mesh, else the default
+            device, with a warning in the log.
         leaves: Restore only these leaves, as ``{path: array}``: paths, subtrees (``"params"``) or
             patterns (``"*/kernel"``; ``*`` also matches ``/``). ``None``: the whole tree.
         contract: Refuse leaves that were saved under a weaker contract than ``"exact"`` or
@@ -183,7 +185,8 @@ def restore_tree(
     target, paths, partly = part
     with damage.named(root, manifest):
         owners = tree.array_paths(manifest.tree)
-        selection = Selection.of(as_tree(target), manifest, partly)
+        # Outside of own_rules, too: the mesh that is set is the training's.
+        selection = Selection.of(_on_mesh(as_tree(target)), manifest, partly)
         if paths is not None:
             if target is not None:
                 raise ValueError("name leaves or give a target, not both")
@@ -285,10 +288,11 @@ def _restore_leaves(
     """Restore leaves as ``{path: array}``, and numbers and text as they are."""
     numbers = tree.scalars(manifest.tree)
     places = places_of(manifest.tree)
+    arrays_of = [path for path in paths if path not in numbers]
+    placements = {**saved_shardings(manifest, set(arrays_of) - placements.keys()), **placements}
     requests = {
         path: _as_saved(path, places.get(path, (path, None)), manifest, placements)
-        for path in paths
-        if path not in numbers
+        for path in arrays_of
     }
     arrays, _ = _read_arrays(root, manifest, requests, False, max_bytes)
     # Without chains: a restore of some leaves is not a state to continue from.
@@ -308,6 +312,7 @@ def _restore_tree(
     places = places_of(manifest.tree)
     target = selection.target
     if target is None:
+        placements = {**saved_shardings(manifest, places.keys() - placements.keys()), **placements}
         requests = {
             path: _as_saved(path, place, manifest, placements) for path, place in places.items()
         }
@@ -456,6 +461,12 @@ def _as_targeted(
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest, selection)
     stored_path = match_targets(manifest, flat, omitted=selection.omitted, remedy=_REMEDY)
+    free = {
+        path
+        for path, leaf in flat.arrays.items()
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+    }
+    placements = {**saved_shardings(manifest, free - placements.keys()), **placements}
     requests = {}
     for path, target_leaf in flat.leaves.items():
         saved = stored[path][1]
@@ -587,6 +598,27 @@ def _number_as(leaf: Any, number: object) -> Any:
     if sharding is not None and pieces.spans_processes(sharding):
         return pieces.spread(array, sharding)
     return leaves.on_devices({"": array}, {"": sharding_of(leaf)})[""]
+
+
+def _on_mesh(target: Any) -> Any:
+    """Return a target whose shardings have devices, and no layout."""
+    if target is None:
+        return None
+
+    def placed(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if leaf.format is not None and getattr(leaf.format, "layout", None) is not None:
+            raise ValueError(
+                f"leaf {path!r} of the target has a layout in memory, {leaf.format.layout}, which a"
+                " restore does not set. Give a sharding only, and use jax.device_put afterwards"
+            )
+        sharding = concrete(leaf.sharding, path)
+        if sharding is leaf.sharding:
+            return leaf
+        return leaf.update(sharding=sharding)  # type: ignore[no-untyped-call]
+
+    return leaves.map_leaves(placed, target)
 
 
 def sharding_of(leaf: object) -> Sharding | None:

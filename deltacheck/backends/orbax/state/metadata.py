@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from deltacheck.backends.orbax.manager_root.tree_internals import TreeMetadata
 from deltacheck.backends.orbax.state import leaves
+from deltacheck.backends.orbax.state.saved_shardings import sharding_of
 from deltacheck.leaf import tree
 from deltacheck.leaf.contracts import name_of
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR
@@ -67,6 +68,12 @@ class NumpyMetadata:
 def metadata_of(manifest: Manifest) -> TreeMetadata:
     """Return the tree of a step, with numbers and text as they are, and its custom metadata."""
     specs = manifest.specs
+    shardings = {
+        path: sharding
+        for record in manifest.shardings
+        if (sharding := sharding_of(record)) is not None
+        for path in record.leaves
+    }
 
     def place(path: str, owner: str, tag: str | None) -> Any:
         spec = specs[owner]
@@ -81,7 +88,7 @@ def metadata_of(manifest: Manifest) -> TreeMetadata:
         )
         if kind.startswith("numpy"):
             return NumpyMetadata(shape, dtype, storage)
-        return ArrayMetadata(shape, dtype, storage=storage)
+        return ArrayMetadata(shape, dtype, sharding=shardings.get(owner), storage=storage)
 
     return TreeMetadata.build(
         tree=tree.unflatten(manifest.tree, place), custom_metadata=manifest.custom_metadata or None
