@@ -605,7 +605,7 @@ def _on_mesh(target: Any) -> Any:
     if target is None:
         return None
 
-    def placed(path: str, leaf: Any) -> Any:
+    def on_devices(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if leaf.format is not None and getattr(leaf.format, "layout", None) is not None:
@@ -618,7 +618,7 @@ def _on_mesh(target: Any) -> Any:
             return leaf
         return leaf.update(sharding=sharding)  # type: ignore[no-untyped-call]
 
-    return leaves.map_leaves(placed, target)
+    return leaves.map_leaves(on_devices, target)
 
 
 def sharding_of(leaf: object) -> Sharding | None:
