@@ -448,7 +448,7 @@ def _as_saved(
 
 def _as_targeted(
     target: Any,
-    stored: Mapping[str, tuple[str, str | None]],
+    places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     placements: Mapping[str, Sharding],
     selection: Selection,
@@ -469,7 +469,7 @@ def _as_targeted(
     placements = {**saved_shardings(manifest, free - placements.keys()), **placements}
     requests = {}
     for path, target_leaf in flat.leaves.items():
-        saved = stored[path][1]
+        saved = places[path][1]
         # The data of two implementations can have equal shapes, but their keys differ.
         if (
             saved != target_leaf.tag
@@ -519,7 +519,7 @@ def _match_numbers(
 
 
 def _in_saved_form(
-    path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
+    path: str, leaf: Any, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
 ) -> Any:
     """Return a target's leaf, or the form of the saved leaf if a Python number meets a 0-d array.
 
@@ -527,9 +527,9 @@ def _in_saved_form(
     ``eval_shape`` makes an array of it from the start. Each must be a target for the others.
     """
     if isinstance(leaf, type):  # as in Orbax: the leaf as it was saved, if it is of this type
-        return _of_type(path, leaf, stored, manifest)
-    if isinstance(leaf, bool | int | float | complex) and path in stored:
-        owner, tag = stored[path]
+        return _of_type(path, leaf, places, manifest)
+    if isinstance(leaf, bool | int | float | complex) and path in places:
+        owner, tag = places[path]
         element = manifest.spec(owner).element.numpy
         if manifest.spec(owner).shape == () and not leaves.is_key_tag(tag):
             return (
@@ -630,15 +630,15 @@ def sharding_of(leaf: object) -> Sharding | None:
 
 
 def _shardings_by_path(
-    shardings: Any, stored: Mapping[str, object], step: int
+    shardings: Any, places: Mapping[str, object], step: int
 ) -> dict[str, Sharding]:
     """Return one sharding, or a tree of them, as leaf path -> sharding."""
     if shardings is None:
         return {}
     if isinstance(shardings, Sharding | jax.Device):
-        return dict.fromkeys(stored, _as_sharding(shardings))
+        return dict.fromkeys(places, _as_sharding(shardings))
     flat = tree.flatten(shardings, _describe_sharding, leaves.expand)
-    unknown = sorted(flat.arrays.keys() - stored.keys())
+    unknown = sorted(flat.arrays.keys() - places.keys())
     if unknown:
         raise StepNotFound(
             f"shardings name leaf {unknown[0]!r}, which is not an array of step {step}"
