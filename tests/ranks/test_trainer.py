@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")),
         reason="transformers is not installed",
@@ -26,7 +26,7 @@ Told = dict[str, Any]
 def results_of(kind: str, folder: Any) -> Told:
     """Return the results of tests/ranks/trainer_jobs.py, by scenario."""
     command = [sys.executable, "-m", "tests.ranks.trainer_jobs", kind, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-3000:]
     told: Told = json.loads(done.stdout.splitlines()[-1])
     return told
@@ -41,6 +41,13 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Told:
     told: Told = results_of("fsdp", tmp_path_factory.mktemp("fsdp"))["fsdp"]
     return told
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    return results_of("zero", tmp_path_factory.mktemp("zero"))
 
 
 def same(resumed: list[Told], whole: list[Told]) -> None:
@@ -132,3 +139,30 @@ def test_fsdp1_is_refused_before_the_first_step(fsdp: Told) -> None:
     for rank in fsdp["fsdp1"]:
         assert rank["error"].startswith("ValueError: DeltaCheckCallback cannot save a model that")
         assert 'use FSDP2: fsdp_config={"version": 2}' in rank["error"]
+
+
+def test_killed_deepspeed_trainings_end_with_the_same_bits(zero: Told) -> None:
+    assert zero["zero3"]["killed"] == [{"killed": 9}, {"killed": 9}]
+    same(zero["zero3"]["resumed"], zero["zero3"]["whole"])
+    same(zero["zero2"]["resumed"], zero["zero2"]["whole"])  # PEFT, random kills
+    for rank in zero["zero3"]["resumed"]:
+        assert rank["returned"] == files_at(rank["began_at"])
+        assert min(rank["deltas"]) > 0
+        assert rank["folders"] == ["deltacheck"]
+
+
+def test_one_rank_goes_on_from_what_two_have_sharded_with_deepspeed(zero: Told) -> None:
+    (rank,) = zero["zero3"]["by one"]
+    assert rank["began_at"] == 8
+    assert rank["losses"][:8] == zero["zero3"]["whole"][0]["losses"]
+    assert len(rank["losses"]) == 9
+
+
+def test_deepspeed_loads_the_best_model_at_the_end(zero: Told) -> None:
+    assert [rank["best"] for rank in zero["zero1"]["best"]] == [2, 2]
+    assert all(rank["equal"] and rank["leaves"] > 9 for rank in zero["zero1"]["best"])
+
+
+def test_deepspeed_with_only_the_model_is_refused(zero: Told) -> None:
+    for rank in zero["zero1"]["only"]:
+        assert "only the model of DeepSpeed (save_only_model=True)" in rank["error"]

@@ -26,10 +26,12 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
 }
 
 import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -49,6 +51,13 @@ from deltacheck.backends.torch.trainer import DeltaCheckCallback
 from tests.support.forked import digest
 
 STEPS = 8
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
 
 
@@ -243,10 +252,13 @@ def ranks(do: Callable[[], object], size: int = 2, kill_after: float | None = No
             results[rank] = (
                 {"killed": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else json.loads(text)
             )
-        if not ready or any("killed" in r or "error" in r for r in results if r is not None):
+        failed = [r for r in results if r is not None and ("killed" in r or "error" in r)]
+        if not ready or any("killed" in result for result in failed):
             for process, _ in children.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+        elif failed:  # the others may have something to say, too
+            deadline = min(deadline, time.monotonic() + 20)
     return results
 
 
@@ -307,21 +319,14 @@ def bare(folder: Path) -> Any:
 
 def options(folder: Path) -> dict[str, Any]:
     """Return the results of options of the trainer."""
-    evaluated = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,
-    }
     ranks(lambda: train(folder / "limit", save_total_limit=2))
     only = {"save_only_model": True, "max_steps": 4}
     ranks(lambda: train(folder / "only", **only))
     leaves = deltacheck.open(folder / "only" / "deltacheck").manifest().specs
     return {
         "limit": deltacheck.open(folder / "limit" / "deltacheck").steps(),
-        "best": ranks(lambda: best(folder / "best", **evaluated)),
-        "best of a finished run": ranks(lambda: best(folder / "best", **evaluated)),
+        "best": ranks(lambda: best(folder / "best", **EVALUATED)),
+        "best of a finished run": ranks(lambda: best(folder / "best", **EVALUATED)),
         "only": sorted({path.partition("/")[0] for path in leaves}),
         "only resumed": ranks(lambda: train(folder / "only", save_only_model=True, max_steps=6)),
     }
@@ -408,6 +413,55 @@ def gathered(folder: Path, **options: Any) -> str:
     return digest([get_model_state_dict(one.model, options=whole), dict(sorted(state.items()))])
 
 
+def deepspeed_options(stage: int) -> dict[str, Any]:
+    """Return the options of a training under DeepSpeed, which accelerate refuses on a CPU."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled here
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    return {"use_cpu": False, "deepspeed": config}
+
+
+def zero1(folder: Path) -> dict[str, Any]:
+    sharded = deepspeed_options(1)
+    only = {**sharded, "save_only_model": True}
+
+    def loaded_best() -> dict[str, Any]:
+        one = trainer(folder / "best", DeltaCheckCallback(), **sharded, **EVALUATED)
+        one.train()
+        step = one.state.best_global_step
+        saved = deltacheck.open(folder / "best" / "deltacheck").restore(step)["master"]
+        weights = dict(one.model.named_parameters())
+        equal = all(
+            bool((value == weights[name].detach().numpy()).all()) for name, value in saved.items()
+        )
+        return {"best": step, "equal": equal, "leaves": len(saved)}
+
+    return {
+        "best": ranks(loaded_best),
+        "only": ranks(lambda: train(folder / "only", **only)),
+    }
+
+
+def zero2(folder: Path) -> dict[str, Any]:
+    return killed_at_random(folder, 1, make=lora, **deepspeed_options(2))
+
+
+def zero3(folder: Path) -> dict[str, Any]:
+    sharded = deepspeed_options(3)
+    found = killed_and_resumed(folder, **sharded)
+    one = ranks(lambda: train(folder / "parts", max_steps=STEPS + 1, save_steps=1, **sharded), 1)
+    return found | {"by one": one}
+
+
 SCENARIOS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "ddp": {
         "ddp": killed_and_resumed,
@@ -418,6 +472,7 @@ SCENARIOS: dict[str, dict[str, Callable[[Path], Any]]] = {
         "refused": refused,
     },
     "fsdp": {"fsdp": fsdp},
+    "zero": {"zero1": zero1, "zero2": zero2, "zero3": zero3},
 }
 
 if __name__ == "__main__":

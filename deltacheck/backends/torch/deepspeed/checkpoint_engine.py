@@ -34,7 +34,13 @@ from deltacheck.backends.torch.deepspeed.configuration import (
 from deltacheck.backends.torch.deepspeed.loading import add_pointers, full_weights, load_file
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
 from deltacheck.backends.torch.deepspeed.reading import Reading
-from deltacheck.backends.torch.deepspeed.saved_state import PendingSave, own_elements, state_of
+from deltacheck.backends.torch.deepspeed.saved_state import (
+    TRAINER,
+    Beside,
+    PendingSave,
+    own_elements,
+    state_of,
+)
 from deltacheck.backends.torch.files.load import MapLocation
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.fill import StepReader
@@ -118,6 +124,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._reading: Reading | None = None  # while load_checkpoint runs
         self._read: StepReader | None = None  # what the next save continues from
         self._must_agree = False  # the ranks must agree on that before the next save
+        self.beside: Beside | None = None  # what a trainer adds to the next save
 
     def bind(self, engine: Any, options: Mapping[str, Any]) -> None:
         """Bind this checkpoint engine to a DeepSpeed engine. ``attach`` calls it.
@@ -143,6 +150,14 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         engine.load_checkpoint = functools.partial(
             self._load_checkpoint, type(engine).load_checkpoint
         )
+
+    def use(self, engine: PublishingEngine) -> None:
+        """Save through an engine that the caller has opened.
+
+        Args:
+            engine: The engine. The caller closes it.
+        """
+        self._engine, self._root, self._must_agree = engine, engine.folder, True
 
     # --- what DeepSpeed calls ---------------------------------------------------------------------
 
@@ -275,11 +290,15 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if not self._is_exact:
                 # DeepSpeed changes weights only after the step of the inner optimizer.
                 engine.guard_weights(state[zero.MODULE].values())
+        step = self._deepspeed.global_steps
+        if self.beside is not None:
+            step, metrics = self.beside.step, {**self.beside.metrics, **metrics}
+            state[TRAINER] = self.beside.state
         if self._must_agree:
             # The saver continues from a loaded step only if no save is under way.
             engine.wait()
             self._continue_chains(engine, state)
-        handle = engine.save(self._deepspeed.global_steps, state, metrics=metrics)
+        handle = engine.save(step, state, metrics=metrics)
         if handle.state == "skipped":
             log.warning(
                 "%s of %s was skipped, since the save before it is still under way",

@@ -87,14 +87,34 @@ def publish(root: Path, manifest: Manifest) -> None:
     Raises:
         StorageFailed: A file cannot be written.
     """
-    header: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
+    header = _header(manifest)
     # Relative to the root, so that both can be moved together.
     folder = Path(os.path.normpath(root / header["folder"]))
+    write_pointers(root, manifest, folder, latest=header["latest"])
+
+
+def write_pointers(root: Path, manifest: Manifest, folder: Path, *, latest: bool) -> None:
+    """Write the pointers of a step to any folder.
+
+    Args:
+        root: The root that holds the step.
+        manifest: The step's manifest.
+        folder: The folder, from which DeepSpeed can load afterwards.
+        latest: Write ``latest``, too.
+
+    Raises:
+        StorageFailed: A file cannot be written.
+    """
+    tag = _header(manifest)["tag"]
     for name in keys_of(child(manifest.tree, FILES)):
-        path = folder / header["tag"] / name
+        path = folder / tag / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pointer.write(path, pointer.Pointer(root, manifest.step, manifest.seq))
     # Last, so that ``latest`` never names a tag without its pointers.
-    if header["latest"]:
+    if latest:
         with new_file(folder / "latest", overwrite=True) as file:
-            file.write(header["tag"].encode())
+            file.write(tag.encode())
+
+
+def _header(manifest: Manifest) -> dict[str, Any]:
+    return {**tree.scalars(child(manifest.tree, ABOUT))}

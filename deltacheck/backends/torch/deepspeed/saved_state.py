@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from deltacheck.backends.torch import plain
 from deltacheck.backends.torch.deepspeed import zero
 
 ABOUT, FILES, TIED = "deepspeed", "files", "deltacheck.tied"  # keys of the saved tree, permanent
+TRAINER = "trainer"  # the key of ``Beside.state``, permanent
 RUN_VALUES = "deltacheck.of_the_run"  # permanent: names the keys of ENGINE_ATTRIBUTES left out
 OPTIMIZER, FROZEN = "optimizer_state_dict", "frozen_param_fragments"  # keys of DeepSpeed's files
 # Values that a load takes from the loading engine, since they depend on how its ranks share the
@@ -40,6 +41,14 @@ class PendingSave:
     tag: str
     save_latest: bool
     files: dict[str, Any] = field(default_factory=dict)
+
+
+class Beside(NamedTuple):
+    """The state of this rank that a trainer saves in one step with that of DeepSpeed."""
+
+    step: int
+    state: Mapping[str, Any]
+    metrics: Mapping[str, float]
 
 
 def state_of(

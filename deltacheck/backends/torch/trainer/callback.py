@@ -6,12 +6,13 @@ No ``checkpoint-N`` folder stays: its content is a step of one root.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
@@ -35,6 +36,9 @@ from deltacheck.backends.torch.trainer.wrapped_methods import (
 from deltacheck.leaf.external_errors import typed
 from deltacheck.store.files import storage
 
+if TYPE_CHECKING:
+    from deltacheck.backends.torch.trainer.zero_training import ZeroTraining
+
 log = logging.getLogger("deltacheck")
 
 # The entries of a step that every rank reads whole, also if the model is sharded.
@@ -53,10 +57,11 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     after the last commit. ``push_to_hub`` does not upload checkpoints, because no ``checkpoint-N``
     folders stay.
 
-    Several processes (DDP, FSDP2) save one step together, and every process must use the callback.
+    Several processes (DDP, FSDP2, DeepSpeed) save one step together, and every process must use the
+    callback.
 
-    ``trainer.train`` raises ``ValueError`` for FSDP1, DeepSpeed, tensor parallelism, a
-    hyperparameter search, and a subclass that replaces a method of ``Trainer`` for checkpoints
+    ``trainer.train`` raises ``ValueError`` for FSDP1, tensor parallelism, a hyperparameter search,
+    features of DeepSpeed that ``deltacheck.backends.torch.deepspeed.attach`` refuses, and a subclass that replaces a method of ``Trainer`` for checkpoints
     without calling it.
 
     Args:
@@ -151,11 +156,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # The best step may be older than the newest ``limit`` steps, and is loaded at the end.
         if limit and not trainer.args.load_best_model_at_end:
             options.setdefault("keep_last", limit)
-        if trainer.args.world_size > 1:
-            options["process_group"] = dist.group.WORLD
-        root = self._folder or Path(trainer.args.output_dir, "deltacheck")
-        with Engine(root, **options) as engine, tempfile.TemporaryDirectory() as folder:
-            run = _Run(engine, trainer, self._file_limit_bytes, Path(folder))
+        engine, zero = _opened(trainer, self._folder, options)
+        with engine, tempfile.TemporaryDirectory() as folder:
+            run = _Run(engine, zero, trainer, self._file_limit_bytes, Path(folder))
             try:
                 with run.joined(trainer):
                     path = run.resume_from(resume_from_checkpoint, newest=self._resume)
@@ -227,6 +230,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # The best step may have been saved by ``Trainer`` before the callback was added.
         if self._run is None or best is None or best not in self._run.ranks.steps():
             original(trainer)
+        elif trainer.is_deepspeed_enabled:
+            self._run.point_to_best(trainer, best)
+            original(trainer)
         elif trainer.is_fsdp_enabled:
             self._run.ranks.fill(best, training_state.shards_of(trainer, optimizer=False))
         else:
@@ -244,13 +250,22 @@ class _Run:
 
     Args:
         engine: The engine.
+        zero: The DeepSpeed engine of the trainer, if it has one.
         trainer: The trainer.
         file_limit_bytes: As in ``DeltaCheckCallback``.
         temporary: A folder for the files of the resumed step.
     """
 
-    def __init__(self, engine: Engine, trainer: Any, file_limit_bytes: int, temporary: Path):
+    def __init__(
+        self,
+        engine: Engine,
+        zero: ZeroTraining | None,
+        trainer: Any,
+        file_limit_bytes: int,
+        temporary: Path,
+    ) -> None:
         self.engine = engine
+        self._zero = zero
         self.ranks = TrainerRanks(engine)
         self._output_dir = Path(trainer.args.output_dir)
         self._files = CheckpointFiles(self._output_dir, file_limit_bytes)
@@ -277,6 +292,10 @@ class _Run:
         """
         for callback in _callbacks(trainer):
             callback._run = self
+        zero, hooks = self._zero, contextlib.ExitStack()
+        if zero is not None:
+            prepare = functools.partial(zero.prepare, trainer)
+            hooks.enter_context(replaced(trainer.accelerator, {"prepare": prepare}))
         # Of the object, not of the class: subclasses and callbacks write files after the method of
         # ``Trainer`` has returned.
         methods = {"_save_checkpoint": self._save_checkpoint, LAST_METHOD: self._log_save_evaluate}
@@ -286,7 +305,7 @@ class _Run:
             )
             for name, method in methods.items()
         }
-        with replaced(trainer, bound):
+        with hooks, replaced(trainer, bound):
             yield
 
     def left(self, trainer: Any) -> None:
@@ -317,12 +336,18 @@ class _Run:
             # There is nothing to resume from here, so ``Trainer`` decides as it does without the
             # callback.
             return request
-        # Shards are filled later, once the trainer has made them.
-        saved = self.ranks.read(step, _WHOLE) if self._is_sharded else self.ranks.restore(step)
-        path = self._temporary / f"checkpoint-{saved['step']}"
+        path = self._temporary / f"checkpoint-{step}"
         path.mkdir()
+        # Shards are filled later, once the trainer has made them.
+        if self._zero is not None:
+            self._zero.write_pointers(self.ranks.manifest(step), path)
+            saved = self.ranks.read(step, [self._zero.key])[self._zero.key]
+        elif self._is_sharded:
+            saved = self.ranks.read(step, _WHOLE)
+        else:
+            saved = self.ranks.restore(step)
         write_files(path, {**saved.get("files", {}), STATE_FILE: saved["trainer_state"]})
-        self.resumed, self.resumed_path, self._saved_step = saved, str(path), saved["step"]
+        self.resumed, self.resumed_path, self._saved_step = saved, str(path), step
         log.info("training goes on from step %d of %s", saved["step"], self.engine.root)
         return str(path)
 
@@ -336,6 +361,14 @@ class _Run:
         if match is None or int(match[1]) not in steps or is_trainers_own(Path(request)):
             return None
         return int(match[1])
+
+    def point_to_best(self, trainer: Any, step: int) -> None:
+        """Let DeepSpeed find the best step, in the place of the best checkpoint of the trainer."""
+        assert self._zero is not None
+        folder = self._temporary / "best" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        self._zero.write_pointers(self.ranks.manifest(step), folder)
+        trainer.state.best_model_checkpoint = str(folder)
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -414,12 +447,32 @@ class _Run:
         state = training_state.state_of(trainer)
         if trainer.args.process_index == 0:
             state["files"] = {**self._described, **files}
-        # At every save, because a callback may replace the model. A second call has no effect.
-        self.engine.guard(trainer.model)
         numbers = training_state.last_numbers(trainer.state.log_history)
-        self.engine.save(step, state, metrics=numbers)
+        if self._zero is not None:
+            self._zero.save(trainer, state, numbers, self._files.path(step))
+            if trainer.args.process_index == 0:
+                self._files.remove(step)
+        else:
+            # At every save, because a callback may replace the model. A second call has no effect.
+            self.engine.guard(trainer.model)
+            self.engine.save(step, state, metrics=numbers)
         self._steps.add(step)
         self._saved_step = step
+
+
+def _opened(
+    trainer: Any, folder: Path | None, options: dict[str, Any]
+) -> tuple[Engine, ZeroTraining | None]:
+    """Open the engine of a training: of one process, of ranks, or of ranks under DeepSpeed."""
+    default = Path(trainer.args.output_dir, "deltacheck")
+    if not trainer.is_deepspeed_enabled:
+        if trainer.args.world_size > 1:
+            options["process_group"] = dist.group.WORLD
+        return Engine(folder or default, **options), None
+    # DeepSpeed takes long to import, and most trainings do without it.
+    from deltacheck.backends.torch.trainer.zero_training import ZeroTraining
+
+    return ZeroTraining.opened(trainer, folder, default, options)
 
 
 def _save_without_weights(

@@ -84,7 +84,7 @@ class CheckpointFiles:
             UnsupportedLeaf: A file has more bytes than the limit, or only another rank sees it.
         """
         contents = self.read(step, {*names, *self.names(step)})
-        self._clear(step)
+        self.remove(step)
         return contents
 
     def read(self, step: int, names: Iterable[str]) -> Files:
@@ -111,8 +111,8 @@ class CheckpointFiles:
             contents[name] = np.frombuffer(path.read_bytes(), dtype=np.uint8)
         return contents
 
-    def _clear(self, step: int) -> None:
-        """Remove the files of a step, which are in memory now, and their folders if empty."""
+    def remove(self, step: int) -> None:
+        """Remove the files of a step that were written since ``train`` began, and empty folders."""
         folder = self.path(step)
         # A checkpoint of Trainer keeps the files that it had.
         is_foreign = folder / STATE_FILE in self._before

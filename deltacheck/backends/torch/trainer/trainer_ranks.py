@@ -12,6 +12,7 @@ from deltacheck.backends.torch.trainer.checkpoint_files import Files
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
+from deltacheck.store.manifest import Manifest
 
 
 class TrainerRanks:
@@ -74,6 +75,11 @@ class TrainerRanks:
     def read(self, step: int, keys: Iterable[str]) -> Any:
         """Return some entries of a step, which no save continues from."""
         return self._read(step, keys, keep=False)[1]
+
+    def manifest(self, step: int) -> Manifest:
+        """Return the manifest of a step, the same on every rank."""
+        root, manifest = self._engine._session.find(step)
+        return manifest if self._group is None else self._group.manifest(root, step)
 
     def continue_chains(self, state: Callable[[], Any]) -> None:
         """Let the next save store changes to the restored step.

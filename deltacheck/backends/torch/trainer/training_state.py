@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -31,22 +32,25 @@ def state_of(trainer: Any) -> dict[str, Any]:
     """
     args = trainer.args
     is_first = args.process_index == 0
-    state: dict[str, Any] = {
-        "step": trainer.state.global_step,
-        "model": model_state(trainer.model),
-    }
-    if not is_first:
+    state: dict[str, Any] = {"step": trainer.state.global_step}
+    # DeepSpeed saves them.
+    if not trainer.is_deepspeed_enabled:
+        state["model"] = model_state(trainer.model)
+    if "model" in state and not is_first:
         parameters = dict(trainer.model.named_parameters(remove_duplicate=False))
         # In place, because all ranks need the same class of dict.
         for name in state["model"].keys() - parameters.keys():
             del state["model"][name]
     if not args.save_only_model:
-        state["optimizer"] = optimizer_state(trainer)
+        if not trainer.is_deepspeed_enabled:
+            state["optimizer"] = optimizer_state(trainer)
         states = rng.states()
         state["rng"] = states if args.world_size == 1 else {_rank_key(args.process_index): states}
         if is_first:
             scaler = trainer.accelerator.scaler
-            state["scheduler"] = trainer.lr_scheduler.state_dict()
+            # DeepSpeed saves the scheduler that it drives.
+            if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+                state["scheduler"] = trainer.lr_scheduler.state_dict()
             state["scaler"] = None if scaler is None else scaler.state_dict()
     if is_first:
         # As bytes, because it grows with the log, and then only the new part is written.
@@ -73,6 +77,10 @@ def restore_random_states(trainer: Any, saved: Mapping[str, Any]) -> None:
 
 def load_optimizer(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Load the optimizer and the scheduler of a step, if it has them."""
+    if trainer.is_deepspeed_enabled:
+        if "scheduler" in saved:
+            trainer.lr_scheduler.load_state_dict(saved["scheduler"])
+        return
     if "optimizer" not in saved:
         log.warning(
             "step %d was saved with save_only_model=True, so the optimizer begins anew",
