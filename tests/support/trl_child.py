@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import deltacheck
+from tests.ranks.trainer_jobs import ranks
 from tests.support import trainer_child  # before trl: it sets the environment
 from tests.support.forked import example, forked, run_all
 from tests.support.trainer_child import Kill, killed_and_resumed
@@ -31,6 +32,7 @@ OPTIONS = {
     "use_cpu": True,
     "bf16": False,
     "disable_tqdm": True,
+    "ddp_backend": "gloo",
 }
 
 
@@ -124,6 +126,15 @@ def adapter_leaves(folder: Path) -> Any:
     }
 
 
+def on_two_ranks(start: Any, folder: Path) -> dict[str, Any]:
+    """The same as ``killed_and_resumed``, of two ranks."""
+
+    def run(name: str, *callbacks: TrainerCallback) -> list[Any]:
+        return ranks(lambda: trainer_child.train(folder / name, *callbacks, start=start))
+
+    return {"whole": run("whole"), "killed": run("parts", Kill()), "resumed": run("parts")}
+
+
 def examples(folder: Path) -> Any:
     return [
         forked(lambda steps=steps: example("hf_sft_lora.py", folder / "run", "--steps", steps))
@@ -137,6 +148,9 @@ SCENARIOS: dict[str, Any] = {
     "lora": adapter_leaves,
     "dpo": partial(killed_and_resumed, preferred),
     "grpo": partial(killed_and_resumed, rewarded),
+    "sft_ranks": partial(on_two_ranks, adapted),
+    "dpo_ranks": partial(on_two_ranks, preferred),
+    "grpo_ranks": partial(on_two_ranks, rewarded),
     "examples": examples,
 }
 

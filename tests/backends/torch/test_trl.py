@@ -52,6 +52,18 @@ def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: s
     ]  # TRL's model card, and no folders checkpoint-N
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_a_killed_training_of_two_ranks_ends_with_the_same_bits(
+    told: dict[str, Any], kind: str
+) -> None:
+    found = told[f"{kind}_ranks"]
+    assert found["killed"] == [{"killed": 9}, {"killed": 9}]
+    assert all(rank["began_at"] in (2, 4, 6) for rank in found["resumed"])
+    for resumed, whole in zip(found["resumed"], found["whole"], strict=True):
+        assert without_start(resumed) == without_start(whole)
+    assert len({rank["random"] for rank in found["whole"]}) == 2  # each rank has its own
+
+
 def test_a_resume_gives_what_trl_gives_from_its_own_checkpoints(told: dict[str, Any]) -> None:
     theirs = told["sft_by_itself"]
     assert theirs["killed"] == {"killed": 9}

@@ -61,8 +61,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     callback.
 
     ``trainer.train`` raises ``ValueError`` for FSDP1, tensor parallelism, a hyperparameter search,
-    features of DeepSpeed that ``deltacheck.backends.torch.deepspeed.attach`` refuses, and a subclass that replaces a method of ``Trainer`` for checkpoints
-    without calling it.
+    features of DeepSpeed that ``deltacheck.backends.torch.deepspeed.attach`` refuses, and a
+    subclass that replaces a method of ``Trainer`` for checkpoints without calling it.
 
     Args:
         root: The root; ``None``: ``deltacheck`` in the trainer's ``output_dir``.

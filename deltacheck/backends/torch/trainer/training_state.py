@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -48,8 +47,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         state["rng"] = states if args.world_size == 1 else {_rank_key(args.process_index): states}
         if is_first:
             scaler = trainer.accelerator.scaler
-            # DeepSpeed saves the scheduler that it drives.
-            if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+            if not _has_deepspeeds_scheduler(trainer):
                 state["scheduler"] = trainer.lr_scheduler.state_dict()
             state["scaler"] = None if scaler is None else scaler.state_dict()
     if is_first:
@@ -179,6 +177,15 @@ def last_numbers(history: list[dict[str, Any]]) -> dict[str, float]:
         for name, v in last.items()
         if isinstance(v, int | float) and math.isfinite(v) and name != "step"
     }
+
+
+def _has_deepspeeds_scheduler(trainer: Any) -> bool:
+    """Return ``True`` if DeepSpeed drives the scheduler, and saves it."""
+    if not trainer.is_deepspeed_enabled:
+        return False
+    from accelerate.utils import DeepSpeedSchedulerWrapper  # only if DeepSpeed is installed
+
+    return isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper)
 
 
 def _trainer_state(trainer: Any) -> str:
