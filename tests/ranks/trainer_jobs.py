@@ -241,7 +241,7 @@ def ranks(do: Callable[[], object], size: int = 2, kill_after: float | None = No
         os.close(writing)
         children[reading] = process, rank
     results: list[Any] = [None] * size
-    deadline = time.monotonic() + (90 if kill_after is None else kill_after)
+    deadline = time.monotonic() + (240 if kill_after is None else kill_after)
     while children:
         ready, _, _ = select.select(list(children), [], [], max(0, deadline - time.monotonic()))
         for reading in ready:

@@ -36,8 +36,8 @@ from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
 from deltacheck.backends.torch.deepspeed.reading import Reading
 from deltacheck.backends.torch.deepspeed.saved_state import (
     TRAINER,
-    Beside,
     PendingSave,
+    TrainerPart,
     own_elements,
     state_of,
 )
@@ -124,7 +124,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._reading: Reading | None = None  # while load_checkpoint runs
         self._read: StepReader | None = None  # what the next save continues from
         self._must_agree = False  # the ranks must agree on that before the next save
-        self.beside: Beside | None = None  # what a trainer adds to the next save
+        self.trainer_part: TrainerPart | None = None  # what a trainer adds to the next save
 
     def bind(self, engine: Any, options: Mapping[str, Any]) -> None:
         """Bind this checkpoint engine to a DeepSpeed engine. ``attach`` calls it.
@@ -291,9 +291,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 # DeepSpeed changes weights only after the step of the inner optimizer.
                 engine.guard_weights(state[zero.MODULE].values())
         step = self._deepspeed.global_steps
-        if self.beside is not None:
-            step, metrics = self.beside.step, {**self.beside.metrics, **metrics}
-            state[TRAINER] = self.beside.state
+        if self.trainer_part is not None:
+            step, metrics = self.trainer_part.step, {**self.trainer_part.metrics, **metrics}
+            state[TRAINER] = self.trainer_part.state
         if self._must_agree:
             # The saver continues from a loaded step only if no save is under way.
             engine.wait()

@@ -54,18 +54,18 @@ class Reading:
         assert self.reader is not None  # every file is opened before it is read
         return self.reader
 
-    def keep(self, own: Mapping[str, range], others: bool) -> None:
+    def keep(self, elements: Mapping[str, range], keeps_rest: bool) -> None:
         """Drop the stored bytes that another rank will continue from.
 
         Args:
-            own: The elements of this rank, for each leaf that is cut.
-            others: Keep the leaves that are not in ``own``.
+            elements: The elements of this rank, for each leaf that is cut.
+            keeps_rest: Keep the leaves that are not in ``elements``.
         """
         reader = self._opened
 
         def is_own(name: str) -> bool:
             leaf = tiles.leaf_of(name)
-            return tiles.origin(name)[0] in own[leaf] if leaf in own else others
+            return tiles.origin(name)[0] in elements[leaf] if leaf in elements else keeps_rest
 
         # They take as much memory as the state, and only their rank will use them as bases.
         reader.stored = {name: data for name, data in reader.stored.items() if is_own(name)}

@@ -20,7 +20,7 @@ from deltacheck.backends.torch import plain
 from deltacheck.backends.torch.deepspeed import zero
 
 ABOUT, FILES, TIED = "deepspeed", "files", "deltacheck.tied"  # keys of the saved tree, permanent
-TRAINER = "trainer"  # the key of ``Beside.state``, permanent
+TRAINER = "trainer"  # the key of ``TrainerPart.state``, permanent
 RUN_VALUES = "deltacheck.of_the_run"  # permanent: names the keys of ENGINE_ATTRIBUTES left out
 OPTIMIZER, FROZEN = "optimizer_state_dict", "frozen_param_fragments"  # keys of DeepSpeed's files
 # Values that a load takes from the loading engine, since they depend on how its ranks share the
@@ -43,7 +43,7 @@ class PendingSave:
     files: dict[str, Any] = field(default_factory=dict)
 
 
-class Beside(NamedTuple):
+class TrainerPart(NamedTuple):
     """The state of this rank that a trainer saves in one step with that of DeepSpeed."""
 
     step: int

@@ -269,7 +269,7 @@ class _Run:
         self.ranks = TrainerRanks(engine)
         self._output_dir = Path(trainer.args.output_dir)
         self._files = CheckpointFiles(self._output_dir, file_limit_bytes)
-        self._described: Files = {}
+        self._model_files: Files = {}
         self._is_described = False
         self._temporary = temporary
         self._is_sharded = bool(trainer.is_fsdp_enabled)
@@ -430,7 +430,7 @@ class _Run:
                 trainer.save_model(folder, _internal_call=True)
         self._files.remove_weights(step)
         if trainer.args.should_save:
-            self._described = self._files.read(step, set(self._files.names(step)) - set(before))
+            self._model_files = self._files.read(step, set(self._files.names(step)) - set(before))
         self._is_described = True
 
     def _save_requested(self, trainer: Any) -> None:
@@ -446,7 +446,7 @@ class _Run:
             return
         state = training_state.state_of(trainer)
         if trainer.args.process_index == 0:
-            state["files"] = {**self._described, **files}
+            state["files"] = {**self._model_files, **files}
         numbers = training_state.last_numbers(trainer.state.log_history)
         if self._zero is not None:
             self._zero.save(trainer, state, numbers, self._files.path(step))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deltacheck.backends.torch.deepspeed.checkpoint_engine import attach
 from deltacheck.backends.torch.deepspeed.configuration import engine_options
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine, write_pointers
-from deltacheck.backends.torch.deepspeed.saved_state import TRAINER, Beside
+from deltacheck.backends.torch.deepspeed.saved_state import TRAINER, TrainerPart
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.store.manifest import Manifest
 
@@ -91,7 +91,7 @@ class ZeroTraining:
         """
         checkpoints = self._attached.checkpoint_engine
         step = trainer.state.global_step
-        checkpoints.beside = Beside(step, state, metrics)
+        checkpoints.trainer_part = TrainerPart(step, state, metrics)
         # As Trainer: the base model has the frozen parameters.
         partly = (
             {"exclude_frozen_parameters": True} if hasattr(trainer.model, "peft_config") else {}
@@ -99,7 +99,7 @@ class ZeroTraining:
         try:
             trainer.model_wrapped.save_checkpoint(str(folder), tag=f"global_step{step}", **partly)
         finally:
-            checkpoints.beside = None
+            checkpoints.trainer_part = None
 
     def write_pointers(self, manifest: Manifest, folder: Path) -> None:
         """Let DeepSpeed load a step from a folder."""
