@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ from deltacheck.store.manifest import (
     Manifest,
     SegmentRef,
     SegmentTable,
-    Tiles,
 )
 
 
@@ -130,23 +129,27 @@ def _records_in(manifest: Manifest, ref: SegmentRef) -> dict[str, LeafRecord]:
     lanes = {-1, *(number for number, lane in enumerate(manifest.lanes) if position in lane)}
     records = {path: record for path, record in manifest.leaves.items() if record.lane in lanes}
     for path, cut in manifest.tiles.items():
+        unreadable = _unreadable_lanes(manifest, path, lanes & set(cut.lanes))
         numbers = [
             number
             for number, lane in enumerate(cut.lanes)
             if lane in lanes and cut.stored_dtype(number) is not None
         ]
         for name, number in zip(sharding.names_of(path, cut.cuts, numbers), numbers, strict=True):
-            records[name] = _tile_record(manifest, path, cut, number)
+            is_known = cut.digests or cut.lanes[number] not in unreadable
+            records[name] = manifest.stored[name] if is_known else cut.record(number)
     return records
 
 
-def _tile_record(manifest: Manifest, path: str, cut: Tiles, number: int) -> LeafRecord:
-    record = cut.record(number)
-    if not record.digest and manifest.tables is not None:
-        with suppress(Damaged):
-            digest = manifest.tables.digest(path, number)
-            return msgspec.structs.replace(record, digest=digest)
-    return record
+def _unreadable_lanes(manifest: Manifest, path: str, lanes: Set[int]) -> set[int]:
+    """Return those lanes of a leaf whose digests are in tables that cannot be read."""
+    unreadable = set[int]()
+    for lane in lanes:
+        try:
+            manifest.require_digests(path, [manifest.tiles[path].lanes.index(lane)])
+        except Damaged:
+            unreadable.add(lane)
+    return unreadable
 
 
 def _earlier_names(

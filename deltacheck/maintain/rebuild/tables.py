@@ -29,7 +29,7 @@ from deltacheck.maintain.rebuild.segment_arrays import (
     digest_after,
 )
 from deltacheck.store import documents, layout
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, subdirectories
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.segment import document_digest
 
@@ -52,6 +52,9 @@ def rebuilt_table(
         The content of its ``zarr.json``; ``None`` if it does not follow from the rest.
     """
     segments = store / layout.SEGMENTS
+    # The whole segment is missing. Nothing is computed for it, whatever the manifest says of it.
+    if not subdirectories(segments / ref.id):
+        return None
     with suppress(*WRONG):
         facts = Facts.of(ref, sorted(manifests, key=lambda manifest: manifest.seq), tables)
         arrays = SegmentArrays.of(segments / ref.id, facts)
