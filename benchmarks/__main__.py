@@ -31,6 +31,7 @@ BENCHMARKS = {
     "saving": "benchmarks.saving",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "restart": "benchmarks.restart",
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
     "gradient_log": "benchmarks.gradient_log",
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "schedules": "benchmarks.schedules",
+    "rank_sizes": "benchmarks.rank_sizes",
     "first_moment": "benchmarks.first_moment",
     "rate_floor": "benchmarks.rate_floor",
     "device": "benchmarks.device",
@@ -86,6 +88,9 @@ def main(
             "--only", help="For schedules: runs whose names contain this; stability: parts."
         ),
     ] = None,
+    kills: Annotated[
+        int, typer.Option("--kills", min=1, help="For restart: the number of kills.")
+    ] = 100,
     optimizers: Annotated[
         bool, typer.Option("--optimizers", help="For size: states of other optimizers than Adam.")
     ] = False,
@@ -115,7 +120,7 @@ def main(
             with tempfile.TemporaryDirectory(dir=name) as own_folder:
                 results.append(
                     implementation.run(
-                        Settings(quick, Path(own_folder), ranks, leaves, only, optimizers)
+                        Settings(quick, Path(own_folder), ranks, leaves, only, optimizers, kills)
                     )
                 )
             results[-1].show(console)

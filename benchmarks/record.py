@@ -25,6 +25,7 @@ class Settings:
         leaves: The number of leaves, likewise.
         only: A part of the names of the runs to measure; ``None``: all.
         optimizers: Measure the states of other optimizers than Adam, if the benchmark can.
+        kills: The number of kills, if the benchmark has any.
     """
 
     quick: bool
@@ -33,6 +34,7 @@ class Settings:
     leaves: int | None = None
     only: str | None = None
     optimizers: bool = False
+    kills: int = 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.external_errors import typed
 from deltacheck.maintain.drain import Drain, DrainRules
 from deltacheck.maintain.tier_bond import Pairing, seq_at
@@ -20,6 +20,7 @@ from deltacheck.maintain.transfer import as_at
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
+from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, manifest_content, manifest_digest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
@@ -104,6 +105,8 @@ class Tier:
         options: The options of the tier.
         durable: The writer of the durable root.
         save_options: The options of all saves.
+        patience_seconds: The time without any progress after which waiters give up. Default: twice
+            ``io_timeout_seconds``.
 
     Raises:
         ForeignMemory: The memory holds steps that are not the newest of this run.
@@ -113,7 +116,13 @@ class Tier:
         Damaged: A manifest in memory cannot be read.
     """
 
-    def __init__(self, options: MemoryTier, durable: RootWriter, save_options: SaveOptions) -> None:
+    def __init__(
+        self,
+        options: MemoryTier,
+        durable: RootWriter,
+        save_options: SaveOptions,
+        patience_seconds: float | None = None,
+    ) -> None:
         path = storage.local(options.path, "a memory tier").absolute()
         _require_apart(path, durable.root.path)
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
@@ -136,7 +145,7 @@ class Tier:
                 ),
                 pairing,
                 DrainRules(options.persist_every, options.keep),
-                2 * save_options.io_timeout_seconds,
+                patience_seconds or 2 * save_options.io_timeout_seconds,
             )
             # Files that a killed process left are in use already, so the default adds them to half
             # of what is free.
@@ -168,6 +177,7 @@ class Tier:
         start_over: Callable[[], None],
         *,
         wait: bool,
+        timeout: float | None = None,
     ) -> bool:
         """Wait until one more save of at most ``save_bytes`` fits beside the pending ones.
 
@@ -179,9 +189,10 @@ class Tier:
 
         Raises:
             SaveFailed: Not even the empty memory has room, or the drain failed.
-            StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
+            StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``, or there was no
+                room within ``timeout`` seconds (default: any time).
         """
-        state = self.drain.state
+        state, deadline = self.drain.state, Deadline.after(timeout)
         state.pulse.beat()
         try:
             while True:
@@ -206,7 +217,13 @@ class Tier:
                     self.drain.is_emptying = True
                     self.drain.request(self._last())
                     state.wake()
-                state.await_change("a save waits for memory, and")
+                if deadline.left == 0:
+                    raise StorageTimeout(
+                        f"step {step} is not saved: the steps in {self.root.path} were not copied"
+                        f" to {self._durable.root.path} within {timeout:g} s. Give the tier more"
+                        " memory_bytes, save less often, or allow more time (io_timeout_seconds)"
+                    )
+                state.await_change("a save waits for memory, and", deadline.left)
         finally:
             # This also holds after an error: the next save must find the usual number of steps in
             # memory.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from deltacheck.errors import StepNotFound, StepTagged
@@ -152,13 +153,13 @@ class RootWriter:
         ``newest``: a sequence number that was committed, even if that step is deleted by now.
         """
         # Asked for at every collection, since the saves under way change the set.
-        protected: set[str] = set()
-        for segments in self._protected:
-            protected |= set(segments())
+        before = {name for segments in self._protected for name in segments()}
+        # And again after the segments were listed: some of them may have been made since.
+        after = (name for segments in self._protected for name in segments())
         collect.collect(
             self.root,
             grace_seconds=self._grace_seconds if grace_seconds is None else grace_seconds,
-            protected=protected,
+            protected=chain(before, after),
             newest=newest,
             still_ours=None if self.lease is None else self.lease.check,
         )

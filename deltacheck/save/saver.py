@@ -294,12 +294,25 @@ class Saver:
             self._planned.wait()
         return self._chains.standing()
 
-    def number_from(self, seq: int) -> None:
+    @property
+    def merges(self) -> bool:
+        """True if chains are shortened behind the training, in segments of their own."""
+        return self._chains.compactor is not None
+
+    def number_from(self, seq: int, spare_seq: int | None = None) -> None:
         """Give the next save at least this sequence number.
 
         Savers that share a store must not use a number twice.
+
+        Args:
+            seq: The number.
+            spare_seq: A lower number, which no save has, for a segment that shortens chains.
         """
-        self._chains.number_from(seq)
+        self._chains.number_from(seq, spare_seq)
+
+    def compactions(self) -> tuple[set[str], set[int]]:
+        """Return the segments and the numbers of compactions that no step has yet."""
+        return self._chains.compactions()
 
     def adopt(
         self, chains: Mapping[str, Chain], bases: Mapping[str, Any], manifest: Manifest

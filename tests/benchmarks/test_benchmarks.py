@@ -25,8 +25,8 @@ from benchmarks import optimizers, schedules
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.record import Figure, Result, Settings, Table, format_cell
 
-# The others have test files of their own.
-NAMES = sorted(BENCHMARKS.keys() - {"encode", "stability", "compare"})
+# The others have test files of their own; those of ranks are in tests/ranks.
+NAMES = sorted(BENCHMARKS.keys() - {"encode", "stability", "compare", "restart", "rank_sizes"})
 
 
 class Results(dict[str, dict[str, Any]]):

@@ -575,12 +575,6 @@ def test_an_object_store_gets_the_steps_that_memory_holds(s3: object, tmp_path: 
     assert deltacheck.open(address).verify(deep=True) == []
 
 
-def test_ranks_that_save_together_have_no_memory_tier(places: Places) -> None:
-    with pytest.raises(ValueError, match="memory tier is of one process"):
-        Engine(places.disk, memory=places.memory, process_group=object())  # type: ignore[arg-type]
-    assert not places.disk.exists()
-
-
 def test_a_gradient_log_saves_through_memory(places: Places) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 30)

@@ -28,7 +28,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, load, manager, restore_whole
+from deltacheck import Profiler
+from deltacheck.backends.orbax import (
+    DeltaRestoreArgs,
+    DeltaSaveArgs,
+    GradientLog,
+    load,
+    manager,
+    restore_whole,
+)
 from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
@@ -195,12 +203,15 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
     return told
 
 
-def under_a_policy(rank: int, size: int, port: int, root: str, saves: int) -> dict[int, Any]:
-    """Train with a save every ten updates, from the newest step on; what was live at each."""
+def under_policies(rank: int, size: int, port: int, root: str, saves: int) -> dict[int, Any]:
+    """Train with a save every ten updates, from the newest step on; what was live at each.
+
+    The same run is saved under three policies, each in a folder of its name below ``root``.
+    """
     from tests.support.adam_run import AdamRun
 
     start(rank, size, port)
-    on, run, live = mesh(4), AdamRun(), {}
+    on, run, live, profiler = mesh(4), AdamRun(), {}, Profiler(interval_steps=10)
 
     def placed(values: Any) -> Any:
         if isinstance(values, dict):
@@ -209,15 +220,33 @@ def under_a_policy(rank: int, size: int, port: int, root: str, saves: int) -> di
             put(values, on, "x") if isinstance(values, np.ndarray) and values.ndim > 1 else values
         )
 
-    with manager(root, policy=Policy.model_exact()) as m:
-        run.advance(100 if m.latest_step() is None else m.latest_step())
-        if m.latest_step() is not None:
-            m.restore(m.latest_step())
+    for _ in range(25):
+        run.advance(10)
+        profiler.observe(run.step, run.state())
+    policies = {
+        "derive": Policy.exact(derive=True),
+        "model_exact": Policy.model_exact(),
+        "bounded": Policy.post_training(profiler.profile(), weights="bounded"),
+    }
+    run = AdamRun()
+    with contextlib.ExitStack() as stack:
+        managers = [
+            stack.enter_context(manager(f"{root}/{name}", policy=policy))
+            for name, policy in policies.items()
+        ]
+        with pytest.raises(ValueError, match="several processes save without a gradient log"):
+            GradientLog(managers[0], lambda learner, gradients: learner)
+        newest = managers[0].latest_step()
+        run.advance(100 if newest is None else newest)
+        for m in managers:
+            if newest is not None:
+                m.restore(newest)
         for _ in range(saves):
             run.advance(10)
             live[run.step] = run.state()
-            m.save(run.step, args=DeltaSaveArgs(placed(live[run.step])))
-            m.wait_until_finished()
+            for m in managers:
+                m.save(run.step, args=DeltaSaveArgs(placed(live[run.step])))
+                m.wait_until_finished()
     return live
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import deltacheck
 from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import SaveFailed
 from deltacheck.restore import read
@@ -469,3 +470,51 @@ def types(rank: int, size: int, port: int, root: Path) -> tuple[Any, ...]:
             back["part"].data.view(torch.uint8).tolist(),
             whole["part"].view(torch.uint8).tolist(),
         )
+
+
+def merge(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
+    """Save a leaf of which little changes, with short chains and the newest two steps kept.
+
+    Return the kinds of its parts by save on this rank, and the bytes of merges that steps state.
+    """
+    from torch.distributed.tensor import Shard as Cut
+    from torch.distributed.tensor import distribute_tensor
+
+    from deltacheck import Policy
+
+    kinds, merged_bytes = [], 0
+    with (
+        world(rank, size) as group,
+        Engine(
+            root,
+            process_group=group,
+            policy=Policy.exact(max_chain_depth=6),
+            keep_last=2,
+            grace_seconds=0,
+        ) as engine,
+    ):
+        mesh = init_device_mesh("cpu", (size,))
+        content = merged_content(0)
+        first = max(engine.steps(), default=0)
+        if first:
+            engine.restore(into={"w": distribute_tensor(content, mesh, [Cut(0)])})
+        for step in range(first + 1, first + saves + 1):
+            state = {"w": distribute_tensor(merged_content(step), mesh, [Cut(0)])}
+            report = engine.save(step, state).result(60)
+            assert report is not None
+            kinds.append({str(leaf.kind) for leaf in report.leaves})
+            merged_bytes += deltacheck.open(root).manifest(step).merged_bytes
+            # The merge that was planned with the save is taken by the next one.
+            compactor = engine._saver._chains.compactor
+            assert compactor is not None
+            compactor.wait()
+            dist.barrier()
+    return kinds, merged_bytes
+
+
+def merged_content(step: int) -> torch.Tensor:
+    """Return the content of the leaf of ``merge`` at a step."""
+    content = torch.arange(400_000, dtype=torch.float32).reshape(400, 1000)
+    for number in range(1, step + 1):
+        content.view(-1)[number * 37 :: 1009] += 1.0
+    return content

@@ -40,6 +40,10 @@ def launch(
     try:
         found: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
+        if len(lost) == size:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            assert results.empty(), results.get()[2]
         while len(found) < size - len(lost):
             try:
                 rank, value, failure = results.get(timeout=max(0.1, deadline - time.monotonic()))

@@ -4,6 +4,7 @@ an AdamW that keeps float32 masters.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Policy, Profile, Profiler
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, Engine
 from deltacheck.errors import SaveFailed
 from tests.ranks.jobs import world
@@ -87,6 +89,7 @@ class DcpEngine:
 
     def __init__(self, root: Path, *, is_async: bool) -> None:
         self.root, self.is_async = root, is_async
+        self.policy, self.loss = Policy.model_exact(), 1.0
 
     def __enter__(self) -> DcpEngine:
         return self
@@ -95,7 +98,7 @@ class DcpEngine:
         self.writer().close()
 
     def writer(self) -> DeltaStorageWriter:
-        return DeltaStorageWriter(self.root, policy=Policy.model_exact())
+        return DeltaStorageWriter(self.root, policy=self.policy, metrics={"loss": self.loss})
 
     def steps(self) -> list[int]:
         return deltacheck.open(self.root).steps() if self.root.exists() else []
@@ -144,7 +147,9 @@ def train(
 ) -> dict[int, Any]:
     """Restore the newest step if there is one, and train with a save every ten steps.
 
-    ``through``: ``engine`` or ``dcp``, which four ranks call asynchronously.
+    ``through``: ``engine``, ``post_training``, which is an engine that knows a profile, or ``dcp``,
+    which four ranks call asynchronously. Under DCP, the last of four ranks reports a loss that is
+    NaN at their last save.
 
     Rank 1 kills itself in the last save: ``durable`` when its segment is, ``capture`` before.
 
@@ -158,7 +163,7 @@ def train(
         DcpEngine(root, is_async=size == 4)
         if through == "dcp"
         else Engine(
-            root, process_group=group, policy=Policy.model_exact(), on_error="log"
+            root, process_group=group, policy=policy_of(through, root, size), on_error="log"
         ) as engine,
     ):
         run = MasterRun(size)
@@ -174,12 +179,31 @@ def train(
             live[run.step] = gathered(state)
             if killed_at and number == saves - 1 and rank == 1:
                 arm(killed_at)
+            if isinstance(engine, DcpEngine) and number == saves - 1 and rank == 3:
+                engine.loss = math.nan
             try:
                 engine.save(run.step, state).result(60)
             except SaveFailed:
                 assert killed_at
                 assert number == saves - 1
     return live
+
+
+def policy_of(through: str, root: Path, size: int) -> Policy:
+    """Return the policy of a run; the first ranks of a run with a profile profile it."""
+    if through != "post_training":
+        return Policy.model_exact()
+    path = root.with_suffix(".json")
+    if not path.exists():
+        run, profiler = MasterRun(size), Profiler(interval_steps=10)
+        for _ in range(25):
+            run.advance(10)
+            profiler.observe(run.step, gathered(run.state(is_named=False)))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            profiler.write(path)
+        dist.barrier()
+    return Policy.post_training(Profile.read(path))
 
 
 def arm(killed_at: str) -> None:

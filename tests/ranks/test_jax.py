@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,20 +43,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_steps_of_two_processes_keep_the_promises_of_their_policy(tmp_path: Path) -> None:
-    root, live = tmp_path / "root", {}
+def test_steps_of_two_processes_keep_the_promises_of_each_policy(tmp_path: Path) -> None:
+    kinds = {
+        "derive": set(),
+        "model_exact": {"Bounded", "Reused"},
+        "bounded": {"Bounded", "Reused"},
+    }
+    live: dict[int, Any] = {}
     for saves in (8, 6):
-        live |= launch(jax_run.under_a_policy, 2, str(root), saves)[0]
-        run = deltacheck.open(root)
-        for step, state in live.items():
-            manifest = run.manifest(step)
-            assert broken(state, run.restore(step), manifest, live.__getitem__, 1e-5) == []
-        # A tile on each device, all under one rule.
-        master = manifest.tiles["optimizer/state/0/master"]
-        assert len(master.lanes) == 4
-        assert (len(master.forms), master.form) == (1, ())
-        assert manifest.contract == "reused"
-    assert run.verify(deep=True) == []
+        live |= launch(jax_run.under_policies, 2, str(tmp_path), saves)[0]
+        for name, promised in kinds.items():
+            run = deltacheck.open(tmp_path / name)
+            assert run.steps() == sorted(live)
+            for step, state in live.items():
+                manifest = run.manifest(step)
+                assert broken(state, run.restore(step), manifest, live.__getitem__, 1e-5) == []
+            assert {type(p.terms).__name__ for p in manifest.contracts.values()} == promised
+            # Weights that follow from their masters are not stored.
+            is_derived = manifest.tiles["model/w0"].forms != ()
+            assert is_derived == (name != "model_exact")
+    # A tile on each device, all under one rule.
+    master = deltacheck.open(tmp_path / "model_exact").manifest().tiles["optimizer/state/0/master"]
+    assert len(master.lanes) == 4
+    assert (len(master.forms), master.form) == (1, ())
+    for name in kinds:
+        assert deltacheck.open(tmp_path / name).verify(deep=True) == []
 
 
 def test_two_processes_save_deltas_and_restore_them_under_another_mesh(

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -161,6 +162,26 @@ def test_with_on_error_log_all_ranks_agree_on_a_failure_and_go_on(tmp_path: Path
     reader = deltacheck.open(tmp_path / "run")
     assert jobs.same(jobs.whole(reader.restore()), results[0][4]) == []
     assert reader.verify(deep=True) == []
+
+
+def test_ranks_merge_deltas_in_place_of_keyframes_and_no_deletion_touches_a_merge(
+    tmp_path: Path,
+) -> None:
+    root, first = tmp_path / "run", 0
+    for size in (2, 1):
+        results = launch(jobs.merge, size, root, 16)
+        for kinds, merged_bytes in results:
+            assert kinds[0] == {"delta" if first else "keyframe"}
+            assert kinds[1:] == [{"delta"}] * 15
+            assert merged_bytes > 0
+        first += 16
+        run = deltacheck.open(root)
+        assert run.steps() == [first - 1, first]
+        for step in run.steps():
+            assert np.array_equal(run.restore(step)["w"], jobs.merged_content(step).numpy())
+        assert run.verify(deep=True) == []
+    # What ranks have merged is shorter than a chain of all saves.
+    assert len(run.manifest().segments) < 16
 
 
 def test_a_restore_tells_every_rank_of_a_failure_that_one_has_not_seen(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class GradientLog:
         max_replay_steps: int = 16,
         max_steps_per_save: int = 4,
     ) -> None:
+        _require_one_process()
         if not handler_of(manager).is_exact:
             raise ValueError(
                 "a gradient log needs a manager with Policy.exact(): a replay must begin with the"
@@ -393,3 +394,12 @@ def _refuse_classes(node: Any) -> None:
             )
         for child in [*node.get("n", ()), *(child for _, child in node.get("k", ()))]:
             _refuse_classes(child)
+
+
+def _require_one_process() -> None:
+    if jax.process_count() > 1:
+        raise ValueError(
+            "several processes save without a gradient log: its replay would need the gradients of"
+            " all processes in each. Save with manager.save and Policy.model_exact() or"
+            " Policy.post_training(profile), which keep the saves of several processes small"
+        )

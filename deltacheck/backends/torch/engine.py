@@ -570,7 +570,9 @@ class _Ending:
         self._engine = engine
 
     def wait(self, timeout: float | None = None) -> None:
-        self._engine.persist(timeout)
+        deadline = Deadline.after(timeout)
+        self._engine._await_arrival(timeout)
+        self._engine._session.finish(deadline.left)
         self._engine._saver.failures.raise_lost()
 
     def close(self, timeout: float | None = None) -> None:
@@ -586,21 +588,21 @@ def _session(
     capture: str,
     process_group: torch.distributed.ProcessGroup | None,
 ) -> SingleProcessSession:
-    """Open the session of an engine: with other ranks, with a memory tier, or alone."""
-    if process_group is None:
-        if memory is None:
-            return SingleProcessSession(path, options, settle_reads)
-        if options.on_error == "log":
-            raise ValueError(
-                "a memory tier that cannot copy its steps fills up and must stop the run:"
-                " on_error='log' and memory cannot be given together"
-            )
-        return MemoryFirstSession(path, options, settle_reads, MemoryTier.of(memory))
-    if memory is not None:
+    """Open the session of an engine: with other ranks, with a memory tier, with both, or alone."""
+    tier = None if memory is None else MemoryTier.of(memory)
+    if tier is not None and options.on_error == "log":
         raise ValueError(
-            "a memory tier is of one process: process_group and memory cannot be given together yet"
+            "a memory tier that cannot copy its steps fills up and must stop the run:"
+            " on_error='log' and memory cannot be given together"
         )
+    if process_group is None:
+        if tier is None:
+            return SingleProcessSession(path, options, settle_reads)
+        return MemoryFirstSession(path, options, settle_reads, tier)
     # torch.distributed.tensor takes long to import, and most processes save alone.
+    from deltacheck.backends.torch.group.memory_of_ranks import MemoryOfRanksSession
     from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 
-    return ProcessGroupSession(path, options, settle_reads, capture, process_group)
+    if tier is None:
+        return ProcessGroupSession(path, options, settle_reads, capture, process_group)
+    return MemoryOfRanksSession(path, options, settle_reads, capture, process_group, tier)

@@ -59,7 +59,7 @@ class GradientLog:
             4 updates the state itself is smaller; smaller: less memory.
 
     Raises:
-        ValueError: The policy of the engine is not exact.
+        ValueError: The policy of the engine is not exact, or several ranks save with it.
     """
 
     def __init__(
@@ -74,6 +74,13 @@ class GradientLog:
             raise ValueError(
                 "a gradient log needs an engine with Policy.exact(): a replay must begin with the"
                 " state itself"
+            )
+        if engine._session.is_of_ranks:
+            raise ValueError(
+                "a gradient log and process_group= cannot be given together: a replay computes the"
+                " whole state in one process, and each rank has only its shards and their"
+                " gradients. Save with engine.save and Policy.model_exact() or"
+                " Policy.post_training(profile), which keep the saves of several ranks small"
             )
         self._engine = engine
         self._optimizer = optimizer

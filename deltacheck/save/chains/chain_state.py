@@ -33,10 +33,12 @@ class Numbers:
 
     Attributes:
         next: The next number, as far as this saver knows.
+        spare: The number of the next compaction, if ranks have set one aside.
     """
 
     def __init__(self, next_seq: int, shared: Numbers | None = None) -> None:
         self.next = next_seq
+        self.spare: int | None = None
         self._shared = shared or self
         self._lock = threading.Lock()
 
@@ -100,10 +102,26 @@ class ChainState:
         with self._lock:
             return self.epoch, self._numbers.next
 
-    def number_from(self, seq: int) -> None:
-        """Give the next save at least this sequence number."""
+    def number_from(self, seq: int, spare_seq: int | None = None) -> None:
+        """Give the next save at least this sequence number.
+
+        ``spare_seq``: the number of a compaction that is planned with this save; ``None``: the
+        compaction gets the number of the save, and the save the next one.
+        """
         with self._lock:
             self._numbers.next = max(self._numbers.next, seq)
+            self._numbers.spare = spare_seq
+
+    def compactions(self) -> tuple[set[str], set[int]]:
+        """Return the segments and the numbers of compactions that no step has yet."""
+        with self._lock:
+            seqs = {plan.seq for plan in self._plans.values()}
+        if self.compactor is None:
+            return set(), seqs
+        running_seq = self.compactor.seq()
+        return self.compactor.segments() | self._compacted.keys(), seqs | (
+            set() if running_seq is None else {running_seq}
+        )
 
     def adopt(
         self, chains: Mapping[str, Chain], bases: Mapping[str, Any] | None, manifest: Manifest
@@ -216,8 +234,10 @@ class ChainState:
         ):
             self._compacted = {compacted.ref.id: compacted.ref}
             self._delta_arrays[compacted.ref.id] = compacted.delta_arrays
-        plan = self.compactor.plan(self.leaves, self._numbers.next, self.epoch, self._delta_arrays)
-        if plan is not None:
+        spare_seq, self._numbers.spare = self._numbers.spare, None
+        seq = self._numbers.next if spare_seq is None else spare_seq
+        plan = self.compactor.plan(self.leaves, seq, self.epoch, self._delta_arrays)
+        if plan is not None and spare_seq is None:
             # The compacted segment is numbered between the last save and the one that begins.
             self._numbers.next += 1
         return plan

@@ -176,11 +176,13 @@ class _Running:
     Args:
         thread: Its thread; ``None``: there is no compaction.
         segments: The segments that it reads and writes.
+        seq: The number of the segment that it writes.
         result: Its result, if it succeeded.
     """
 
     thread: threading.Thread | None = None
     segments: set[str] = field(default_factory=set)
+    seq: int | None = None
     result: CompactedChains | None = None
 
 
@@ -247,7 +249,7 @@ class Compactor:
             thread = threading.Thread(
                 target=self._run, args=(plan, manifest), name="deltacheck-compactor", daemon=True
             )
-            self._running = _Running(thread, segments)
+            self._running = _Running(thread, segments, plan.seq)
         thread.start()
 
     def take(self) -> CompactedChains | None:
@@ -263,6 +265,11 @@ class Compactor:
         """Return the segments to keep until the result of the compaction is taken."""
         with self._lock:
             return set(self._running.segments)
+
+    def seq(self) -> int | None:
+        """Return the number of the compaction whose result is not taken; ``None`` if none is."""
+        with self._lock:
+            return self._running.seq
 
     def written_bytes(self) -> int:
         """Return the bytes of all segments that compactions have written so far."""

@@ -22,15 +22,17 @@ from deltacheck.save.ranks.channel import Ranks
 from deltacheck.save.ranks.folder_probe import Probe
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.ranks.rank_setup import (
+    REMEDY,
     RankSetup,
     require_probe,
     require_same_options,
     require_visible,
 )
+from deltacheck.store import layout
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import is_root_or_fresh
+from deltacheck.store.root import Store, is_root_or_fresh
 
 
 class Group:
@@ -63,12 +65,15 @@ class Group:
             self.joint.fail(error)
 
     @contextlib.contextmanager
-    def same_setup(self, root: Place, setup: RankSetup) -> Iterator[Callable[[], None]]:
+    def same_setup(
+        self, root: Place, setup: RankSetup, remedy: str = REMEDY
+    ) -> Iterator[Callable[[], None]]:
         """Compare the options and the folders of all ranks, before anything is written.
 
         Args:
             root: The root of this rank, which need not exist.
             setup: The setup of this rank.
+            remedy: Ends the message about a folder that differs.
 
         Returns:
             A context that gives a function. Rank 0 calls it in its next agreement, which shows that
@@ -97,13 +102,13 @@ class Group:
             message = msgspec.to_builtins(setup)
             name, first_root = self.joint.agree(message, compare, "opens a root")
             with self.sharing_failure():
-                require_probe(root, name, first_root)
+                require_probe(root, name, first_root, remedy)
             yield remove
         finally:
             remove()
 
-    def call_on_first(self, action: Callable[[], object]) -> None:
-        """Call ``action`` on rank 0 while every rank waits.
+    def call_on_first(self, action: Callable[[], object], call: str = "tags or deletes") -> None:
+        """Call ``action`` on rank 0 while every rank waits. ``call`` names it in messages.
 
         Raises:
             RankFailed: The action failed; every rank raises.
@@ -112,7 +117,26 @@ class Group:
         def act(_: list[Any]) -> None:
             action()
 
-        self.joint.agree(None, act, "tags or deletes")
+        self.joint.agree(None, act, call)
+
+    def protected(self, store: Store) -> frozenset[str]:
+        """Return the segments of other ranks that a collection must spare, on rank 0.
+
+        These are the bases of their next saves, and their compactions under way.
+        """
+        numbers = self.joint.merge_numbers
+        names = self.segments | self.joint.merge_segments
+        # The name of a segment that is about to be written is not known yet, only its number.
+        return names.union(
+            name
+            for name in (store.segment_ids() if numbers else ())
+            if layout.seq_of(name) in numbers
+        )
+
+    def forget_segments(self) -> None:
+        """Protect nothing until the next step: every rank begins new chains."""
+        self.segments = self.joint.merge_segments = frozenset()
+        self.joint.merge_numbers = frozenset()
 
     def maker(
         self, make: Callable[[Manifest], Written], root: Place
@@ -124,7 +148,7 @@ class Group:
         """
 
         def make_all(merged: Manifest) -> Written:
-            require_visible(root, merged, self.roots)
+            require_visible(root, merged, self.roots, self.segments)
             document = make(merged)
             # Rank 0 collects, but has only its own chains. The next saves of the other ranks stand
             # on these segments.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,6 +125,9 @@ class Report(msgspec.Struct, frozen=True):
         digests: Digests of its tiles in the order of the plan, 32 digits each.
         copies: Digests of tiles that it holds and another rank writes (``copies.digests_of``).
         rules: The rules and the promises of its tiles that are not simply stored.
+        merge_segments: Segments of compactions under way, which no step has yet.
+        compactions: The numbers of these and of compactions that begin after this step.
+        merged_bytes: Bytes of compactions that no step has stated.
     """
 
     step: int
@@ -132,6 +135,9 @@ class Report(msgspec.Struct, frozen=True):
     digests: str
     copies: bytes = b""
     rules: RankRules = RankRules()
+    merge_segments: tuple[str, ...] = ()
+    compactions: tuple[int, ...] = ()
+    merged_bytes: int = 0
 
 
 inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
@@ -226,6 +232,10 @@ class Joint:
     Attributes:
         groups: Return the leaves that one rank should treat together, from the specs of all leaves
             and the tree. ``None``: there are none.
+        compactions: Return the segments and the numbers of this rank's compactions that no step has
+            yet. ``None``: there are none.
+        merge_segments: The segments of all ranks' compactions, on rank 0.
+        merge_numbers: Their numbers, likewise.
 
     Args:
         ranks: The channels between the ranks.
@@ -234,6 +244,9 @@ class Joint:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.groups: Callable[[Mapping[str, LeafSpec], Node], list[list[str]]] | None = None
+        self.compactions: Callable[[], tuple[Iterable[str], Iterable[int]]] | None = None
+        self.merge_segments: frozenset[str] = frozenset()
+        self.merge_numbers: frozenset[int] = frozenset()
         self._tree: Node = {}
         self._plan: Plan | None = None
         self._copies: Copies | None = None
@@ -372,12 +385,16 @@ class Joint:
         """
         exchange = self._exchange
         assert exchange is not None
+        names, numbers = ((), ()) if self.compactions is None else self.compactions()
         report = Report(
             manifest.step,
             manifest.segments,
             "".join(stored_digest(manifest, name) for name in exchange.tile_names()),
             copies,
             RankRules.of(manifest, contents or {}),
+            tuple(names),
+            tuple(numbers),
+            manifest.merged_bytes,
         )
 
         def decide(messages: list[bytes]) -> Sequence[bytes]:
@@ -385,6 +402,11 @@ class Joint:
             # Rank 0 gets here once every rank has reported: no step may exist before all of its
             # parts are durable.
             reports = [decoded(message, Report) for message in messages]
+            # Before the commit, which may collect segments.
+            self.merge_segments = frozenset(
+                name for report in reports for name in report.merge_segments
+            )
+            self.merge_numbers = frozenset(seq for report in reports for seq in report.compactions)
             result = make(merged(manifest, exchange.plan, reports, exchange.copies_of_all))
             # The bytes are counted once, in the report of rank 0.
             return [
@@ -527,6 +549,7 @@ def merged(
         ),
         derived=derived,
         contracts=contracts,
+        merged_bytes=sum(report.merged_bytes for report in reports),
         contract=weakest_of(contracts.values()),
         # Ranks of a pipeline may have other groups each; those that they share have one course.
         rates={group: rate for of_rank in rules for group, rate in of_rank.rates.items()},

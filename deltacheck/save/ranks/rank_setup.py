@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -17,7 +17,7 @@ from deltacheck.store.files.storage import Place, full_name
 from deltacheck.store.manifest import Manifest
 
 _THREADS = 16  # an object store answers many requests at once
-_REMEDY = (
+REMEDY = (
     "Give every rank the same root, on storage that all of them reach, not in a directory of one"
     " machine"
 )
@@ -87,22 +87,25 @@ def require_same_options(options_by_rank: Mapping[int, Mapping[str, str]]) -> No
             )
 
 
-def require_probe(root: Place, name: str, first_root: str) -> None:
+def require_probe(root: Place, name: str, first_root: str, remedy: str = REMEDY) -> None:
     """Raise ``RankFailed`` if this rank does not see the probe that rank 0 has placed.
 
     Args:
         root: The root of this rank.
         name: The name of the probe.
         first_root: The address of the root on rank 0.
+        remedy: Ends the message.
     """
     if not sees_probe(root, name):
         raise RankFailed(
             f"the root of this rank, {full_name(root)}, is another folder than the root of rank 0,"
-            f" {first_root}: a file that rank 0 has put there is not in it. {_REMEDY}"
+            f" {first_root}: a file that rank 0 has put there is not in it. {remedy}"
         )
 
 
-def require_visible(root: Place, manifest: Manifest, roots: Sequence[str]) -> None:
+def require_visible(
+    root: Place, manifest: Manifest, roots: Sequence[str], earlier: Collection[str] = ()
+) -> None:
     """Raise ``RankFailed`` if rank 0 does not see a segment that another rank has just written.
 
     Without this check, a step could be committed of which no process can read all parts.
@@ -111,13 +114,18 @@ def require_visible(root: Place, manifest: Manifest, roots: Sequence[str]) -> No
         root: The store of rank 0.
         manifest: The step of all ranks. Its lanes are in the order of ranks.
         roots: The address of the root on each rank, as far as known.
+        earlier: The segments of the step before, which were looked for then. Empty: those that are
+            older than this step.
     """
-    # Segments of earlier saves were looked for then.
+
+    def is_new(name: str) -> bool:
+        return name not in earlier if earlier else layout.seq_of(name) == manifest.seq
+
     new_segments = [
         (rank, manifest.segments[number].id)
         for rank, lane in enumerate(manifest.lanes)
         for number in lane
-        if rank > 0 and layout.seq_of(manifest.segments[number].id) == manifest.seq
+        if rank > 0 and is_new(manifest.segments[number].id)
     ]
     if not new_segments:
         return
@@ -134,5 +142,5 @@ def require_visible(root: Place, manifest: Manifest, roots: Sequence[str]) -> No
                 raise RankFailed(
                     f"rank 0 does not see segment {name} of rank {rank} in {full_name(root)}: rank"
                     f" {rank} writes to {folder}, which is another folder. Step {manifest.step} is"
-                    f" not committed. {_REMEDY}"
+                    f" not committed. {REMEDY}"
                 )

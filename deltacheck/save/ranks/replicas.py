@@ -47,7 +47,7 @@ def digests_of(copies: Iterable[Copy], seq: int) -> bytes:
 
     Args:
         copies: The copies in the order of the plan.
-        seq: The number of the save, the same on every rank.
+        seq: The number of the save, one more at each.
     """
     digests = []
     for number, copy in enumerate(copies):

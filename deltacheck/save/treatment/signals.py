@@ -135,6 +135,19 @@ def combined(signals: Sequence[Signals]) -> Signals:
     )
 
 
+def worst_metrics(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest value that any rank reports of each metric; NaN wins.
+
+    Args:
+        of_ranks: The metrics of each rank.
+    """
+    values: dict[str, list[float]] = {}
+    for metrics in of_ranks:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: _largest(reported) for name, reported in values.items()}
+
+
 def _worst(values: Sequence[float | None]) -> float | None:
     reported = [value for value in values if value is not None]
     return _largest(reported) if reported else None

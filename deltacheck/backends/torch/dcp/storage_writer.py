@@ -35,7 +35,7 @@ from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions, retention_of
-from deltacheck.save.treatment.signals import HeldState
+from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -107,6 +107,10 @@ class DeltaStorageWriter(StorageWriter):
         exit_timeout_seconds: The longest wait at interpreter exit. Longer: a slow storage gets the
             last receipt through; shorter: a dead one lets the process end.
         storage: The access to an object store. Default: from the environment.
+        metrics: Numbers kept with the step, such as ``{"loss": loss, "gradient_norm": norm}``. A
+            policy learns from these two whether training is stable. Of each, the largest value of
+            all ranks counts, and NaN wins. They are of one step, so make a writer for each save.
+            Default: none; the policy then judges by rates, step counts and moments alone.
 
     Raises:
         ValueError: An option has a value that it cannot have.
@@ -129,8 +133,10 @@ class DeltaStorageWriter(StorageWriter):
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
@@ -218,7 +224,8 @@ class DeltaStorageWriter(StorageWriter):
             self._stream.held_items = plan.items
             tensors = dataclasses.replace(plan, items=_tensors(plan.items))
             holdings = Holdings.of(_held(tensors, {}))
-        intent = Intent(self._step, RankSetup.of(self._path, self._options), holdings)
+        setup = RankSetup.of(self._path, self._options)
+        intent = Intent(self._step, setup, holdings, self._metrics)
         return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -250,7 +257,8 @@ class DeltaStorageWriter(StorageWriter):
         local_holdings = {
             rank: intent.holdings for rank, intent in intents.items() if intent.holdings is not None
         }
-        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings, tree)
+        metrics = worst_metrics(intent.metrics for intent in intents.values())
+        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings, tree, metrics)
         self._planned_save = _PlannedSave(kinds, tree, roots)
         # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
@@ -297,7 +305,7 @@ class DeltaStorageWriter(StorageWriter):
                 local, state = _local((), plan, planner, task), None
             else:
                 local = _local(held_items, plan, planner, task)
-                state = _observed(held_items, plan.planner_data, planner)
+                state = _observed(held_items, plan.planner_data, planner, task.metrics)
             part = self._stream.save(task, local, copies, state)
         results = [WriteResult(item.index, _bytes_of(item), None) for item in plan.items]
         # The first result has the report of all items. A rank that holds copies only reports, too.
@@ -475,12 +483,17 @@ def _local(
     return shards.local_flat(flat, tiles, _NO_TREE)
 
 
-def _observed(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner) -> HeldState:
+def _observed(
+    items: Sequence[WriteItem],
+    planner_data: object,
+    planner: SavePlanner,
+    metrics: Mapping[str, float],
+) -> HeldState:
     """Return the state that a policy decides by."""
     # Without objects, whose sizes change: they would look like another optimizer.
     flat = _flat(_tensors(items), planner_data, planner)
     tree = tree_of_numbers(items, planner_data, planner)
-    return shards.held_state(flat._replace(skeleton=tree), {})
+    return shards.held_state(flat._replace(skeleton=tree), metrics)
 
 
 def _tensors(items: Sequence[WriteItem]) -> list[WriteItem]:

@@ -67,18 +67,20 @@ class Task(msgspec.Struct, frozen=True):
     probe: str = ""
     root: str = ""
     signals: Signals | None = None
+    metrics: dict[str, float] = {}
 
 
 class Intent(msgspec.Struct, frozen=True):
     """A rank's message to the coordinator when a save begins: its step and its setup.
 
     ``holdings``: the tensors that it holds, also those that DCP lets another rank save. ``None``:
-    the same as at its save before.
+    the same as at its save before. ``metrics``: those that its caller reports.
     """
 
     step: int
     setup: RankSetup
     holdings: Holdings | None = None
+    metrics: dict[str, float] = {}
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -203,11 +205,13 @@ class Stream:
         boxes_by_rank: Sequence[Mapping[str, Held]],
         local_holdings: Mapping[int, Holdings],
         tree: Node,
+        metrics: Mapping[str, float],
     ) -> list[Task]:
         """Take the root, and return the task of each rank. The coordinator calls this.
 
         ``boxes_by_rank``: the boxes that each rank saves of each leaf. ``local_holdings``: those
         that ranks hold, by rank, as far as they have changed. ``tree``: the structure of all ranks.
+        ``metrics``: those of the step.
         Raises ``RankFailed`` if they do not fit together, and ``RootBusy``.
         """
         previous = self._planned
@@ -258,7 +262,7 @@ class Stream:
         signals, self._planned = previous.signals, self._planned._replace(signals=None)
         root = full_name(self.path)
         return [
-            Task(step, self._last_seq, self._committed, share, probe, root, signals)
+            Task(step, self._last_seq, self._committed, share, probe, root, signals, dict(metrics))
             for share in self._planned.shares
         ]
 
@@ -314,7 +318,9 @@ class Stream:
         agreed = (
             Agreed() if state is None else agreement(saver, task.step, state, task.signals, tiles)
         )
-        saver.save(task.step, flat.skeleton, sources, record, agreed=agreed).wait("committed")
+        saver.save(
+            task.step, flat.skeleton, sources, record, metrics=task.metrics, agreed=agreed
+        ).wait("committed")
         self._manifest = manifest = manifests[0]
         digests = "".join(stored_digest(manifest, name) for name in stored_names(tiles))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo
 from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.backends.torch.state.classes import build
-from deltacheck.errors import RankFailed, TreeMismatch
+from deltacheck.errors import Damaged, RankFailed, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
@@ -26,10 +27,57 @@ from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
+from deltacheck.store import layout
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
+
+log = logging.getLogger("deltacheck")
+
+
+class StepPlaces(Protocol):
+    """The roots that may hold a step.
+
+    Attributes:
+        roots: All of them, in the same order on every rank.
+    """
+
+    @property
+    def roots(self) -> Sequence[Root]: ...
+
+    def copies(
+        self, step: int | str | None, expected_digest: str | None
+    ) -> list[tuple[Root, Manifest]]:
+        """Return a step in each root that has it, the one to read first at the front.
+
+        Raises ``StepNotFound``, and ``Damaged`` if it has not the digest that is expected.
+        """
+        ...
+
+    def is_base(self, root: Root) -> bool:
+        """Return true if saves can go on from the segments of a root."""
+        ...
+
+
+class OneRoot(NamedTuple):
+    """The only root of a run."""
+
+    root: Root
+
+    @property
+    def roots(self) -> Sequence[Root]:
+        return (self.root,)
+
+    def copies(
+        self, step: int | str | None, expected_digest: str | None
+    ) -> list[tuple[Root, Manifest]]:
+        manifest = self.root.manifest(step)
+        self.root.require_digest(manifest, expected_digest)
+        return [(self.root, manifest)]
+
+    def is_base(self, root: Root) -> bool:
+        return True
 
 
 class RankGroup(Group):
@@ -46,7 +94,7 @@ class RankGroup(Group):
         ranks, self._groups = gloo.join(process_group, timeout_seconds)
         super().__init__(ranks)
 
-    def open(self, path: Place, options: SaveOptions, capture: str) -> Opened:
+    def open(self, path: Place, options: SaveOptions, **further: object) -> Opened:
         """Open the root: rank 0 takes the lease, and every rank may then write its segments.
 
         Nothing is left behind if a rank has other options or does not see the folder of rank 0.
@@ -54,14 +102,14 @@ class RankGroup(Group):
         Args:
             path: The root of this rank.
             options: The options of its saves.
-            capture: The option ``capture`` of its engine.
+            further: Other options of its engine that all ranks must have in common.
 
         Raises:
             RankFailed: The ranks differ in an option or in the folder, or opening failed on a rank.
                 Rank 0 raises its own error itself.
         """
         opened: list[Opened] = []
-        setup = RankSetup.of(path, options, capture=capture)
+        setup = RankSetup.of(path, options, **further)
         with self.same_setup(path, setup) as remove_probe:
 
             def take(_: list[Any]) -> int:
@@ -98,7 +146,12 @@ class RankGroup(Group):
             return leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(
-        self, saver: Saver, step: int, flat: Flat, metrics: Mapping[str, float]
+        self,
+        saver: Saver,
+        step: int,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        make_room: Callable[[int, Flat], bool] | None = None,
     ) -> tuple[Flat, Attempt, Agreed] | None:
         """Agree on a save with the other ranks.
 
@@ -107,6 +160,9 @@ class RankGroup(Group):
             step: The training step.
             flat: The state of this rank.
             metrics: Values that the caller of this rank reports.
+            make_room: An agreement of all ranks that waits for the space that a save takes, from
+                the step and the tiles of this rank; false: all skip the save. ``None``: none is
+                needed.
 
         Returns:
             The tiles that this rank writes, as leaves, the save that has begun, and the agreement;
@@ -127,21 +183,31 @@ class RankGroup(Group):
             holdings = shards.held(flat)
             held = None if saver.is_exact else shards.held_state(flat, metrics)
             signals = None if held is None else saver.signals(step, held)
+        # A number below that of the save is set aside for the merges of all ranks.
+        spare = 1 if saver.merges else 0
         agreed_save = self.joint.begin(
-            step, saver.standing()[1], holdings, flat.skeleton, busy, signals
+            step, saver.standing()[1] + spare, holdings, flat.skeleton, busy, signals
         )
         if agreed_save is None:
             return None
         try:
             # The ranks share one store, so none may use a lower number again.
-            saver.number_from(agreed_save.seq)
+            saver.number_from(agreed_save.seq, agreed_save.seq - 1 if spare else None)
             local = shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
             # Now, because the training may change the copies once the save has returned.
-            copies = digests_of(shards.copies(flat, agreed_save.copies), agreed_save.seq)
+            # Large copies take turns by the number of the save, not of its segments.
+            number = agreed_save.seq // (1 + spare)
+            copies = digests_of(shards.copies(flat, agreed_save.copies), number)
         except BaseException as error:
+            if make_room is not None:
+                self.fail(error)
             # The other ranks wait for what this one reports.
             Attempt(self.joint).abandon(error)
             raise
+        # Outside of the block above: a failure of this agreement is one of every rank, and none
+        # has begun to save.
+        if make_room is not None and not make_room(step, local):
+            return None
         digests: dict[str, str] = {}
         attempt = Attempt(self.joint, copies, digests)
         cuts = cuts_of(agreed_save.tiles)
@@ -149,7 +215,7 @@ class RankGroup(Group):
 
     def restore(
         self,
-        root: Root,
+        places: StepPlaces,
         saver: Saver,
         step: int | str | None,
         target: Flat | None,
@@ -160,7 +226,7 @@ class RankGroup(Group):
         """Restore a step on every rank; later saves continue from it.
 
         Args:
-            root: The root.
+            places: The roots that may hold the step.
             saver: The saver of this rank.
             step: The step, which must be the same on every rank.
             target: Filled with the part that this rank holds; ``None``: every rank gets the whole
@@ -173,29 +239,54 @@ class RankGroup(Group):
         Raises:
             RankFailed: A rank could not restore the step. That rank raises the error itself.
         """
-        manifest = self.manifest(root, step, expected_digest)
-        with self.sharing_failure():
-            require_contract(manifest, contract)
-            reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
-            with damage.named(root, manifest):
-                if target is None:
-                    state = leaves.tree_of(manifest.tree, reader.whole())
-                else:
-                    state = _fill(reader, target)
-        # No rank may continue from a step that another rank could not restore.
-        self.joint.agree(None, lambda _: None, "restores")
-        self.resume(saver, reader, target)
+
+        def choose(requests: list[Any]) -> list[tuple[int, int, str]]:
+            _require_same(requests)
+            return [
+                (places.roots.index(root), manifest.seq, root.digest_of(manifest))
+                for root, manifest in places.copies(step, expected_digest)
+            ]
+
+        # Rank 0 decides for all: another process may commit a step between the reads of two ranks.
+        copies = self.joint.agree(step, choose, "restores")
+        for number, seq, digest in copies:
+            root, own_damage = places.roots[number], ""
+            is_last = (number, seq, digest) == tuple(copies[-1])
+            with self.sharing_failure():
+                manifest = root.read(
+                    root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq) / "zarr.json"
+                )
+                # Each rank reads the manifest itself. The digest proves that it is the one of rank
+                # 0.
+                root.require_digest(manifest, digest)
+                require_contract(manifest, contract)
+                reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
+                try:
+                    with damage.named(root, manifest):
+                        if target is None:
+                            state = leaves.tree_of(manifest.tree, reader.whole())
+                        else:
+                            state = _fill(reader, target)
+                except Damaged as error:
+                    if is_last:
+                        raise
+                    own_damage = str(error)
+            # No rank may continue from a step that another rank could not restore.
+            damages = self.joint.agree(
+                own_damage, lambda texts: [t for t in texts if t], "restores"
+            )
+            if not damages:
+                break
+            log.warning("%s. It is read from %s instead", damages[0], places.roots[-1].path)
+        self.resume(saver, reader, target, is_base=places.is_base(root))
         return manifest, state
 
-    def manifest(
-        self, root: Root, step: int | str | None, expected_digest: str | None = None
-    ) -> Manifest:
+    def manifest(self, root: Root, step: int | str | None) -> Manifest:
         """Return the manifest of a step, the same on every rank.
 
         Args:
             root: The root.
             step: As in ``restore``.
-            expected_digest: As in ``Engine.restore``.
 
         Raises:
             RankFailed: The ranks ask for different steps, or one of them could not read it. That
@@ -203,33 +294,31 @@ class RankGroup(Group):
         """
 
         def choose(requests: list[Any]) -> str:
-            if any(request != requests[0] for request in requests):
-                raise RankFailed(f"the ranks ask for different steps: {requests}")
-            manifest = root.manifest(step)
-            root.require_digest(manifest, expected_digest)
-            return root.digest_of(manifest)
+            _require_same(requests)
+            return root.digest_of(root.manifest(step))
 
-        # Rank 0 decides for all: another process may commit a step between the reads of two ranks.
         digest = self.joint.agree(step, choose, "restores")
         with self.sharing_failure():
             manifest = root.manifest(step)
-            # Each rank reads the manifest itself. The digest proves that it is the one of rank 0.
             root.require_digest(manifest, digest)
         return manifest
 
-    def resume(self, saver: Saver, reader: StepReader, state: Flat | None) -> None:
+    def resume(
+        self, saver: Saver, reader: StepReader, state: Flat | None, *, is_base: bool = True
+    ) -> None:
         """Continue from a step that every rank has read with ``reader``.
 
         Args:
             saver: The saver of this rank.
             reader: Has read what this rank holds of the step.
             state: The state as the next save will have it; ``None`` if that is not known.
+            is_base: False: the step is not in the root that is saved to, so chains begin anew.
         """
         own_names = self.joint.resume(
             reader.manifest, None if state is None else shards.held(state)
         )
         # A tile of which this rank read only a part has no base, and is written whole.
-        names = [name for name in own_names if name in reader.stored]
+        names = [name for name in own_names if name in reader.stored and is_base]
         saver.adopt(
             {name: reader.chains[name] for name in names},
             {name: reader.stored[name] for name in names},
@@ -246,6 +335,12 @@ class RankGroup(Group):
             if dist.is_initialized():  # else the job has destroyed them already
                 dist.destroy_process_group(group)
         self._groups = []
+
+
+def _require_same(requests: list[Any]) -> None:
+    """Raise ``RankFailed`` if the ranks ask for different steps."""
+    if any(request != requests[0] for request in requests):
+        raise RankFailed(f"the ranks ask for different steps: {requests}")
 
 
 def _fill(reader: StepReader, target: Flat) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -18,13 +17,13 @@ from deltacheck.backends.torch.group.single_process import (
     RestoreRequest,
     SingleProcessSession,
 )
-from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.backends.torch.group.two_roots import TwoRoots
+from deltacheck.errors import Damaged
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
-from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
+from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.restore.chain import Chain
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store import layout, tags
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -56,6 +55,7 @@ class MemoryFirstSession(SingleProcessSession):
         super().__init__(path, options, settle_reads)
         # The drain may remove segments, so it must know those that the saver builds on.
         self._tier.start(self.saver.protected_segments)
+        self._roots = TwoRoots(self.live, self.root)
 
     @property
     def _tier(self) -> Tier:
@@ -100,16 +100,11 @@ class MemoryFirstSession(SingleProcessSession):
 
     def steps(self) -> list[int]:
         """Return the steps in memory and in the durable root, ascending."""
-        return sorted({*self.root.steps(), *self.live.steps()})
+        return self._roots.steps()
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root; a step that is only in memory is copied there first."""
-        # The lock is held so that nothing deletes the copy before it has its tag.
-        with self._tier.drain.retention_lock:
-            root, manifest = self.find(step)
-            if root is self.live and self._durable_form(manifest) is None:
-                self._tier.persist(manifest, None)
-            tags.put(self.root, step, name, move=move)
+        self._roots.tag(self._tier, step, name, move=move)
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step, in memory and in the durable root."""
@@ -124,21 +119,7 @@ class MemoryFirstSession(SingleProcessSession):
 
         Tags are those of the durable root.
         """
-        if isinstance(step, str):
-            return super().find(step)
-        candidates: list[tuple[Root, Manifest]] = []
-        for root in (self.live, self.root):
-            with contextlib.suppress(StepNotFound):
-                candidates.append((root, root.manifest(step)))
-        if not candidates:
-            steps = ", ".join(map(str, self.steps())) or "none"
-            raise StepNotFound(
-                f"neither {self.live.path} nor {self.root.path} has"
-                f" {'any step' if step is None else f'step {step}'}; steps: {steps}"
-            )
-        # For equal numbers ``max`` returns the first candidate, the memory, which is faster to
-        # read.
-        return max(candidates, key=lambda candidate: candidate[1].seq)
+        return self._roots.find(step)
 
     def _no_deletion(self) -> AbstractContextManager[object]:
         # The next save builds on the segments that are read, and the drain may trim the memory.
@@ -148,11 +129,7 @@ class MemoryFirstSession(SingleProcessSession):
         return [self.root] if isinstance(step, str) else [self.live, self.root]
 
     def _require_digest(self, root: Root, manifest: Manifest, expected: str | None) -> None:
-        # The digest that a save reports is that of the durable manifest, also while the step is
-        # only in memory, where its manifest differs.
-        is_live = root is self.live and expected is not None
-        durable = durable_digest(self.root, manifest) if is_live else None
-        root.require_digest(manifest, expected, durable)
+        self._roots.require_digest(root, manifest, expected)
 
     def _load_or_durable(
         self, root: Root, manifest: Manifest, load: Callable[[Root, Manifest], Any]
@@ -162,22 +139,11 @@ class MemoryFirstSession(SingleProcessSession):
             return load(root, manifest)
         # Files in memory are never synced. The copy on the disk may be whole.
         except Damaged as error:
-            durable = None if root is self.root else self._durable_form(manifest)
+            durable = None if root is self.root else self._roots.durable_form(manifest)
             if durable is None:
                 raise
             log.warning("%s. It is read from %s instead", error, self.root.path)
             return load(self.root, durable)
-
-    def _durable_form(self, manifest: Manifest) -> Manifest | None:
-        """Return the copy of a step in the durable root, or ``None`` if none can be read."""
-        name = layout.checkpoint_id(manifest.seq)
-        try:
-            durable = self.root.read(self.root.path / layout.CHECKPOINTS / name / "zarr.json")
-        # Not copied yet, deleted, or damaged too: the caller reports the first failure.
-        except (FileNotFoundError, Damaged):
-            return None
-        # A resumed run may have used the number again; only the nonce identifies a save.
-        return durable if durable.nonce == manifest.nonce else None
 
     def _adopt(
         self,

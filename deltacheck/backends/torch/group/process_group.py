@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deltacheck.backends.torch.group.arrival import Arrival
-from deltacheck.backends.torch.group.collective import RankGroup
+from deltacheck.backends.torch.group.collective import OneRoot, RankGroup, StepPlaces
 from deltacheck.backends.torch.group.single_process import (
     Attempt,
     RestoreRequest,
@@ -17,6 +17,7 @@ from deltacheck.backends.torch.group.single_process import (
 )
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.save_options import SaveOptions
+from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened
@@ -37,6 +38,8 @@ class ProcessGroupSession(SingleProcessSession):
         RankFailed: The ranks differ in an option or in the folder, or one of them failed.
     """
 
+    is_of_ranks = True
+
     def __init__(
         self,
         path: Place,
@@ -46,24 +49,29 @@ class ProcessGroupSession(SingleProcessSession):
         process_group: dist.ProcessGroup,
     ) -> None:
         # Before the base class is initialised, which calls ``_open``.
-        self._capture = capture
+        self._further_options: dict[str, object] = {"capture": capture} | self._own_options()
         self.group = RankGroup(process_group, options.io_timeout_seconds)
         try:
             # Shared, because the other ranks wait for this one already.
             with self.group.sharing_failure():
                 _require_supported(options)
-            # A merge would write tiles outside of the agreement of the ranks.
-            super().__init__(path, options.without_merges(), settle_reads)
+            super().__init__(path, options, settle_reads)
         except BaseException:
             self.group.close()
             raise
         self.group.joint.groups = self.saver.groups
+        self.group.joint.compactions = self.saver.compactions
         # The saver of rank 0 does not know the segments of other ranks, which a collection must
         # spare.
-        self.writer.protect(lambda: self.group.segments)
+        self.writer.protect(lambda: self.group.protected(self.root.store))
 
     def _open(self, path: Place, options: SaveOptions) -> Opened:
-        return self.group.open(path, options, self._capture)
+        return self.group.open(path, options, **self._further_options)
+
+    def _own_options(self) -> dict[str, object]:
+        """Return further options that all ranks must have in common."""
+        # An engine with another session refuses this one, instead of waiting for it.
+        return {"memory": None}
 
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state with sharded leaves."""
@@ -73,16 +81,24 @@ class ProcessGroupSession(SingleProcessSession):
         self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
     ) -> Attempt | None:
         """Agree with the other ranks on a save, or return ``None`` if one of them is busy."""
-        if not is_whole:
-            raise ValueError(
-                "a gradient log is of one process; it cannot be kept by a process group"
-            )
-        begin_result = self.group.begin(self.saver, step, flat, metrics)
+        assert is_whole, "a gradient log refuses ranks"
+        begin_result = self.group.begin(self.saver, step, flat, metrics, self._make_room)
         if begin_result is None:
             return None
         tiles, attempt, agreed = begin_result
-        make = self.group.maker(self.writer.commit, self.root.store.path)
+        make = self.group.maker(self._commit, self.live.store.path)
         return Attempt(tiles, partial(attempt.commit, make), agreed)
+
+    # ``None``: a save needs no agreement on space.
+    _make_room: Callable[[int, Flat], bool] | None = None
+
+    def _commit(self, manifest: Manifest) -> Written:
+        """Make the step of all ranks exist. Called on rank 0 only."""
+        return self.writer.commit(manifest)
+
+    def _places(self) -> StepPlaces:
+        """Return the roots that may hold a step."""
+        return OneRoot(self.root)
 
     def run_once(self, action: Callable[[], object]) -> None:
         """Run an action on rank 0; every rank waits for it and raises its failure."""
@@ -102,7 +118,7 @@ class ProcessGroupSession(SingleProcessSession):
             self._settle_reads()
             target = self.group.flatten(request.target, target=True)
         manifest, state = self.group.restore(
-            self.root,
+            self._places(),
             self.saver,
             request.step,
             target,

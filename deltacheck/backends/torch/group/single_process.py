@@ -1,7 +1,8 @@
 """The session of an engine on its root: open, begin a save, commit, restore, delete and release.
 
-An engine chooses one of three sessions when it is made. This one serves a process that saves alone;
-``process_group.py`` adds the agreement with other ranks, ``memory_first.py`` a root in memory.
+An engine chooses one of four sessions when it is made. This one serves a process that saves alone;
+``process_group.py`` adds the agreement with other ranks, ``memory_first.py`` a root in memory,
+``memory_of_ranks.py`` both.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class SingleProcessSession:
         settle_reads: Waits until no save under way reads the state any more.
     """
 
+    # True: other ranks save the same step.
+    is_of_ranks = False
+
     def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
         self._flatten = Flattener(tensor_codec.is_host)
         opened = self._open(path, options)
@@ -139,6 +143,10 @@ class SingleProcessSession:
     def persist(self, timeout: float | None) -> None:
         """Wait until the newest step is in the durable root."""
         self.saver.wait(timeout)
+
+    def finish(self, timeout: float | None) -> None:
+        """Do what ``persist`` does when this process ends, without other ranks."""
+        self.persist(timeout)
 
     # --- steps ------------------------------------------------------------------------------------
 

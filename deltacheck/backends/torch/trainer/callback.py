@@ -151,6 +151,11 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         refuse_unsupported(trainer, args[0] if args else kwargs.get("trial"))
+        if trainer.args.world_size > 1 and self._options.get("memory") is not None:
+            raise ValueError(
+                "the Trainer's callback has no memory tier on several ranks, because its files go"
+                " to the disk: leave memory= out"
+            )
         options = dict(self._options)
         limit = trainer.args.save_total_limit
         # The best step may be older than the newest ``limit`` steps, and is loaded at the end.
