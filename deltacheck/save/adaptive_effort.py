@@ -5,9 +5,12 @@ A slow storage calls for more effort, a busy processor for less.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from deltacheck.store.files.effort import Effort
+
+log = logging.getLogger("deltacheck")
 
 EFFORTS = ("auto", *Effort)
 
@@ -66,9 +69,23 @@ class EffortChoice:
         self._last_begin: float | None = None
 
     def adapt(self, begin: float, entropy_seconds: float, storage_seconds: float) -> None:
-        """Choose the effort of the next save by the times of one that began at ``begin``."""
+        """Choose the effort of the next save by the times of one that began at ``begin``.
+
+        A change is logged, with the times.
+        """
         last_begin, self._last_begin = self._last_begin, begin
         # The first save has no interval to compare its times with.
         if self._adapts and last_begin is not None:
             timing = Timing(begin - last_begin, entropy_seconds, storage_seconds)
-            self.current = next_effort(self.current, timing)
+            chosen = next_effort(self.current, timing)
+            if chosen is not self.current:
+                log.info(
+                    "effort %s instead of %s: between two saves, %.3g s apart, the entropy stage"
+                    " took %.3g s and the storage %.3g s",
+                    chosen.value,
+                    self.current.value,
+                    timing.interval_seconds,
+                    entropy_seconds,
+                    storage_seconds,
+                )
+            self.current = chosen

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.save.adaptive_effort import Timing, next_effort
+from deltacheck.save.adaptive_effort import EffortChoice, Timing, next_effort
 from deltacheck.store.files import arrays, native_files
 from deltacheck.store.files.arrays import STREAM_CHUNK_BYTES, ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.files.background import Background
@@ -422,6 +422,20 @@ def test_effort_follows_the_bottleneck_one_step_at_a_time() -> None:
     assert next_effort(Effort.HIGH, slow_processor) is Effort.NORMAL
     assert next_effort(Effort.LOW, slow_processor) is Effort.LOW
     assert all(next_effort(effort, neither) is effort for effort in Effort)
+
+
+def test_a_change_of_the_effort_is_logged_with_its_times(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "deltacheck")
+    choice = EffortChoice("auto")
+    choice.adapt(0.0, 5.0, 1.0)  # the first save has no interval
+    choice.adapt(10.0, 0.1, 0.2)
+    assert (choice.current, caplog.messages) == (Effort.NORMAL, [])
+    choice.adapt(20.0, 5.0, 1.0)
+    assert choice.current is Effort.LOW
+    assert caplog.messages == [
+        "effort low instead of normal: between two saves, 10 s apart, the entropy stage took 5 s"
+        " and the storage 1 s"
+    ]
 
 
 def test_an_unknown_effort_is_refused(tmp_path: Path) -> None:
