@@ -92,6 +92,12 @@ RootOnly: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT]
 RootStep: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="[ROOT] STEP", help=f"{_ROOT_HELP} {_STEP_HELP}")
 ]
+RootNewestStep: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ROOT] [STEP]", help=f"{_ROOT_HELP} {_STEP_HELP} Without a step: the newest."
+    ),
+]
 RootMaybeStep: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
@@ -99,7 +105,11 @@ RootMaybeStep: TypeAlias = Annotated[
     ),
 ]
 RootTwoSteps: TypeAlias = Annotated[
-    list[str] | None, typer.Argument(metavar="[ROOT] STEP STEP", help=f"{_ROOT_HELP} {_STEP_HELP}")
+    list[str] | None,
+    typer.Argument(
+        metavar="[ROOT] STEP [ROOT] STEP",
+        help=f"{_ROOT_HELP} {_STEP_HELP} With two roots, each stands before its step.",
+    ),
 ]
 
 
@@ -135,9 +145,7 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
     words = words or []
     # The form of a word decides, and never the file system: a directory that somebody creates must
     # not change the meaning of a command.
-    steps = [
-        word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)
-    ]
+    steps = list(filter(is_step, words))
     roots = [word for word in words if word not in steps]
     # One of them may be a mistyped step, so the message repeats the forms of a step.
     if len(roots) > 1:
@@ -169,6 +177,11 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
     return Selection(root, tuple(map(_parse_step, steps)))
 
 
+def is_step(word: str) -> bool:
+    """Return whether a word names a step."""
+    return word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word) is not None
+
+
 def _parse_step(word: str) -> int | str | None:
     # ``None`` is the newest step everywhere below the command line.
     if word == LATEST:
@@ -183,13 +196,24 @@ def open_root(words: list[str] | None, item: str | None = None) -> Root:
     return root.open_root(parse(words).root, item)
 
 
-def open_steps(
-    words: list[str] | None, item: str | None = None, *, count: int = 1
-) -> tuple[Root, list[Manifest]]:
-    """Open the root that words name, and read the manifests of exactly ``count`` steps of it."""
+def open_step(words: list[str] | None, item: str | None = None) -> tuple[Root, Manifest]:
+    """Open the root that words name, and read the manifest of a step of it, or of the newest."""
     from deltacheck.store import root
 
-    selection = parse(words, min_steps=count, max_steps=count)
-    # All steps are read through one ``Root``, which keeps the manifests that it has read.
+    selection = parse(words, max_steps=1)
     opened_root = root.open_root(selection.root, item)
-    return opened_root, [opened_root.manifest(step) for step in selection.steps]
+    return opened_root, opened_root.manifest(*selection.steps)
+
+
+def open_two_steps(words: list[str] | None, item: str | None = None) -> list[tuple[Root, Manifest]]:
+    """Open the one or two roots that words name, and read the manifests of two steps of them."""
+    from deltacheck.store import root
+
+    words = words or []
+    pairs = [words[:2], words[2:]]
+    if len(words) == 4 and not any(is_step(pair[0]) for pair in pairs):
+        return [open_step(pair, item) for pair in pairs]
+    selection = parse(words, min_steps=2, max_steps=2)
+    # Both steps are read through one ``Root``, which keeps the manifests that it has read.
+    opened_root = root.open_root(selection.root, item)
+    return [(opened_root, opened_root.manifest(step)) for step in selection.steps]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,8 +23,6 @@ from deltacheck.cli.arguments import (
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from deltacheck.maintain.repair import Repaired
     from deltacheck.maintain.verify import Finding, Verified
     from deltacheck.store.manifest import Manifest
@@ -103,7 +103,7 @@ def verify(  # noqa: PLR0913 - one argument per option
             }
         )
     else:
-        _print_verified(result, contracts, reads_data)
+        _print_verified(root, result, contracts, reads_data)
     # The results are complete on stdout before the exit code says that something was found.
     if result.findings:
         raise typer.Exit(output.FOUND_DAMAGE)
@@ -113,14 +113,31 @@ def _problem_row(finding: Finding) -> Row:
     return {"step": finding.step, "leaf": finding.leaf, "problem": finding.problem}
 
 
-def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) -> None:
-    manifests, findings = result.manifests, result.findings
-    for finding in (*findings, *result.redundant):
+def _lines_of(findings: Iterable[Finding]) -> list[str]:
+    """Return one line for each problem, with the steps and leaves that share it."""
+    from deltacheck.store.root import listed
+
+    by_problem: dict[tuple[bool, str], list[Finding]] = {}
+    for finding in findings:
+        by_problem.setdefault((finding.redundant, finding.problem), []).append(finding)
+    lines = []
+    for (redundant, problem), same in by_problem.items():
         # A manifest that cannot be read does not say which step it is.
-        step = "unknown" if finding.step is None else finding.step
-        leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
-        kind = "redundant: " if finding.redundant else ""
-        output.print_line(f"{kind}step {step}{leaf}: {finding.problem}")
+        steps = sorted({finding.step for finding in same if finding.step is not None})
+        leaves = list(dict.fromkeys(finding.leaf for finding in same if finding.leaf is not None))
+        place = f"{'steps' if len(steps) > 1 else 'step'} {listed(steps) or 'unknown'}"
+        if len(leaves) == 1:
+            place += f", leaf {leaves[0]}"
+        elif leaves:
+            place += f", {len(leaves)} leaves ({leaves[0]}, ...)"
+        lines.append(f"{'redundant: ' if redundant else ''}{place}: {problem}")
+    return lines
+
+
+def _print_verified(root: Root, result: Verified, contracts: list[Row], reads_data: bool) -> None:
+    manifests, findings = result.manifests, result.findings
+    for line in _lines_of((*findings, *result.redundant)):
+        output.print_line(line)
     if contracts and len(manifests) == 1:
         output.print_table(_CONTRACT_COLUMNS, contracts)
     elif contracts:
@@ -133,19 +150,33 @@ def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) ->
             f"{replayed} of them are stored as gradients: the stored data was checked; a restore"
             " checks the replayed state"
         )
-    count = f"{len(manifests)} step{'' if len(manifests) == 1 else 's'}"
     depth = (
         _describe_depth(result)
         if reads_data
         else "tables and metadata read; --deep reads every byte"
     )
-    conclusion = f"{len(findings)} findings" if findings else "no damage found"
+    conclusion = output.count(len(findings), "finding") if findings else "no damage found"
     if result.redundant:
         conclusion += (
             f"; {len(result.redundant)} redundant: these files are damaged, but no restore needs"
             " them; repair writes them again"
         )
-    output.print_line(f"{count} checked ({depth}): {conclusion}")
+    output.print_line(f"{output.count(len(manifests), 'step')} checked ({depth}): {conclusion}")
+    if findings:
+        _print_remedy(root, result)
+
+
+def _print_remedy(root: Root, result: Verified) -> None:
+    """Print the steps that no damage was found in, and the command that says what can be saved."""
+    from deltacheck.store.root import listed
+
+    damaged = {finding.step for finding in result.findings}
+    intact = [manifest.step for manifest in result.manifests if manifest.step not in damaged]
+    if intact:
+        output.print_line(f"steps without a finding: {listed(intact)}")
+    # A repair needs a root on this machine.
+    if isinstance(root.path, Path):
+        output.print_line(f"next: deltacheck repair {shlex.quote(str(root.path))} --dry-run")
 
 
 def _step_to_check(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from deltacheck.cli.arguments import (
     MaxBytes,
     MaxSeconds,
     RootTwoSteps,
-    open_steps,
+    open_two_steps,
 )
 from deltacheck.cli.output import Column, Row
 
@@ -35,6 +37,7 @@ class _Side:
     tied leaves only.
     """
 
+    root: Root
     manifest: Manifest
     owners: dict[str, str]
 
@@ -45,10 +48,10 @@ class _Side:
         """Return a value that is equal for equal bytes only, ``None`` if the manifest has none."""
         return self.manifest.mark_of(self.owners[path])
 
-    def leaves(self, root: Root, paths: list[str]) -> dict[str, Leaf]:
+    def leaves(self, paths: list[str]) -> dict[str, Leaf]:
         from deltacheck.restore import export
 
-        return export.resolve(root, self.manifest, {path: self.owners[path] for path in paths})
+        return export.resolve(self.root, self.manifest, {path: self.owners[path] for path in paths})
 
 
 def diff(
@@ -62,11 +65,13 @@ def diff(
     """Show the leaves that changed between two steps, and by how much."""
     from deltacheck.leaf import tree
 
-    root, manifests = open_steps(words, item, count=2)
-    before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in manifests)
+    before, after = (
+        _Side(root, manifest, tree.array_paths(manifest.tree))
+        for root, manifest in open_two_steps(words, item)
+    )
     # Digests decide which leaves are read at all. Equal leaves cost no byte of data.
     paths = _classify(before, after, leaves or [])
-    compared = _measure(root, before, after, paths["changed"])
+    compared = _measure(before, after, paths["changed"])
     # Leaves that ranks have only cut into other tiles have other digests, but no changed element.
     changed = [row for row in compared if row["changed"]]
     tables: dict[str, list[Row]] = {
@@ -87,15 +92,24 @@ def diff(
     unchanged = len(paths["unchanged"]) + len(compared) - len(changed)
     if as_json:
         steps = {
-            name: {"step": manifest.step, "seq": manifest.seq}
-            for name, manifest in zip(("before", "after"), manifests, strict=True)
+            name: {
+                "root": str(side.root.path),
+                "step": side.manifest.step,
+                "seq": side.manifest.seq,
+            }
+            for name, side in (("before", before), ("after", after))
         }
-        output.print_json({"root": str(root.path), **steps, "unchanged": unchanged, **tables})
-    else:
-        output.print_line(
-            f"step {before.manifest.step} -> step {after.manifest.step}:"
-            f" {_summarize(unchanged, tables)}"
+        output.print_json(
+            {"root": str(before.root.path), **steps, "unchanged": unchanged, **tables}
         )
+    else:
+        # Two roots are named, because their steps may have the same number.
+        names = [
+            f"step {side.manifest.step}"
+            + (f" of {side.root.path}" if before.root.path != after.root.path else "")
+            for side in (before, after)
+        ]
+        output.print_line(f"{' -> '.join(names)}: {_summarize(unchanged, tables)}")
         _print_tables(tables)
 
 
@@ -140,16 +154,18 @@ def _outcome(path: str, before: _Side, after: _Side) -> str:
     return "unchanged" if None is not before.mark(path) == after.mark(path) else "changed"
 
 
-def _measure(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[Row]:
+def _measure(before: _Side, after: _Side, paths: list[str]) -> list[Row]:
     """Read leaves of both steps and measure their drift."""
     from deltacheck.maintain import drift
 
     rows: list[Row] = []
-    old, new = before.leaves(root, paths), after.leaves(root, paths)
+    with _naming(before, after):
+        old, new = before.leaves(paths), after.leaves(paths)
     # The bar counts the earlier step only, as both sides have the same sizes.
     with output.progress("comparing", sum(leaf.spec.raw_bytes for leaf in old.values())) as advance:
         for path in paths:
-            result = drift.measure(old[path], new[path])
+            with _naming(before, after):
+                result = drift.measure(old[path], new[path])
             rows.append(
                 {
                     "path": path,
@@ -160,6 +176,24 @@ def _measure(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[
             )
             advance(old[path].spec.raw_bytes)
     return rows
+
+
+@contextmanager
+def _naming(before: _Side, after: _Side) -> Iterator[None]:
+    """Return a context in which an error of damage names the step that has it."""
+    from deltacheck.errors import Damaged
+    from deltacheck.restore import damage
+
+    try:
+        yield
+    except Damaged as error:
+        # Copies of a root have segments of the same names.
+        is_before = error.file.startswith(str(before.root.store.path)) and damage.harmed_leaves(
+            before.root, before.manifest, error.file
+        )
+        side = before if is_before else after
+        with damage.named(side.root, side.manifest):
+            raise
 
 
 def _describe(spec: LeafSpec | None) -> Row:

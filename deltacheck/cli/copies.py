@@ -19,8 +19,9 @@ from deltacheck.cli.arguments import (
     Leaves,
     MaxBytes,
     MaxSeconds,
+    RootNewestStep,
     RootStep,
-    open_steps,
+    open_step,
     parse,
 )
 
@@ -70,7 +71,7 @@ class _Export(NamedTuple):
 
 
 def export(  # noqa: PLR0913 - one argument per option
-    words: RootStep = None,
+    words: RootNewestStep = None,
     to: Annotated[
         Format | None,
         typer.Option("--to", help="The format. Default: by the suffix of FILE."),
@@ -109,7 +110,7 @@ def export(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter(
             f"give the format with --to, or a file with --out that ends in {', '.join(_SUFFIXES)}"
         )
-    root, (manifest,) = open_steps(words, item)
+    root, manifest = open_step(words, item)
     try:
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:
@@ -176,6 +177,7 @@ def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | N
     Returns:
         For torch files, true if ``torch.load(weights_only=True)`` reads the file. Else ``None``.
     """
+    from deltacheck.restore import damage
     from deltacheck.restore.export import new_file
 
     write = {
@@ -184,6 +186,7 @@ def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | N
         Format.TORCH: _write_torch,
     }[form]
     with (
+        damage.named(job.root, job.manifest),
         new_file(path, overwrite=force) as file,
         output.progress("writing", job.raw_bytes) as advance,
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,10 +15,10 @@ from deltacheck.cli.arguments import (
     Leaves,
     MaxBytes,
     MaxSeconds,
+    RootNewestStep,
     RootOnly,
-    RootStep,
     open_root,
-    open_steps,
+    open_step,
 )
 from deltacheck.cli.output import Column, Row
 
@@ -288,7 +288,7 @@ def _expand_classes(rows: list[Row]) -> list[Row]:
 
 
 def show(
-    words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
+    words: RootNewestStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
 ) -> None:
     """Show the leaves, the Python values and the segments of a step."""
     from deltacheck.leaf import tree
@@ -296,7 +296,7 @@ def show(
     from deltacheck.restore import export
     from deltacheck.store.root import open_segments
 
-    root, (manifest,) = open_steps(words, item)
+    root, manifest = open_step(words, item)
     owners = export.select(manifest, leaves or ())
     states = history.leaf_states(manifest, open_segments(root, manifest))
     scalars = {} if leaves else tree.scalars(manifest.tree)
@@ -311,7 +311,7 @@ def show(
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
     }
     if not as_json:
-        _print_step(manifest, root.digest_of(manifest), tables)
+        _print_step(manifest, root.digest_of(manifest), tables, is_grouped=not leaves)
         return
     output.print_json(
         {
@@ -422,10 +422,76 @@ def _format_ranges(numbers: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -> None:
+# The most leaves that ``show`` lists one by one without being asked to.
+_MOST_ROWS = 40
+
+
+def _grouped(rows: list[Row]) -> list[Row]:
+    """Return a row for each group of leaves whose paths differ in numbers only."""
+    from deltacheck.report.groups import classes
+
+    by_path = {str(row["path"]): row for row in rows}
+    sizes = {path: cast(int, row["raw_bytes"]) for path, row in by_path.items()}
+    return [
+        _group_row(name, [by_path[path] for path in paths])
+        for name, paths in classes(sizes, _MOST_ROWS).items()
+    ]
+
+
+def _group_row(name: str, rows: list[Row]) -> Row:
+    """Return the row of a group: sums, the greatest age, depth and error, and all other values."""
+
+    def of(key: str) -> list[Any]:
+        return [row[key] for row in rows if row[key] is not None]
+
+    def most(key: str) -> object:
+        return max(of(key), default=None)
+
+    def each(key: str) -> str | None:
+        return ", ".join(sorted(set(map(str, of(key))))) or None
+
+    words = sum(row["words"] for row in rows if row["density"] is not None)  # type: ignore[misc]
+    return {
+        "path": name.strip(),
+        "leaves": len(rows),
+        **{key: each(key) for key in ("dtype", "contract", "derived", "kind")},
+        **{key: most(key) for key in ("measured", "age_steps", "chain_depth")},
+        "raw_bytes": sum(of("raw_bytes")),
+        "density": sum(of("changed_words")) / words if words else None,
+    }
+
+
+def _grouped_values(rows: list[Row]) -> list[Row]:
+    """Return a row for each group of Python values whose paths differ in numbers only."""
+    from deltacheck.report.groups import classes
+
+    by_path = {str(row["path"]): row for row in rows}
+    lines: list[Row] = []
+    for name, paths in classes(dict.fromkeys(by_path, 1), _MOST_ROWS).items():
+        same = [by_path[path] for path in paths]
+        values = list(dict.fromkeys(output.short(row["value"]) for row in same))
+        ellipsis = f", ... ({len(same)} values)" if len(values) > 2 else ""
+        lines.append(
+            {
+                "path": name.strip(),
+                "type": ", ".join(sorted({str(row["type"]) for row in same})),
+                "value": ", ".join(values[:2]) + ellipsis,
+            }
+        )
+    return lines
+
+
+def _print_step(
+    manifest: Manifest, digest: str, tables: dict[str, list[Row]], *, is_grouped: bool
+) -> None:
     from deltacheck.report import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
+    is_grouped = is_grouped and len(leaves) + len(scalars) > _MOST_ROWS
+    if is_grouped:
+        leaves, scalars = _grouped(leaves), _grouped_values(scalars)
+    else:
+        scalars = [row | {"value": output.short(row["value"])} for row in scalars]
     needed_bytes = sum(ref.stored_bytes for ref in manifest.segments)
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
     output.print_line(f"digest {digest}")
@@ -445,6 +511,7 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),
+        Column("LEAVES", "leaves"),
         Column("TIED TO", "tied_to", left=True),
         Column("TYPE", "dtype", left=True),
         Column("SHAPE", "shape", output.shape, left=True),
@@ -463,6 +530,8 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     )
     # Most states have none of these, and the table is wide enough without them.
     optional = (
+        "leaves",
+        "shape",
         "tied_to",
         "derived",
         "measured",
@@ -475,9 +544,11 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     visible_columns = [
         column
         for column in columns
-        if column.key not in optional or any(row[column.key] is not None for row in leaves)
+        if column.key not in optional or any(row.get(column.key) is not None for row in leaves)
     ]
     output.print_table(visible_columns, leaves)
+    if is_grouped:
+        output.print_line("leaves whose paths differ in numbers only; --leaves '*' lists each")
     if scalars:
         output.print_line("")
         values = (
@@ -485,7 +556,7 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
             Column("TYPE", "type", left=True),
             Column("", "value", left=True),
         )
-        output.print_table(values, [row | {"value": output.short(row["value"])} for row in scalars])
+        output.print_table(values, scalars)
     output.print_line("")
     output.print_table(
         (Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)),
@@ -494,7 +565,7 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
 
 
 def blame(
-    words: RootStep = None,
+    words: RootNewestStep = None,
     leaves: Leaves = None,
     item: Item = None,
     max_bytes: MaxBytes = None,
@@ -506,7 +577,7 @@ def blame(
     from deltacheck.maintain.blame import blame as blame_leaves
     from deltacheck.restore.export import matches
 
-    root, (manifest,) = open_steps(words, item)
+    root, manifest = open_step(words, item)
     # Leaves that are computed at a restore have no bytes of their own, and so no origin.
     stored_paths = sorted([*manifest.leaves, *manifest.tiles])
     paths = [

@@ -179,6 +179,11 @@ def size(count: float) -> str:
     return format_bytes(count)
 
 
+def count(number: int, noun: str) -> str:
+    """Format a number of things: ``1 step``, ``2 steps``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def share(fraction: float) -> str:
     """Format a fraction as a percentage."""
     return f"{100 * fraction:.3g} %"

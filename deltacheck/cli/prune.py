@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, open_root, parse
+from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, is_step, open_root, parse
 
 if TYPE_CHECKING:
     from deltacheck.policy import KeepBest
@@ -150,6 +150,8 @@ def tag(
 
     if not words:
         raise typer.BadParameter("this command takes a step and a name")
+    if is_step(words[-1]) and not any(map(is_step, words[:-1])):
+        raise typer.BadParameter(f"the name of the tag is missing after {words[-1]!r}")
     # The name is the last word, because it may look like a root.
     selection = parse(words[:-1], min_steps=1, max_steps=1)
     # No lease: tags have a lock of their own, so a step can be tagged beside a training.

@@ -569,7 +569,7 @@ def _refuse_lost(root: Place, store: Store, item: str | None = None) -> None:
         raise Damaged(
             f"{store.path / 'zarr.json'} is missing or damaged, but {len(segments)} segments lie"
             f" beside it. `deltacheck repair {root}` writes it again; steps that restore then:"
-            f" {_listed(Root(root, store, item).steps()) or 'none'}",
+            f" {listed(Root(root, store, item).steps()) or 'none'}",
             file=store.path / "zarr.json",
         )
 
@@ -622,10 +622,11 @@ def create_manager_store(
 
 def describe_steps(steps: list[int]) -> str:
     """Return the steps of a root in words short enough for an error."""
-    return f"Steps that it has: {_listed(steps)}" if steps else "It has no committed step"
+    return f"Steps that it has: {listed(steps)}" if steps else "It has no committed step"
 
 
-def _listed(steps: list[int]) -> str:
+def listed(steps: list[int]) -> str:
+    """Return steps in words short enough for a line."""
     if len(steps) <= 8:
         return ", ".join(map(str, steps))
     return f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
@@ -689,7 +690,7 @@ def _refuse_deleted(root: Root, manifest: Manifest | Brief, error: ChainBroken) 
 
 def way_out(steps: list[int]) -> str:
     """Return the steps that remain, in words for the end of an error."""
-    return f"Steps that still restore: {_listed(steps)}" if steps else "No other step restores"
+    return f"Steps that still restore: {listed(steps)}" if steps else "No other step restores"
 
 
 def _still_exists(root: Root, manifest: Manifest | Brief) -> bool:

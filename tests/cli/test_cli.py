@@ -261,6 +261,19 @@ def test_show_takes_latest_and_a_pattern(run: Run, deltacheck_: Command) -> None
     ]
 
 
+def test_show_groups_the_leaves_of_a_large_state(tmp_path: Path, deltacheck_: Command) -> None:
+    layers = {f"layers.{n}.w": np.full(300, n, np.float32) for n in range(50)}
+    with Engine(tmp_path / "root") as engine:
+        engine.save(0, {"model": layers, "groups": list(range(9))}).result(60)
+    (line,) = (x for x in deltacheck_("show", tmp_path / "root").out.splitlines() if "*.w" in x)
+    assert line.split()[:5] == ["model/layers.*.w", "50", "float32", "58.6", "KiB"]
+    printed = deltacheck_("show", tmp_path / "root").out
+    assert "groups/*  int   0, 1, ... (9 values)" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert deltacheck_("show", tmp_path / "root", "--leaves", "*").out.count("layers.") == 50
+    assert len(deltacheck_("show", tmp_path / "root", "--json").json["leaves"]) == 50
+
+
 def test_a_step_is_shown_of_the_root_one_stands_in(
     run: Run, deltacheck_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,14 +396,32 @@ def test_diff_tells_leaves_and_values_that_came_went_or_changed_shape(
     assert [row["path"] for row in backwards["added"]] == ["gone"]
 
 
+def test_diff_compares_steps_of_two_roots_and_names_the_root_that_is_damaged(
+    run: Run, damaged: Path, deltacheck_: Command
+) -> None:
+    found = deltacheck_("diff", run.root, 0, damaged, 25, "--json").json
+    assert (found["before"]["root"], found["after"]["root"]) == (str(run.root), str(damaged))
+    assert found["changed"] == deltacheck_("diff", run.root, 0, 25, "--json").json["changed"]
+    printed = deltacheck_("diff", run.root, 0, damaged, "latest").out
+    assert printed.startswith(f"step 0 of {run.root} -> step 25 of {damaged}: 3 changed")
+    for file in data_files(damaged, 1, "delta"):
+        flip(file)
+    failed = deltacheck_("diff", run.root, 0, damaged, 25)
+    assert failed.code == 4
+    assert f"step 25 of {damaged}: leaf" in failed.err
+    assert "Steps that still restore: 0" in failed.err
+    assert deltacheck_("diff", run.root, 0, damaged).code == 2
+
+
 def test_diff_does_not_read_leaves_with_equal_digests(
     run: Run, damaged: Path, deltacheck_: Command
 ) -> None:
     (packed,) = [path for path in data_files(damaged, 0, "packed") if "uint16" in str(path)]
     flip(packed)  # holds the bfloat16 leaves, which never change
-    assert deltacheck_("diff", damaged, 0, 25, "--json").json == deltacheck_(
-        "diff", run.root, 0, 25, "--json"
-    ).json | {"root": str(damaged)}
+    expected = deltacheck_("diff", run.root, 0, 25, "--json").json
+    for document in (expected, expected["before"], expected["after"]):
+        document["root"] = str(damaged)
+    assert deltacheck_("diff", damaged, 0, 25, "--json").json == expected
     assert (
         deltacheck_("export", damaged, 25, "--out", damaged.parent / "x.npz").code == 4
     )  # so it would have been noticed
@@ -473,7 +504,21 @@ def test_deep_verify_names_each_step_and_leaf_that_stands_on_a_damaged_file(
     assert all(str(file.parent) in f["problem"] for f in found.json["findings"])
     lines = deltacheck_("verify", damaged, 10, "--deep").out.splitlines()
     assert lines[0].startswith("step 10, leaf model/weight: ")
-    assert lines[-1].endswith("1 findings")
+    assert lines[1].endswith("1 finding")
+    assert lines[2] == f"next: deltacheck repair {damaged} --dry-run"
+
+
+def test_verify_prints_a_damaged_chunk_once_and_the_steps_without_damage(
+    damaged: Path, deltacheck_: Command
+) -> None:
+    for file in data_files(damaged, 1, "delta"):
+        flip(file)
+    found = deltacheck_("verify", damaged, "--deep", "--json").json["findings"]
+    lines = deltacheck_("verify", damaged, "--deep").out.splitlines()
+    assert len(lines) - 3 == len({row["problem"] for row in found}) < len(found)
+    assert lines[0].startswith("steps 10, 25, ")
+    assert lines[-3].endswith(f"{len(found)} findings")
+    assert lines[-2] == "steps without a finding: 0"
 
 
 def test_deep_verify_finds_what_the_library_finds(damaged: Path, deltacheck_: Command) -> None:
@@ -978,7 +1023,7 @@ def test_no_damaged_file_ends_in_a_traceback(
         ["ls", "--nonsense"],
         ["ls", "a", "b"],
         ["ls", "5"],
-        ["show", "a"],
+        ["tag", "a", "1"],
         ["show", "a", "1", "2"],
         ["diff", "a", "1"],
         ["verify", "a", "1", "2"],
