@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -113,6 +114,41 @@ def test_a_file_that_needs_code_is_refused_and_none_runs(
         assert code == DAMAGED
         assert f"{name} cannot be read without running code from it" in about["error"]["message"]
         assert deltacheck.open(tmp_path / name.partition(".")[0]).steps() == [1]
+    assert not (tmp_path / "ran").exists()
+
+
+class Crafted:
+    """Pickled as an array of NumPy whose type and state are those given."""
+
+    def __init__(self, kind: str, state: tuple[object, ...]) -> None:
+        self.kind, self.state = kind, state
+
+    def __reduce__(self) -> Any:
+        reconstruct, arguments, _ = np.zeros(1).__reduce__()
+        return reconstruct, arguments, (1, (2,), np.dtype(self.kind), *self.state)
+
+
+def test_arrays_of_numpy_in_torch_files_are_read_without_its_unpickling(tmp_path: Path) -> None:
+    state = {
+        "random": np.random.default_rng(3).bit_generator.state | {"old": np.random.get_state()},
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "items": [np.float32(0.1), (np.arange(3, dtype=np.complex64), np.bool_(True))],
+        "empty": np.zeros((0, 2), np.int16),
+    }
+    torch.save(state, tmp_path / "a_1.pt")
+    assert_same(state, torch_import.read(tmp_path / "a_1.pt"))
+    swapped = np.arange(3, dtype=np.int32)
+    torch.save({"x": swapped.astype(swapped.dtype.newbyteorder(">"))}, tmp_path / "a_2.pt")
+    assert_same({"x": swapped}, torch_import.read(tmp_path / "a_2.pt"))
+    for crafted in (
+        np.array([Touch(tmp_path / "ran")], object),
+        np.zeros(2, [("a", "i4")]),
+        Crafted("i4", (False, b"1234")),
+        Crafted("M8[s]", (False, b"0" * 16)),
+    ):
+        torch.save({"w": torch.ones(2), "x": crafted}, tmp_path / "a_3.pt")
+        assert main(["import", str(tmp_path / "root"), str(tmp_path / "a_3.pt")]) == DAMAGED
+        assert not (tmp_path / "root").exists()  # a refusal leaves no empty root
     assert not (tmp_path / "ran").exists()
 
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.files import numpy_pickle
+from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.sampling import SUFFIXES
 from deltacheck.errors import Damaged
 
@@ -84,7 +84,10 @@ def read(path: Path) -> object:
             f"reading {path.name} needs safetensors: pip install safetensors"
         ) from error
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        # torch's reason is in its last lines, after advice that does not apply here.
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+        blocked = re.search(r"GLOBAL (\S+) was not an allowed", text)
+        reason = f"it contains {blocked[1]}" if blocked else text.strip().partition("\n")[0]
         raise Damaged(
             f"{path} cannot be read without running code from it: {type(error).__name__}: {reason}."
             " Where you trust the file, load it yourself and save what it holds with Engine"
@@ -93,12 +96,12 @@ def read(path: Path) -> object:
 
 def _torch(path: Path) -> object:
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return numpy_pickle.load(path, map_location="cpu", mmap=True)
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
         # Files from before torch 1.6 cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return numpy_pickle.load(path, map_location="cpu")
 
 
 def ingest(
@@ -113,6 +116,9 @@ def ingest(
         Damaged: A file cannot be read. The steps before it are committed.
         UnsupportedLeaf: A value cannot be kept exactly; the message names it.
     """
+    # Before the root is made, so that a refusal leaves none.
+    for _, path in files[:1]:
+        leaves.flatten(read(path))
     with Engine(root) as engine:
         # Before the first save, so that a refused import writes nothing.
         existing = sorted({step for step, _ in files} & set(engine.steps()))
