@@ -366,13 +366,19 @@ def branch(
     as_json: Json = False,
 ) -> None:
     """Make a new root that begins with a step of this root, and shares its files."""
+    from deltacheck.errors import NotACheckpointRoot
     from deltacheck.maintain.branch import branch as branch_step
     from deltacheck.store.root import open_root
 
     if to is None:
         raise typer.BadParameter("name the directory of the new root with --to")
     selection = parse(words, min_steps=1, max_steps=1)
-    result = branch_step(open_root(selection.root, item), selection.steps[0], to, copy=copy)
+    root = open_root(selection.root, item)
+    try:
+        result = branch_step(root, selection.steps[0], to, copy=copy)
+    except NotACheckpointRoot as error:
+        # The new root cannot lie there.
+        raise typer.BadParameter(str(error)) from error
     if as_json:
         output.print_json({"root": str(to), **asdict(result)})
         return
