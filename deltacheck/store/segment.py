@@ -134,7 +134,7 @@ class SegmentWriter:
         self,
         root: Place,
         segment_id: str,
-        where: ts.Context,
+        context: ts.Context,
         streams: StreamWriter,
         effort: Effort,
         durability: Durability = Durability.POWER,
@@ -143,7 +143,7 @@ class SegmentWriter:
         self._durability = durability
         self.id = segment_id
         self._root, self.path = root, root / layout.SEGMENTS / segment_id
-        self._where = where
+        self._context = context
         self.parts: list[Part] = []
         self._packed: dict[str, list[NDArray[Any]]] = {}
         self._packed_length: dict[str, int] = {}
@@ -213,7 +213,7 @@ class SegmentWriter:
         if not self._pending:
             # Before the first write of all, which makes the directories.
             inside(self._root, self.path)
-        pending = arrays.write(path, spec, values, self._where)
+        pending = arrays.write(path, spec, values, self._context)
         self._pending.append(pending)
         return pending
 
@@ -300,17 +300,17 @@ class Segment:
     Args:
         root: The store.
         ref: The segment's reference in a checked manifest.
-        where: TensorStore's resources.
+        context: TensorStore's resources.
 
     Raises:
         ChainBroken: The segment is missing.
         Damaged: Its table is not the committed one.
     """
 
-    def __init__(self, root: Place, ref: SegmentRef, where: ts.Context) -> None:
+    def __init__(self, root: Place, ref: SegmentRef, context: ts.Context) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
-        self._where = where
+        self._context = context
         for folder in (self.path.parent, self.path):
             storage_of(folder).check_directory()
         try:
@@ -350,7 +350,7 @@ class Segment:
     @cached_property
     def _digests(self) -> Reading:
         return ReadableArray(
-            self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where
+            self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._context
         ).start()
 
     @cached_property
@@ -376,7 +376,7 @@ class Segment:
         for first in range(0, spec.shape[0], rows):
             stop = min(first + rows, spec.shape[0])
             with contextlib.suppress(Damaged):
-                array = ReadableArray(self._folder(layout.DIGESTS), spec, self._where)
+                array = ReadableArray(self._folder(layout.DIGESTS), spec, self._context)
                 digests[first:stop] = array.read([slice(first, stop), slice(0, 2)])
         return digests
 
@@ -385,14 +385,14 @@ class Segment:
     ) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._where)
+        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._context)
         return array.start_into(out.view(spec.element.storage).reshape(shape), box)
 
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
         folder = self._folder(layout.PACKED)
         return {
-            s: ReadableArray(folder / s, packed_spec(s, length), self._where)
+            s: ReadableArray(folder / s, packed_spec(s, length), self._context)
             for s, length in self.table.packed.items()
         }
 
@@ -404,7 +404,7 @@ class Segment:
         """Return the reader of a part."""
         if number not in self._parts:
             path = self._folder(layout.DELTA, str(number))
-            self._parts[number] = PartReader(path, self.table.parts[number], self._where)
+            self._parts[number] = PartReader(path, self.table.parts[number], self._context)
         return self._parts[number]
 
     def _folder(self, *names: str) -> Place:
@@ -477,10 +477,10 @@ class Segment:
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(self, path: Place, part: Part, where: ts.Context) -> None:
+    def __init__(self, path: Place, part: Part, context: ts.Context) -> None:
         self._path = path
         self._part = part
-        self._where = where
+        self._context = context
 
     @cached_property
     def index(self) -> U32:
@@ -504,7 +504,9 @@ class PartReader:
 
     @cached_property
     def _index(self) -> Reading:
-        return ReadableArray(self._path / "index", index_spec(self._part.rows), self._where).start()
+        return ReadableArray(
+            self._path / "index", index_spec(self._part.rows), self._context
+        ).start()
 
     def start_index(self) -> None:
         """Begin to read ``index``."""
@@ -532,7 +534,7 @@ class PartReader:
     @cached_property
     def _arrays(self) -> Mapping[str, ReadableArray]:
         return {
-            n: ReadableArray(self._path / n, stream_spec(n, s), self._where)
+            n: ReadableArray(self._path / n, stream_spec(n, s), self._context)
             for n, s in self._part.streams.items()
         }
 

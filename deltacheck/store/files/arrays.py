@@ -219,7 +219,7 @@ def context(
     return ts.Context(resources, parent)
 
 
-def _open(path: Place, spec: ArraySpec, where: ts.Context, **options: bool) -> ts.TensorStore:
+def _open(path: Place, spec: ArraySpec, context: ts.Context, **options: bool) -> ts.TensorStore:
     return ts.open(
         {
             "driver": "zarr3",
@@ -232,11 +232,11 @@ def _open(path: Place, spec: ArraySpec, where: ts.Context, **options: bool) -> t
             "recheck_cached_metadata": False,
             **options,
         },
-        context=where,
+        context=context,
     ).result()
 
 
-def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
+def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Context) -> Pending:
     """Begin to write a new array, its metadata and ``values``, without waiting for a disk.
 
     Args:
@@ -244,12 +244,12 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
         spec: The array.
         values: The content. TensorStore reads it in place, so it must not change until the returned
             write is done.
-        where: Resources without a cache.
+        context: Resources without a cache.
     """
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until
     # zarr.json is on the disk.
-    target = _open(path, spec, where, open=True, assume_metadata=True)
-    metadata_write = _start_describe(path, spec, where)
+    target = _open(path, spec, context, open=True, assume_metadata=True)
+    metadata_write = _start_describe(path, spec, context)
     # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape) == 0:
         return _Writes(metadata_write, ())
@@ -323,7 +323,7 @@ class StreamWriter:
     holds the GIL, and stop training.
 
     Args:
-        where: TensorStore's resources.
+        context: TensorStore's resources.
         durability: Whether files are synced.
         local: Whether streams go to local files; the native module writes to nothing else.
     """
@@ -334,9 +334,9 @@ class StreamWriter:
     _NICENESS = 5
 
     def __init__(
-        self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True
+        self, context: ts.Context, durability: Durability = Durability.POWER, local: bool = True
     ) -> None:
-        self._where = where
+        self._context = context
         self._durability = durability
         self._local = local
         self._background = Background(self._THREADS, "deltacheck-streams", self._NICENESS)
@@ -376,8 +376,10 @@ class StreamWriter:
         native = self._native
         if native is None or not isinstance(path, Path):
             # The empty array comes first because NumPy cannot concatenate nothing.
-            return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
-        metadata_write = _start_describe(path, spec, self._where)
+            return write(
+                path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._context
+            )
+        metadata_write = _start_describe(path, spec, self._context)
         # The native module takes plain runs of bytes. Only pieces that are not contiguous are
         # copied.
         contiguous = [np.ascontiguousarray(piece) for piece in pieces]
@@ -459,28 +461,28 @@ class _Writes:
         return all(future.done() for future in (*self._data, self._described))
 
 
-def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
+def _start_describe(path: Place, spec: ArraySpec, context: ts.Context) -> Any:
     """Begin to write an array's metadata; return the future."""
     content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
-    return storage_of(path).start_write_new("zarr.json", content, where)
+    return storage_of(path).start_write_new("zarr.json", content, context)
 
 
 class ReadableArray:
     """An array of a committed segment, opened with the metadata that it must have."""
 
-    def __init__(self, path: Place, spec: ArraySpec, where: ts.Context) -> None:
+    def __init__(self, path: Place, spec: ArraySpec, context: ts.Context) -> None:
         self._path = path
         self._spec = spec
         self._cells = spec.cells
         self._looked_at: set[str] = set()
         storage_of(path).check_directory()
-        self._where = where
+        self._context = context
 
     @cached_property
     def _array(self) -> Any:
         # Opened at the first read that needs TensorStore. The native module needs no handle.
         try:
-            return _open(self._path, self._spec, self._where, open=True, assume_metadata=True)
+            return _open(self._path, self._spec, self._context, open=True, assume_metadata=True)
         except _TENSORSTORE_ERRORS as error:
             raise read_error(error, self._path) from error
 
