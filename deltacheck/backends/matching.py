@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from deltacheck.errors import TreeMismatch
+from deltacheck.leaf.containers import DTYPE
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, Flat, array_paths, dtype_tags
+from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, ArrayNode, Flat, array_paths
 from deltacheck.restore.follower import LeafChange, Update
 from deltacheck.store.manifest import Manifest
 
@@ -17,6 +18,7 @@ _SHOWN_PROBLEMS = 5
 def match_targets(
     manifest: Manifest,
     target: Flat,
+    arrays: Mapping[str, ArrayNode],
     partly: bool = False,
     *,
     omitted: Container[str] = (),
@@ -27,6 +29,7 @@ def match_targets(
     Args:
         manifest: The step.
         target: The target, flattened.
+        arrays: The arrays of its skeleton (``tree.array_nodes``).
         partly: Accept a target that does not have all leaves of the step.
         omitted: Leaves of the step that the target may lack in any case.
         remedy: What the caller can do if they differ, for the message.
@@ -38,36 +41,34 @@ def match_targets(
         TreeMismatch: Paths, shapes or dtypes differ, or leaves that are tied in the target were
             saved with different content. The message names the leaves and both values.
     """
-    stored_owners, target_owners, specs = (
-        array_paths(manifest.tree),
-        array_paths(target.skeleton),
-        manifest.specs,
-    )
+    stored, specs = manifest.arrays, manifest.specs
+    common = sorted(arrays.keys() & stored.keys())
     problems = [
         f"leaf {path!r} of the target is not in step {manifest.step}"
-        for path in sorted(target_owners.keys() - stored_owners.keys())
+        for path in sorted(arrays.keys() - stored.keys())
     ]
     problems += [
         f"leaf {path!r} of step {manifest.step} is not in the target"
-        for path in sorted(stored_owners.keys() - target_owners.keys())
+        for path in sorted(stored.keys() - arrays.keys())
         if not partly and path not in omitted
     ]
     # By path and not by owner: tied leaves may be views of another element type.
-    stored_types, target_types = dtype_tags(manifest.tree), dtype_tags(target.skeleton)
     problems += [
-        f"leaf {path!r} is {stored_types.get(path, 'another type')} in step {manifest.step},"
-        f" {target_types.get(path, 'another type')} in the target"
-        for path in sorted(target_owners.keys() & stored_owners.keys())
-        if stored_types.get(path) != target_types.get(path)
+        f"leaf {path!r} is {_type_of(stored[path])} in step {manifest.step},"
+        f" {_type_of(arrays[path])} in the target"
+        for path in common
+        if _type_of(stored[path]) != _type_of(arrays[path])
     ]
     sources: dict[str, str] = {}
-    for path in sorted(target_owners.keys() & stored_owners.keys()):
-        owner, spec = target_owners[path], specs[stored_owners[path]]
-        problems += _mismatch(path, target.leaves[owner], spec, manifest.step, "target")
-        source = sources.setdefault(owner, stored_owners[path])
+    for path in common:
+        owner, stored_owner = arrays[path].owner, stored[path].owner
+        problems += _mismatch(
+            path, target.leaves[owner], specs[stored_owner], manifest.step, "target"
+        )
+        source = sources.setdefault(owner, stored_owner)
         # Tied leaves of the target share memory, so they can hold only one content. Equal digests
         # prove that it does not matter whose content is read.
-        if source != stored_owners[path] and not _are_equal(manifest, source, stored_owners[path]):
+        if source != stored_owner and not _are_equal(manifest, source, stored_owner):
             problems.append(
                 f"leaves {owner!r} and {path!r} are tied in the target, but were saved with"
                 " different content"
@@ -130,6 +131,12 @@ def raise_mismatches(problems: Sequence[str], remedy: str) -> None:
     if len(problems) > _SHOWN_PROBLEMS:
         text += f"; and {len(problems) - _SHOWN_PROBLEMS} more"
     raise TreeMismatch(f"{text}. {remedy}")
+
+
+def _type_of(node: ArrayNode) -> str:
+    """Return the element type of an array if only its framework has it."""
+    is_own = node.tag is not None and node.tag.startswith(DTYPE)
+    return str(node.tag) if is_own else "another type"
 
 
 def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str) -> list[str]:

@@ -288,30 +288,29 @@ def unflatten(skeleton: Node, place: Place, build: Build = as_plain) -> object:
     Raises:
         Damaged: The skeleton does not follow the format.
     """
-    return _build(skeleton, (), place, build)
+    return _build(skeleton, "", 0, place, build)
 
 
-def _build(node: Json, keys: tuple[str, ...], place: Place, build: Build) -> object:
+def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> object:
     """Build the value of a node."""
-    path = "/".join(keys)
-    if len(keys) > MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise Damaged(f"tree skeleton is nested deeper than {MAX_DEPTH} at {path!r}")
+    scalar: object = None
+    pairs: list[tuple[str, str | int, Json]] = []
     try:
         fields = cast("Node", node)
         kind = fields["t"]
         if not isinstance(fields.get("c", ""), str):
             raise TypeError("the name of a class is text")
-        scalar = _SCALARS[cast("str", kind)](fields.get("v")) if kind in _SCALARS else None
         owner, tag = fields.get("of", path), fields.get("tag")
-        pairs = (
-            []
-            if kind == "array" or kind in _SCALARS
-            else [(escape_key(key), key, item) for key, item in _children(fields)]
-        )
         if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
             raise TypeError("the owner and the tag of an array are text")
-        if len({name for name, _, _ in pairs}) != len(pairs):
-            raise ValueError("two of its children have the same key")
+        if kind in _SCALARS:
+            scalar = _SCALARS[cast("str", kind)](fields.get("v"))
+        elif kind != "array":
+            pairs = [(escape_key(key), key, item) for key, item in _children(fields)]
+            if len({name for name, _, _ in pairs}) != len(pairs):
+                raise ValueError("two of its children have the same key")
         attributes = cast("list[tuple[str, Json]]", fields.get("a", []))
         if any(type(name) is not str for name, _ in attributes):
             raise TypeError("the name of an attribute is text")
@@ -320,9 +319,13 @@ def _build(node: Json, keys: tuple[str, ...], place: Place, build: Build) -> obj
     # Errors of ``place`` and ``build`` are not damage.
     if kind == "array":
         return place(path, owner, tag)
-    values = [(key, _build(item, (*keys, name), place, build)) for name, key, item in pairs]
+    prefix = f"{path}/" if depth else ""
+    values = [
+        (key, _build(item, prefix + name, depth + 1, place, build)) for name, key, item in pairs
+    ]
     by_name = {
-        name: _build(item, (*keys, "." + name), _no_array, build) for name, item in attributes
+        name: _build(item, f"{prefix}.{name}", depth + 1, _no_array, build)
+        for name, item in attributes
     }
     try:
         if kind in _SCALARS:
@@ -442,24 +445,40 @@ def pruned(skeleton: Node, like: Node) -> Node:
     return skeleton
 
 
-def array_paths(skeleton: Node) -> dict[str, str]:
-    """Return the owner of each array of a tree: the path of the leaf that holds its bytes.
+class ArrayNode(NamedTuple):
+    """An array of a skeleton.
 
-    The owner is the path itself, except for tied arrays. A skeleton that this function accepts is
-    also accepted by ``unflatten`` and ``scalars``.
+    Attributes:
+        owner: The path of the leaf that holds its bytes: its own, except for tied arrays.
+        tag: As in ``ArrayLeaf``.
+    """
+
+    owner: str
+    tag: str | None
+
+
+def array_nodes(skeleton: Node) -> dict[str, ArrayNode]:
+    """Return the arrays of a tree by path.
+
+    A skeleton that this function accepts is also accepted by ``unflatten`` and ``scalars``.
 
     Raises:
         Damaged: The skeleton does not follow the format.
     """
-    owners: dict[str, str] = {}
+    nodes: dict[str, ArrayNode] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
         # A damaged skeleton may have two nodes whose keys give one path.
-        if owners.setdefault(path, owner) != owner:
+        if nodes.setdefault(path, ArrayNode(owner, tag)).owner != owner:
             raise Damaged(f"tree skeleton has two arrays at {path!r}")
 
     unflatten(skeleton, place)
-    return owners
+    return nodes
+
+
+def array_paths(skeleton: Node) -> dict[str, str]:
+    """Return the owner of each array of a tree, as ``array_nodes`` has it."""
+    return {path: node.owner for path, node in array_nodes(skeleton).items()}
 
 
 def flat_tag(shape: Sequence[int]) -> str:
@@ -497,23 +516,11 @@ def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | Non
 
 def flat_tags(skeleton: Node) -> dict[str, str]:
     """Return the tags of all leaves that are stored 1-D, by path."""
-    return _tags(skeleton, _FLAT)
-
-
-def dtype_tags(skeleton: Node) -> dict[str, str]:
-    """Return the tags of all leaves with an element type that only their framework has, by path."""
-    return _tags(skeleton, containers.DTYPE)
-
-
-def _tags(skeleton: Node, prefix: str) -> dict[str, str]:
-    tags: dict[str, str] = {}
-
-    def place(path: str, owner: str, tag: str | None) -> None:
-        if tag is not None and tag.startswith(prefix):
-            tags[path] = tag
-
-    unflatten(skeleton, place)
-    return tags
+    return {
+        path: node.tag
+        for path, node in array_nodes(skeleton).items()
+        if node.tag is not None and node.tag.startswith(_FLAT)
+    }
 
 
 def scalars(skeleton: Node) -> dict[str, object]:

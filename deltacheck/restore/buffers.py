@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -23,6 +24,9 @@ _BLOCK_BYTES = 16 << 20
 # Bytes of reads that are started before the decoder needs them. Larger: more reads overlap, but
 # more memory beside the result.
 _AHEAD_BYTES = 32 << 20
+# A copy of this size is one task of a thread, and no thread is started for fewer bytes in all.
+_COPIED_BYTES = 4 << 20
+_COPY_THREADS = 4  # more would wait for the memory
 
 
 class Filling(NamedTuple):
@@ -135,6 +139,28 @@ def chosen_bytes(item: Filling, whole: U8) -> U8:
         return whole
     extents = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
     return np.concatenate([whole[slice(*extents[chunk])] for chunk in item.chunks])
+
+
+def copy_all(copies: Sequence[tuple[U8, U8]]) -> None:
+    """Copy bytes into other memory, on several threads if there are many.
+
+    Args:
+        copies: Targets and sources, uint8, 1-D, pairwise of equal size.
+    """
+    pieces = [
+        (target[begin : begin + _COPIED_BYTES], source[begin : begin + _COPIED_BYTES])
+        for target, source in copies
+        for begin in range(0, target.size, _COPIED_BYTES)
+    ]
+    if sum(target.size for target, _ in copies) <= _COPIED_BYTES:
+        for target, source in pieces:
+            np.copyto(target, source)
+        return
+    with ThreadPoolExecutor(_COPY_THREADS) as pool:
+        # NumPy lets other threads run while it copies. `map` raises an error only when its result
+        # is taken.
+        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
+            pass
 
 
 class _Read(Protocol):

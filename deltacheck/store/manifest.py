@@ -18,6 +18,7 @@ from deltacheck.leaf.containers import Node, has_types
 from deltacheck.leaf.contracts import Bounded, PeakRate, Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import ArrayNode, array_nodes
 
 # Hexadecimal digits of an xxh3_128.
 DIGEST_DIGITS = 32
@@ -496,7 +497,6 @@ class _StoredItems(ItemsView[str, LeafRecord]):
         return self._mapping.pairs()
 
 
-# ``dict=True``: the cached ``stored`` needs a place to be kept in.
 class SavedSharding(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sharding of JAX arrays, which a reader without JAX ignores.
 
@@ -519,6 +519,7 @@ class SavedSharding(msgspec.Struct, frozen=True, omit_defaults=True):
     memory: str = ""
 
 
+# ``dict=True``: cached properties need a place to be kept in.
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A step: its segments in order, its tree, and the digest of every leaf.
 
@@ -602,6 +603,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         The digests of some tiles may be read from segments when they are asked for.
         """
         return Stored(self.leaves, self.tiles, self.tables) if self.tiles else self.leaves
+
+    @cached_property
+    def arrays(self) -> Mapping[str, ArrayNode]:
+        """The arrays of the tree by path; ``Damaged`` if the tree does not follow the format."""
+        return array_nodes(self.tree)
 
     def tiling(self, path: str) -> Tiles | None:
         """Return a leaf in tiles with the digest of each, or ``None`` if it is not in tiles."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -539,14 +540,15 @@ class PartReader:
         }
 
     @cached_property
-    def _ends(self) -> U64:
-        """Bytes of all streams before each row, uint64 ``(rows + 1,)``."""
-        ends: U64 = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
+    def _ends(self) -> list[int]:
+        """Bytes of all streams before each row and after the last one."""
+        # A list, because its items are taken one by one.
+        ends: list[int] = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64).tolist()
         return ends
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
-        return int(self._ends[stop] - self._ends[first])
+        return self._ends[stop] - self._ends[first]
 
     def is_small(self, first: int, stop: int) -> bool:
         """Return whether reading past these rows costs less than a read of its own.
@@ -557,8 +559,10 @@ class PartReader:
 
     def row_within(self, first: int, stop: int, size: int) -> int:
         """Return the last row, at most ``stop``, up to which the streams have ``size`` bytes."""
-        limit = self._ends[first] + np.uint64(max(0, size))
-        return min(stop, int(np.searchsorted(self._ends, limit, "right")) - 1)
+        limit = self._ends[first] + max(0, size)
+        if self._ends[stop] <= limit:
+            return stop
+        return bisect.bisect_right(self._ends, limit, first, stop) - 1
 
     @property
     def is_native(self) -> bool:
@@ -679,9 +683,10 @@ def entries_by_path(
     """
     entries: dict[str, list[tuple[int, LeafEntry]]] = {}
     for number, segment in enumerate(segments):
-        leaves = segment.table.leaves
-        for path in leaves if paths is None else leaves.keys() & paths:
-            entry, earlier = leaves[path], entries.setdefault(path, [])
+        for path, entry in segment.table.leaves.items():
+            if paths is not None and path not in paths:
+                continue
+            earlier = entries.setdefault(path, [])
             # Segments ascend, so what a merged delta replaces stands at the end.
             while (
                 entry.since >= 0

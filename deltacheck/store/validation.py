@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from deltacheck.codec.base import STREAMS
 from deltacheck.leaf import grid, tiles, tree
@@ -52,7 +53,7 @@ def check_manifest(manifest: Manifest) -> None:
     for path, record in manifest.leaves.items():
         _check_leaf(path, record)
     _check_segments(manifest)
-    owners = set(tree.array_paths(manifest.tree).values())
+    owners = {node.owner for node in manifest.arrays.values()}
     inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
     if owners | inputs != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
@@ -293,22 +294,34 @@ def _is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
-def _check_leaf(path: str, leaf: LeafEntry | LeafRecord) -> None:
-    if not _is_possible(leaf.shape, leaf.chunk):
-        raise ValueError(
-            f"leaf {path!r} has the impossible shape {leaf.shape} or chunk {leaf.chunk}"
-        )
-    chunk_bytes = math.prod(leaf.chunk) * dtype_named(leaf.dtype).item_bytes
+class _Form(NamedTuple):
+    """The sizes of a leaf; ``problem`` says why it is impossible."""
+
+    problem: str
+    raw_bytes: int = 0
+    chunks: int = 0
+    elements: int = 0
+    storage: str = ""
+
+
+def _check_leaf(path: str, leaf: LeafEntry | LeafRecord) -> _Form:
+    form = _form_of(leaf.dtype, leaf.shape, leaf.chunk)
+    if form.problem:
+        raise ValueError(f"leaf {path!r} has {form.problem}")
+    return form
+
+
+@lru_cache(1024)  # leaves have few shapes, and stand in the table of every segment
+def _form_of(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> _Form:
+    if not _is_a_shape(shape) or not grid.is_contiguous(shape, chunk):
+        return _Form(f"the impossible shape {shape} or chunk {chunk}")
+    spec = LeafSpec("", shape, dtype, chunk)
+    chunk_bytes = math.prod(chunk) * spec.element.item_bytes
     if chunk_bytes > _MAX_CHUNK_BYTES:
-        raise ValueError(
-            f"leaf {path!r} has chunks of {chunk_bytes} bytes, more than the {_MAX_CHUNK_BYTES}"
-            " that they may have"
+        return _Form(
+            f"chunks of {chunk_bytes} bytes, more than the {_MAX_CHUNK_BYTES} that they may have"
         )
-
-
-@lru_cache(1024)  # leaves have few shapes
-def _is_possible(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    return _is_a_shape(shape) and grid.is_contiguous(shape, chunk)
+    return _Form("", spec.raw_bytes, spec.chunk_count, math.prod(shape), spec.element.storage)
 
 
 def _is_a_shape(shape: tuple[int, ...]) -> bool:
@@ -337,11 +350,10 @@ def check_segment(table: SegmentTable) -> None:
     rows: dict[int, list[tuple[int, int]]] = {}
     raw_bytes: dict[int, int] = {}
     for path, entry in table.leaves.items():
-        _check_leaf(path, entry)
-        spec = entry.spec(path)
+        form = _check_leaf(path, entry)
         if (entry.key is None) == (not entry.delta):
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
-        chunks = spec.chunk_count
+        chunks = form.chunks
         stored_rows = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
         if stored_rows > chunks or (entry.is_whole and stored_rows != chunks):
             raise ValueError(f"leaf {path!r} has {stored_rows} rows for {chunks} chunks")
@@ -350,25 +362,23 @@ def check_segment(table: SegmentTable) -> None:
         digests.append((entry.digests, stored_rows))
         for part, first, count in entry.delta:
             rows.setdefault(part, []).append((first, count))
-            raw_bytes[part] = raw_bytes.get(part, 0) + spec.raw_bytes
+            raw_bytes[part] = raw_bytes.get(part, 0) + form.raw_bytes
         if entry.key is not None and entry.key.array:
             if entry.key.array in names or not layout.is_array_name(entry.key.array):
                 raise ValueError(f"{entry.key.array!r} is not an array name, or stands twice")
-            if len(spec.shape) > _MAX_ARRAY_RANK:
+            if len(entry.shape) > _MAX_ARRAY_RANK:
                 raise ValueError(
-                    f"leaf {path!r} is an array of {len(spec.shape)} axes, more than"
+                    f"leaf {path!r} is an array of {len(entry.shape)} axes, more than"
                     f" {_MAX_ARRAY_RANK}"
                 )
             names.add(entry.key.array)
         elif entry.key is not None:
-            if entry.key.packed != spec.element.storage:
+            if entry.key.packed != form.storage:
                 raise ValueError(
                     f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as"
-                    f" {spec.element.storage!r}"
+                    f" {form.storage!r}"
                 )
-            packed.setdefault(entry.key.packed, []).append(
-                (entry.key.offset, spec.raw_bytes // spec.element.item_bytes)
-            )
+            packed.setdefault(entry.key.packed, []).append((entry.key.offset, form.elements))
     # In both directions: an older reader would take what is replaced for a part of the chain.
     is_merged = any(entry.since >= 0 for entry in table.leaves.values())
     if table.must_understand != ((MERGED,) if is_merged else ()):

@@ -83,7 +83,7 @@ class JoinedRead:
 
     def __init__(self) -> None:
         self._files: dict[tuple[Path, int], tuple[int, Cells, str]] = {}
-        self._pieces: list[U64] = []
+        self._pieces: list[tuple[int, int, int, int]] = []
         self.size = 0
 
     @staticmethod
@@ -109,35 +109,23 @@ class JoinedRead:
         Returns:
             The offset of each range in the memory, uint64.
         """
-        ends = np.cumsum(size, dtype=np.uint64)
-        offsets: U64 = ends - size + np.uint64(self.size)
-        self.size += int(ends[-1])
-        per_file = np.uint64(cells.chunk_bytes * cells.chunks)
-        first = begin // per_file
-        counts = ((begin + size - np.uint64(1)) // per_file - first + np.uint64(1)).astype(np.int64)
-        # A range that spans several files becomes a piece of each.
-        owner = np.repeat(np.arange(begin.size), counts)
-        number = first[owner] + (
-            np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
-        ).astype(np.uint64)
-        start = np.maximum(begin[owner], number * per_file)
-        stop = np.minimum((begin + size)[owner], (number + np.uint64(1)) * per_file)
-        files = {
-            n: self._files.setdefault((path, n), (len(self._files), cells, codec))[0]
-            for n in dict.fromkeys(number.tolist())
-        }
-        self._pieces.append(
-            np.stack(
-                [
-                    np.array([files[n] for n in number.tolist()], np.uint64),
-                    start - number * per_file,
-                    stop - start,
-                    offsets[owner] + start - begin[owner],
-                ],
-                axis=1,
-            )
-        )
-        return offsets
+        per_file = cells.chunk_bytes * cells.chunks
+        files: dict[int, int] = {}
+        offsets = []
+        for first_byte, count in zip(begin.tolist(), size.tolist(), strict=True):
+            offsets.append(self.size)
+            # A range that spans several files becomes a piece of each.
+            at, end = first_byte, first_byte + count
+            while at < end:
+                number, offset = divmod(at, per_file)
+                piece = min(per_file - offset, end - at)
+                if number not in files:
+                    entry = (len(self._files), cells, codec)
+                    files[number] = self._files.setdefault((path, number), entry)[0]
+                self._pieces.append((files[number], offset, piece, self.size))
+                self.size += piece
+                at += piece
+        return np.array(offsets, np.uint64)
 
     def read(self, out: U8) -> None:
         """Fill ``out``, of ``size`` bytes.
@@ -156,7 +144,8 @@ class JoinedRead:
                 arguments.append(
                     (descriptors[-1], cells.chunk_bytes, cells.chunks, cells.sharded, codec)
                 )
-            refusal = required().read_array_files(arguments, np.concatenate(self._pieces), out)
+            pieces = np.array(self._pieces, np.uint64).reshape(-1, 4)
+            refusal = required().read_array_files(arguments, pieces, out)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -448,13 +448,20 @@ def test_threads_and_hooks_are_gone_after_close(tmp_path: Path) -> None:
 
 def test_restore_into_fills_the_targets_own_tensors(tmp_path: Path) -> None:
     state = training_state()
+    # More than one thread copies, and memory in another order than the leaf's.
+    state["model"] |= {"large": torch.randn(3, 700_001), "turned": torch.randn(5, 7).t()}
     target = copy.deepcopy(state)
     nudge(target, 0.9)
+    for name in ("large", "turned"):
+        target["model"][name].zero_()
     tensor = target["model"]["embed.weight"]
+    versions = {name: value._version for name, value in target["model"].items()}
     with Engine(tmp_path) as engine:
         engine.save(0, state)
         back = engine.restore(into=target)
     assert back["model"]["embed.weight"] is tensor
+    # torch must know of the writes, since saves of other engines rely on it.
+    assert all(target["model"][name]._version > versions[name] for name in versions)
     assert back["step"] == state["step"]
     assert_same(state, back)
 

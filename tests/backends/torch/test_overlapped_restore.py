@@ -287,7 +287,9 @@ def test_leaves_that_follow_from_others_come_after_them(
     with Engine(tmp_path) as engine:
         expected = engine.restore()
         target = {"model": {"w": weight.detach()}, "optimizer": optimizer}
+        version = weight._version
         handle = engine.restore(into=target, overlap=True)
+        assert weight._version > version
         assert_same(weight.detach(), expected["model"]["w"])
         early = {
             name

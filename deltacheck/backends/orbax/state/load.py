@@ -460,7 +460,8 @@ def _as_targeted(
     """
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest, selection)
-    stored_path = match_targets(manifest, flat, omitted=selection.omitted, remedy=_REMEDY)
+    arrays = tree.array_nodes(flat.skeleton)
+    stored_path = match_targets(manifest, flat, arrays, omitted=selection.omitted, remedy=_REMEDY)
     free = {
         path
         for path, leaf in flat.arrays.items()

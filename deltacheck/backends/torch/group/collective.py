@@ -347,7 +347,8 @@ def _fill(reader: StepReader, target: Flat) -> Any:
     """Fill a target with the part of a step that it holds, and return its state."""
     manifest = reader.manifest
     # A rank holds only its own leaves. Those that its containers lack are found below.
-    stored_path = match_targets(manifest, target, partly=True)
+    arrays = tree.array_nodes(target.skeleton)
+    stored_path = match_targets(manifest, target, arrays, partly=True)
     parts = {
         (path, number): piece
         for path, value in target.arrays.items()
@@ -366,9 +367,8 @@ def _fill(reader: StepReader, target: Flat) -> Any:
     reader.boxes(
         {key: Request(stored_path[key[0]], piece.box) for key, piece in parts.items()}, place
     )
-    owners = tree.array_paths(target.skeleton)
     skeleton = tree.pruned(manifest.tree, target.skeleton)
-    missing = tree.array_paths(skeleton).keys() - owners.keys()
+    missing = tree.array_paths(skeleton).keys() - arrays.keys()
     if missing:
         raise TreeMismatch(f"leaf {min(missing)!r} of step {manifest.step} is not in the target")
-    return tree.unflatten(skeleton, lambda path, owner, tag: values[owners[path]], build)
+    return tree.unflatten(skeleton, lambda path, owner, tag: values[arrays[path].owner], build)

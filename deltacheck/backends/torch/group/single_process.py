@@ -251,7 +251,8 @@ class SingleProcessSession:
         require_contract(manifest, request.contract)
         target = None if request.target is None else leaves.flatten(request.target)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
-        saved_paths = None if target is None else match_targets(manifest, target)
+        arrays = {} if target is None else tree.array_nodes(target.skeleton)
+        saved_paths = None if target is None else match_targets(manifest, target, arrays)
 
         def target_memory() -> dict[str, NDArray[np.uint8]]:
             if target is None or saved_paths is None:
@@ -276,13 +277,11 @@ class SingleProcessSession:
         if target is None or saved_paths is None:
             state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
         else:
-            values = {
-                path: leaves.filled(value, loaded[saved_paths[path]])
-                for path, value in target.arrays.items()
-            }
-            owners = tree.array_paths(target.skeleton)
+            values = leaves.filled(
+                target.arrays, {path: loaded[saved_paths[path]] for path in target.arrays}
+            )
             state = tree.unflatten(
-                manifest.tree, lambda path, owner, tag: values[owners[path]], build
+                manifest.tree, lambda path, owner, tag: values[arrays[path].owner], build
             )
         chains = {
             name: chain

@@ -58,9 +58,10 @@ class TwoStages:
         self._places = list(places)
         self._settle_reads = settle_reads
         self._target = leaves.flatten(expanded(target, self._places, manifest))
-        saved_paths = match_targets(manifest, self._target)
+        self._arrays = tree.array_nodes(self._target.skeleton)
+        saved_paths = match_targets(manifest, self._target, self._arrays)
         check_budget(max_bytes, sum(spec.raw_bytes for spec in manifest.specs.values()))
-        late_targets = late_paths(self._target, self._places)
+        late_targets = late_paths(self._target, self._places, self._arrays)
         early = [path for path in saved_paths if path not in late_targets]
         required = set(needed_by(manifest, (saved_paths[path] for path in early)))
         self._late = {
@@ -77,9 +78,8 @@ class TwoStages:
             The state. At the places of optimizers it has the optimizers.
         """
         values = dict(self._target.arrays) | self._filled(self._early, self._settle_reads)
-        owners = tree.array_paths(self._target.skeleton)
         state: Any = tree.unflatten(
-            self._manifest.tree, lambda path, owner, tag: values[owners[path]], build
+            self._manifest.tree, lambda path, owner, tag: values[self._arrays[path].owner], build
         )
         for place in self._places:
             saved = state
@@ -106,6 +106,4 @@ class TwoStages:
             return {path: array for path, array in parts.items() if array is not None}
 
         loaded = self._reader.whole(list(dict.fromkeys(saved_paths.values())), into=memory)
-        return {
-            path: leaves.filled(value, loaded[saved_paths[path]]) for path, value in values.items()
-        }
+        return leaves.filled(values, {path: loaded[saved_paths[path]] for path in values})

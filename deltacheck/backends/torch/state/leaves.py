@@ -21,6 +21,7 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node, shape_in
+from deltacheck.restore.buffers import copy_all
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.values import unshared_paths
 
@@ -229,18 +230,35 @@ def fill(value: torch.Tensor, item: Loaded) -> None:
             copyable(value).copy_(copyable(restored))
 
 
-def filled(value: object, item: Loaded) -> object:
-    """Return a leaf of a restore target with the restored content.
+def filled(values: Mapping[str, object], loaded: Mapping[str, Loaded]) -> dict[str, object]:
+    """Return the leaves of a restore target with the restored content, by path.
 
     Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
+
+    Args:
+        values: The leaves of the target.
+        loaded: The content of each, which has its shape and dtype.
     """
-    if isinstance(value, torch.Tensor):
-        fill(value, item)
-        return value
-    if isinstance(value, np.ndarray):
-        np.copyto(value, as_array(item))
-        return value
-    return as_array(item)[()]
+    result = dict(values)
+    copies, written = [], []
+    for path, value in values.items():
+        item = loaded[path]
+        if isinstance(value, np.ndarray):
+            np.copyto(value, as_array(item))
+        elif not isinstance(value, torch.Tensor):
+            result[path] = as_array(item)[()]
+        elif (memory := memory_of(value)) is None:
+            fill(value, item)
+        else:
+            _dtype_of(item.spec, _form_of(value.dtype)[1])
+            written.append(value)
+            if memory.ctypes.data != item.data.ctypes.data:  # else it was decoded there
+                copies.append((memory, item.data))
+    # A copy of torch would keep its threads waiting actively for each other at every tensor.
+    copy_all(copies)
+    # torch has not seen these writes.
+    torch.autograd.graph.increment_version(written)
+    return result
 
 
 def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:

@@ -16,7 +16,7 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
-from deltacheck.leaf.tree import Flat, array_paths, escape_key
+from deltacheck.leaf.tree import ArrayNode, Flat, escape_key
 from deltacheck.store.manifest import Manifest
 
 # Smaller tensors are loaded at once: step counts, rates, biases. Larger: less of the state arrives
@@ -121,7 +121,9 @@ def with_value(node: Any, keys: tuple[Any, ...], value: object) -> Any:
     return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
-def late_paths(flat: Flat, places: Iterable[OptimizerPlace]) -> set[str]:
+def late_paths(
+    flat: Flat, places: Iterable[OptimizerPlace], arrays: Mapping[str, ArrayNode]
+) -> set[str]:
     """Return the leaves that nothing but a step of the optimizers reads or writes.
 
     These are the tensors of their state, without small ones and those that share memory with
@@ -137,9 +139,7 @@ def late_paths(flat: Flat, places: Iterable[OptimizerPlace]) -> set[str]:
         and value.nbytes >= LATE_BYTES
     }
     # A tie makes one leaf of several paths, some of which may be of the model.
-    others = {
-        owner for path, owner in array_paths(flat.skeleton).items() if not path.startswith(prefixes)
-    }
+    others = {node.owner for path, node in arrays.items() if not path.startswith(prefixes)}
     rest = [value for path, value in flat.arrays.items() if path not in parts or path in others]
     rest += [parameter for place in places for parameter in place.parameters]
     storages = {
