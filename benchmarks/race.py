@@ -203,7 +203,7 @@ def measure_run(
     _save(rival, run, update, 0)
     rival.close()
     update.remove()
-    samples["restore"] = _time_restores(rival, run, repeats)
+    samples |= _time_restores(rival, run, repeats)
     return {
         "samples": samples,
         "told_blocking": reported_blocking,
@@ -241,10 +241,11 @@ def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, fl
     return watch, blocking, end - start, peak.bytes
 
 
-def _time_restores(rival: Rival, run: Run, repeats: int) -> list[float]:
+def _time_restores(rival: Rival, run: Run, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of restores of the newest step, which is the live state.
 
-    The run is over.
+    The run is over. Without overlap, the first forward pass and the first step can begin when the
+    restore is complete, so all three times are equal.
 
     Raises:
         AssertionError: A lossless rival restored another state.
@@ -259,13 +260,43 @@ def _time_restores(rival: Rival, run: Run, repeats: int) -> list[float]:
         state = rival.restore(step, like)
         leaves = _flat(run, state)
         _touch(leaves)
-        times.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         if rival.lossless and (wrong := sorted(live.items() - _digests(leaves).items())):
             raise AssertionError(
                 f"{rival.name} does not restore {wrong[0][0]!r} and {len(wrong) - 1} more"
             )
+        start = time.perf_counter()
+        rival.place(state, run)
+        times.append(seconds + time.perf_counter() - start)
         del state, like, leaves
-    return times
+    if not rival.overlaps:
+        return {"forward": times, "step": times, "complete": times}
+    forward, first_step = _time_early_restores(rival, run, step, repeats)
+    return {"forward": forward, "step": first_step, "complete": times}
+
+
+def _time_early_restores(
+    rival: Rival, run: Run, step: int, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds until the first forward pass can begin, and until the first step can.
+
+    The latter is the time until the first step has ended, without the time of the next step.
+    """
+    forward, first_step = [], []
+    for _ in range(repeats):
+        _emptied(run)
+        gc.collect()
+        trim()
+        start = time.perf_counter()
+        finish = rival.restore_early(step, run)
+        forward.append(time.perf_counter() - start)
+        run.train(1)
+        ended = time.perf_counter()
+        finish()
+        begin = time.perf_counter()
+        run.train(1)
+        first_step.append(ended - start - (time.perf_counter() - begin))
+    return forward, first_step
 
 
 def _flat(run: Run, state: Any) -> Mapping[str, Any]:

@@ -31,13 +31,15 @@ class Rival(ABC):
     """One way of saving.
 
     ``syncs``: description of what it syncs to disk by itself. ``lossless``: a restore returns every
-    bit. ``needs``: an optional package, without which the rival is left out.
+    bit. ``needs``: an optional package, without which the rival is left out. ``overlaps``: the
+    first forward and backward pass can begin before a restore is complete.
     """
 
     name: ClassVar[str]
     syncs: ClassVar[str] = "nothing"
     lossless: ClassVar[bool] = True
     needs: ClassVar[str] = ""
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         self.root = root
@@ -55,6 +57,17 @@ class Rival(ABC):
             step: The step.
             like: A state of the same structure, as a resuming program has it. It may be filled.
         """
+
+    def place(self, state: State, run: Any) -> None:  # noqa: B027 - most have filled the state
+        """Give a restored state to the program, if ``restore`` has not filled the program's own."""
+
+    def restore_early(self, step: int, run: Any) -> Callable[[], object]:
+        """Restore a step into a run until its first forward pass can begin, if ``overlaps``.
+
+        Returns:
+            A function that waits for the rest.
+        """
+        raise NotImplementedError
 
     def unsynced(self, step: int) -> Path | None:
         """Return the folder that the benchmark must sync after the save, with its entry."""
@@ -102,6 +115,9 @@ class TorchSave(Rival):
 
         return torch.load(self._at(step) / "state.pt", weights_only=True)
 
+    def place(self, state: State, run: Any) -> None:
+        run.workload.load(state)
+
 
 class Safetensors(Rival):
     name = "safetensors"
@@ -119,6 +135,12 @@ class Safetensors(Rival):
         from safetensors.torch import load_file
 
         return load_file(self._at(step) / "state.safetensors")
+
+    def place(self, state: State, run: Any) -> None:
+        from benchmarks import states
+
+        for path, tensor in states.leaves_of(run.workload.state()).items():
+            tensor.detach().copy_(state[path])
 
 
 class Dcp(Rival):
@@ -237,6 +259,7 @@ _POLICIES: dict[str, Callable[[Profile], Policy]] = {
 
 class OursTorch(_Ours):
     name = EXACT
+    overlaps = True
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         super().__init__(root, run, profile)
@@ -259,6 +282,14 @@ class OursTorch(_Ours):
 
         with Engine(self.root) as engine:
             return engine.restore(step, into=like)
+
+    def restore_early(self, step: int, run: Any) -> Callable[[], object]:
+        from deltacheck.backends.torch import Engine
+
+        engine = Engine(self.root)
+        target = {**run.workload.state(), "optimizer": run.workload.optimizer}
+        engine.restore(step, into=target, overlap=True)
+        return engine.close
 
     def close(self) -> None:
         self._engine.close()
