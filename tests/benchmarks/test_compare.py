@@ -206,13 +206,13 @@ def entry(
 
 
 GOOD = [
-    entry("torch", "torch.save", 1.0, 1000, 0.1, 5),
-    entry("torch", ASYNC["torch"], 0.2, 1000, 0.1, 100),
-    entry("torch", EXACT, 0.1, 650, 0.1, 100),
-    entry("torch", POST_TRAINING, 0.1, 10, 0.1, 100),
-    entry("jax", ASYNC["jax"], 0.4, 900, 0.3, 100),
-    entry("jax", EXACT, 0.2, 650, 0.15, 100),
-    entry("jax", POST_TRAINING, 0.2, 10, 0.1, 100),
+    entry("torch", "torch.save", 1.0, 1000, 1.0, 5),
+    entry("torch", ASYNC["torch"], 0.2, 1000, 1.0, 100),
+    entry("torch", EXACT, 0.1, 650, 1.0, 100),
+    entry("torch", POST_TRAINING, 0.1, 10, 1.0, 100),
+    entry("jax", ASYNC["jax"], 0.4, 900, 3.0, 100),
+    entry("jax", EXACT, 0.2, 650, 1.5, 100),
+    entry("jax", POST_TRAINING, 0.2, 10, 1.0, 100),
 ]
 
 MISSES = [
@@ -222,10 +222,10 @@ MISSES = [
     (2, {"bytes": [651.0] * 3}, "bytes, torch, adamw, exact, of torch.save"),
     (3, {"bytes": [11.0] * 3}, "bytes, torch, adamw, post_training, of torch.save"),
     (6, {"bytes": [11.0] * 3}, "bytes, jax, adamw, post_training, of torch.save"),
-    (2, {"complete": [0.16] * 3}, "complete restore, torch, adamw, exact, of torch.load"),
-    (3, {"forward": [0.04] * 3}, "until first forward, torch, adamw, post_training, of torch.load"),
-    (3, {"step": [0.09] * 3}, "until first step, torch, adamw, post_training, of torch.load"),
-    (6, {"complete": [0.11] * 3}, "complete restore, jax, adamw, post_training, of torch.load"),
+    (2, {"complete": [1.6] * 3}, "complete restore, torch, adamw, exact, of torch.load"),
+    (3, {"forward": [0.4] * 3}, "until first forward, torch, adamw, post_training, of torch.load"),
+    (3, {"step": [0.9] * 3}, "until first step, torch, adamw, post_training, of torch.load"),
+    (6, {"complete": [1.1] * 3}, "complete restore, jax, adamw, post_training, of torch.load"),
 ]
 
 
@@ -233,7 +233,7 @@ def test_figures_at_their_limits_are_no_misses() -> None:
     figures = compare.figures(GOOD)
     assert [figure.name for figure in figures if not figure.holds] == []
     assert len(figures) == 4 * 4 + 2 * 2  # blocking, bytes, restore, memory; torch: early restores
-    small = replace(GOOD[2], raw_bytes=int(46e6), samples=GOOD[2].samples | {"complete": [0.2] * 3})
+    small = replace(GOOD[2], raw_bytes=int(46e6), samples=GOOD[2].samples | {"complete": [2.0] * 3})
     assert all(figure.holds for figure in compare.figures([GOOD[0], small]))
 
 
@@ -267,7 +267,7 @@ def test_check_exits_with_1_if_a_figure_is_missed_and_names_it(
 ) -> None:
     rows = list(GOOD)
     if missing:
-        rows[2] = replace(rows[2], samples={**rows[2].samples, "complete": [0.2] * 3})
+        rows[2] = replace(rows[2], samples={**rows[2].samples, "complete": [2.0] * 3})
     monkeypatch.setattr(compare, "compare", lambda *_: rows)
     app = typer.Typer()
     app.command()(compare.main)
