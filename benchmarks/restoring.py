@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks import states
+from benchmarks import restore_phases, states
 from benchmarks.record import Cell, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy
@@ -34,6 +35,7 @@ def run(settings: Settings) -> Result:
         "bf16 weights": lambda: {"model": synthetic.state()["model"]},
     }
     rows: list[list[Cell]] = []
+    phases: list[list[Cell]] = []
     for depth in QUICK_DEPTHS if settings.quick else DEPTHS:
         roots = {name: settings.folder / name.replace(" ", "-") for name in parts}
         engines = {name: Engine(root, policy=_POLICY) for name, root in roots.items()}
@@ -55,6 +57,9 @@ def run(settings: Settings) -> Result:
             has_optimizer = "optimizer" in state
             row += _overlap(program, root, file, repetitions) if has_optimizer else [None] * 4
             rows.append(row)
+            if has_optimizer:
+                restore = partial(_restore_into, root, program.state())
+                phases += restore_phases.rows(depth, state, restore, repetitions)
     columns: dict[str, Unit] = {
         "leaves": "text",
         "in memory": "bytes",
@@ -72,9 +77,17 @@ def run(settings: Settings) -> Result:
         " torch.load(weights_only=True); synthetic state, one save a step, files in the page cache"
         f" for both, median of {repetitions}. Until the first forward: an overlapped restore into"
         " the state of the program returns. Until complete: the optimizer has arrived, while"
-        " nothing else runs. Beside them torch.load and a copy into the same state"
+        " nothing else runs. Beside them torch.load and a copy into the same state. Second table:"
+        " medians of the processor time of all threads, for the whole AdamW state"
     )
-    return Result("restoring", about, [Table("restore time", columns, rows)])
+    return Result(
+        "restoring", about, [Table("restore time", columns, rows), restore_phases.table(phases)]
+    )
+
+
+def _restore_into(root: Path, target: State) -> None:
+    with Engine(root) as engine:
+        engine.restore(into=target)
 
 
 def _compare(

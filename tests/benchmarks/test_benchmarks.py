@@ -172,6 +172,12 @@ def test_restores_are_measured_at_each_depth(results: dict[str, dict[str, Any]])
         and row["of torch.load"] == pytest.approx(row["restore"] / row["torch.load"])
         for row in by_key
     )
+    phases = {
+        (row["deltas on the keyframe"], row["phase"]): row for row in rows(results["restoring"], 1)
+    }
+    assert [phases[depth, "decode deltas"]["bytes"] > 0 for depth in (0, 1, 3)] == [0, 1, 1]
+    for name in ("tables", "digests", "copy", "other"):
+        assert all(phases[depth, name]["processor time"] > 0 for depth in (0, 1, 3))
 
 
 def test_a_logged_step_is_smaller_than_a_delta_and_exact(
