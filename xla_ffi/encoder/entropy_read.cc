@@ -2,6 +2,9 @@
 
 #include <sys/stat.h>
 #include <unistd.h>
+// For frames that are decoded block by block. The library is built with this module.
+#define ZSTD_STATIC_LINKING_ONLY
+#define ZSTD_DISABLE_DEPRECATE_WARNINGS
 #include <zstd.h>
 #ifdef DELTACHECK_BLOSC
 #  include <blosc.h>
@@ -58,6 +61,28 @@ class Decompressor {
     return "";
   }
 
+  // Decodes the blocks of the first `until` bytes, or a few more, of frames that have `expected`
+  // bytes at most. Returns "", or the reason why it cannot.
+  std::string decode_until(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t expected,
+                           uint64_t until) {
+    uint64_t decoded = 0;
+    size_t needed = 0;
+    while (decoded < until) {
+      // Zero at the beginning, and at the end of a frame.
+      if (needed == 0) ZSTD_decompressBegin(context_);
+      needed = ZSTD_nextSrcSizeToDecompress(context_);
+      if (needed > size) return "its frame ends too early";
+      const size_t added =
+          ZSTD_decompressContinue(context_, out + decoded, expected - decoded, data, needed);
+      if (ZSTD_isError(added)) return ZSTD_getErrorName(added);
+      data += needed;
+      size -= needed;
+      decoded += added;
+      needed = ZSTD_nextSrcSizeToDecompress(context_);
+    }
+    return "";
+  }
+
  private:
   ZSTD_DCtx* const context_;
 };
@@ -95,8 +120,9 @@ class File {
     return source_.cut.sharded ? read_index() : "";
   }
 
-  // Decodes a whole chunk. Returns "", or the damage.
-  std::string decode(uint64_t chunk, uint8_t* whole) const {
+  // Decodes the first `until` bytes of a chunk, or more. Its checksum is compared in any case.
+  // Returns "", or the damage.
+  std::string decode(uint64_t chunk, uint64_t until, uint8_t* whole) const {
     uint64_t at = 0, size = chunks_end_;
     if (source_.cut.sharded) {
       at = little_endian(index_.data() + chunk * kIndexEntryBytes, 8);
@@ -108,7 +134,7 @@ class File {
     if (size < kCrcBytes) return "it has no room for a checksum";
     const uint64_t content = size - kCrcBytes;
     return source_.codec == ChunkCodec::kStore ? stored(at, content, whole)
-                                               : compressed(at, content, whole);
+                                               : compressed(at, content, until, whole);
   }
 
  private:
@@ -137,7 +163,7 @@ class File {
     return refusal;
   }
 
-  std::string compressed(uint64_t at, uint64_t content, uint8_t* whole) const {
+  std::string compressed(uint64_t at, uint64_t content, uint64_t until, uint8_t* whole) const {
     const uint64_t chunk_bytes = source_.cut.chunk_bytes;
     // Every frame of this many bytes is shorter, except for frames with empty blocks.
     if (content > ZSTD_compressBound(chunk_bytes) + 64)
@@ -152,6 +178,8 @@ class File {
     if (source_.codec == ChunkCodec::kBlosc)
       return decode_blosc(framed.data(), content, whole, chunk_bytes);
     thread_local Decompressor decompressor;
+    if (until < chunk_bytes)
+      return decompressor.decode_until(framed.data(), content, whole, chunk_bytes, until);
     return decompressor.decode(framed.data(), content, whole, chunk_bytes);
   }
 
@@ -245,7 +273,10 @@ class PieceReader {
     thread_local std::vector<uint8_t> decoded;
     if (!in_place && decoded.size() < size) decoded.resize(size);
     uint8_t* whole = in_place ? portion.out : decoded.data();
-    const std::string why = files_[portion.file].decode(portion.chunk, whole);
+    // Bytes behind the last portion need no decoding: a chunk holds the streams of many leaves.
+    uint64_t until = 0;
+    for (uint64_t i = first; i < stop; ++i) until = std::max(until, portions_[i].to);
+    const std::string why = files_[portion.file].decode(portion.chunk, until, whole);
     if (!why.empty()) {
       refuse(portion.file, "chunk " + std::to_string(portion.chunk) + ": " + why);
       return;
