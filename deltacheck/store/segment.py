@@ -543,8 +543,8 @@ class PartReader:
     def _ends(self) -> list[int]:
         """Bytes of all streams before each row and after the last one."""
         # A list, because its items are taken one by one.
-        ends: list[int] = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64).tolist()
-        return ends
+        ends: NDArray[np.uint64] = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
+        return [int(end) for end in ends]
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
