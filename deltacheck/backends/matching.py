@@ -41,27 +41,27 @@ def match_targets(
         TreeMismatch: Paths, shapes or dtypes differ, or leaves that are tied in the target were
             saved with different content. The message names the leaves and both values.
     """
-    stored, specs = manifest.arrays, manifest.specs
-    common = sorted(arrays.keys() & stored.keys())
+    step_arrays, specs = manifest.arrays, manifest.specs
+    common = sorted(arrays.keys() & step_arrays.keys())
     problems = [
         f"leaf {path!r} of the target is not in step {manifest.step}"
-        for path in sorted(arrays.keys() - stored.keys())
+        for path in sorted(arrays.keys() - step_arrays.keys())
     ]
     problems += [
         f"leaf {path!r} of step {manifest.step} is not in the target"
-        for path in sorted(stored.keys() - arrays.keys())
+        for path in sorted(step_arrays.keys() - arrays.keys())
         if not partly and path not in omitted
     ]
     # By path and not by owner: tied leaves may be views of another element type.
     problems += [
-        f"leaf {path!r} is {_type_of(stored[path])} in step {manifest.step},"
+        f"leaf {path!r} is {_type_of(step_arrays[path])} in step {manifest.step},"
         f" {_type_of(arrays[path])} in the target"
         for path in common
-        if _type_of(stored[path]) != _type_of(arrays[path])
+        if _type_of(step_arrays[path]) != _type_of(arrays[path])
     ]
     sources: dict[str, str] = {}
     for path in common:
-        owner, stored_owner = arrays[path].owner, stored[path].owner
+        owner, stored_owner = arrays[path].owner, step_arrays[path].owner
         problems += _mismatch(
             path, target.leaves[owner], specs[stored_owner], manifest.step, "target"
         )

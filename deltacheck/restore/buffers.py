@@ -132,13 +132,13 @@ def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
     return words if len(chunks) == spec.chunk_count else words[chunks]
 
 
-def chosen_bytes(item: Filling, whole: U8) -> U8:
+def chosen_bytes(item: Filling, leaf_bytes: U8) -> U8:
     """Return the bytes of the requested chunks, taken from the bytes of the whole leaf."""
     # The common case needs no list of extents, which is long for a large leaf.
     if item.is_whole:
-        return whole
+        return leaf_bytes
     extents = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
-    return np.concatenate([whole[slice(*extents[chunk])] for chunk in item.chunks])
+    return np.concatenate([leaf_bytes[slice(*extents[chunk])] for chunk in item.chunks])
 
 
 def copy_all(copies: Sequence[tuple[U8, U8]]) -> None:

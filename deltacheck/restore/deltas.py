@@ -135,22 +135,22 @@ def _batches(
             yield batch
             batch, size, files = [], 0, 0
         files += part.file_count
-        kept: list[_Run] = []
+        part_runs: list[_Run] = []
         for item, begin, stop in runs:
             first = begin
             while first < stop:
                 end = part.row_within(first, stop, _BATCH_BYTES - size)
-                if end == first and not (kept or batch):
+                if end == first and not (part_runs or batch):
                     end += 1  # a single row may be larger than a batch
                 if end > first:
-                    kept.append(_Run(item, first, end))
+                    part_runs.append(_Run(item, first, end))
                     size += part.stream_bytes(first, end)
                     first = end
                 if first < stop:
-                    yield [*batch, (segment, number, kept)] if kept else batch
-                    batch, kept, size, files = [], [], 0, part.file_count
-        if kept:
-            batch.append((segment, number, kept))
+                    yield [*batch, (segment, number, part_runs)] if part_runs else batch
+                    batch, part_runs, size, files = [], [], 0, part.file_count
+        if part_runs:
+            batch.append((segment, number, part_runs))
     if batch:
         yield batch
 

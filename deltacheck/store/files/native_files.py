@@ -115,16 +115,16 @@ class JoinedRead:
         for first_byte, count in zip(begin.tolist(), size.tolist(), strict=True):
             offsets.append(self.size)
             # A range that spans several files becomes a piece of each.
-            at, end = first_byte, first_byte + count
-            while at < end:
-                number, offset = divmod(at, per_file)
-                piece = min(per_file - offset, end - at)
+            position, end = first_byte, first_byte + count
+            while position < end:
+                number, offset = divmod(position, per_file)
+                piece = min(per_file - offset, end - position)
                 if number not in files:
                     entry = (len(self._files), cells, codec)
                     files[number] = self._files.setdefault((path, number), entry)[0]
                 self._pieces.append((files[number], offset, piece, self.size))
                 self.size += piece
-                at += piece
+                position += piece
         return np.array(offsets, np.uint64)
 
     def read(self, out: U8) -> None:

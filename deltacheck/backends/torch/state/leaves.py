@@ -240,7 +240,7 @@ def filled(values: Mapping[str, object], loaded: Mapping[str, Loaded]) -> dict[s
         loaded: The content of each, which has its shape and dtype.
     """
     result = dict(values)
-    copies, written = [], []
+    copies, tensors = [], []
     for path, value in values.items():
         item = loaded[path]
         if isinstance(value, np.ndarray):
@@ -251,13 +251,13 @@ def filled(values: Mapping[str, object], loaded: Mapping[str, Loaded]) -> dict[s
             fill(value, item)
         else:
             _dtype_of(item.spec, _form_of(value.dtype)[1])
-            written.append(value)
+            tensors.append(value)
             if memory.ctypes.data != item.data.ctypes.data:  # else it was decoded there
                 copies.append((memory, item.data))
     # A copy of torch would keep its threads waiting actively for each other at every tensor.
     copy_all(copies)
     # torch has not seen these writes.
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version(tensors)
     return result
 
 
