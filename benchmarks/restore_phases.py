@@ -1,7 +1,11 @@
-"""Processor time of the phases of a restore, and of the work that none can do without."""
+"""Processor time of the phases of a restore, and of the work that none can do without.
+
+``python -m benchmarks.restore_phases ROOT`` measures restores of the newest step of a root.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,13 +14,17 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from rich.console import Console
 
 from benchmarks import states
-from benchmarks.record import Cell, Table, Unit
+from benchmarks.record import Cell, Result, Table, Unit
 from benchmarks.states import State
+from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.state import leaves
 from deltacheck.restore import deltas, fill, read
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.files.native_files import JoinedRead
+from deltacheck.store.root import open_root
 
 # Headings, and the functions that begin and end them. None calls another one.
 _PHASES: dict[str, tuple[Any, str]] = {
@@ -105,3 +113,28 @@ def _copy_seconds(size: int, is_new: bool) -> float:
     start = time.process_time()
     np.copyto(target, source)
     return time.process_time() - start
+
+
+def main(root: str) -> None:
+    """Print the phases of restores of the newest step of a root into a state."""
+    with Engine(root) as engine:
+        state = engine.restore()
+
+    def restore() -> None:
+        with Engine(root) as engine:
+            engine.restore(into=state)
+
+    depth = max(map(len, _chains(root)), default=0)
+    Result("phases", root, [table(rows(depth, state, restore, 5))]).show(Console())
+
+
+def _chains(root: str) -> list[list[str]]:
+    """Return the segments of the deltas of each leaf of the newest step."""
+    opened = open_root(root)
+    manifest = opened.manifest()
+    chains = resolve_chains(opened, manifest, list(manifest.stored))
+    return [chain.delta_segments for chain in chains.values()]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
