@@ -147,11 +147,11 @@ def measure_waiting(context: Context) -> Result:
     jax.block_until_ready((work(matrix), state))
     rows: list[list[Cell]] = []
     ours = manager(context.folder / "ours", capture="eager")
-    lazy = manager(context.folder / "lazy", capture="lazy")
+    auto = manager(context.folder / "auto", capture="auto")
     orbax = ocp.CheckpointManager(context.folder / "orbax")
     ways = (
         ("deltacheck, eager", ours, DeltaSaveArgs),
-        ("deltacheck, lazy", lazy, DeltaSaveArgs),
+        ("deltacheck, auto", auto, DeltaSaveArgs),
         ("Orbax", orbax, ocp.args.StandardSave),
     )
     for name, saver, arguments in ways:

@@ -173,7 +173,7 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
             told.setdefault("stored", []).append(report(m).stored_bytes)
         assert m.all_steps() == [3, 4]
     target = like(mesh(2, 2), GRID)
-    with manager(root, policy=policy, grace_seconds=0, capture="lazy") as m:
+    with manager(root, policy=policy, grace_seconds=0) as m:
         for step in (3, 4):
             with counted() as read:
                 state = m.restore(step, args=DeltaRestoreArgs(target))
@@ -196,7 +196,8 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
         state["arrays"]["rows"] = state["arrays"]["rows"] / 2
         state["arrays"]["rows"].block_until_ready()
         m.save(6, args=DeltaSaveArgs(state))
-    alone = load(root, 6)  # as it was saved, whole, in this process
+    # Whole, in this process.
+    alone = load(root, 6, shardings=jax.local_devices()[0])
     assert all(
         (np.asarray(alone["arrays"][name]) == values).all() for name, values in numbers(4).items()
     )

@@ -175,7 +175,8 @@ def moved(found: Any) -> Any:
     found["changed"] = [
         row | {"relative_l2": pytest.approx(row["relative_l2"])} for row in found["changed"]
     ]
-    return without(found, "root")
+    sides = {name: without(found[name], "root") for name in ("before", "after")}
+    return without(found, "root") | sides
 
 
 def ages(found: Any) -> Any:

@@ -155,6 +155,7 @@ OUTSIDE = {
     "half-a-copy-taken-for-a-segment": "the memory tier is not in the models",
     "index-unchecked": "content of an array, no step of the protocol",
     "base-not-compared": "content of an array, no step of the protocol",
+    "merge-not-proven": "content of arrays, no step of the protocol",
     "checksum-not-compared": "content of a document, no step of the protocol",
     "numbers-compared-and-not-bits": "content of an array, no step of the protocol",
 }

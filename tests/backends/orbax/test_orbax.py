@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import tracemalloc
 import weakref
 from collections import OrderedDict, deque
@@ -306,6 +307,10 @@ def test_a_save_under_way_keeps_no_array_alive(tmp_path: Path, slow_disk: thread
     with manager(tmp_path) as mngr:
         mngr.save(0, args=DeltaSaveArgs({"w": array}))
         del array
+        # The array is read behind the training, before anything waits for the disk.
+        deadline = time.monotonic() + 30
+        while watched() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert watched() is None
         slow_disk.set()
 
