@@ -171,7 +171,11 @@ def test_a_damaged_restore_is_seen_by_every_measure(
 
 def test_the_whole_benchmark_runs_and_measures_every_policy(tmp_path: Path) -> None:
     result = json.loads(json.dumps(stability.run(Settings(quick=True, folder=tmp_path)).as_json()))
-    sizes, classes, losses, weights, verdicts = (table["rows"] for table in result["tables"])
+    tables = [table["rows"] for table in result["tables"]]
+    sizes, classes, losses, weights, verdicts, chains = tables
+    assert [row["inexact at each resume"] for row in chains] == list(quality.CHAINED)
+    assert chains[0]["loss change"] == 0  # with nothing inexact
+    assert chains[-1]["loss change"] != 0
     names = [way.name for way in ways.WAYS]
     for table in (sizes, losses, weights):
         assert [row["policy"] for row in table] == names
