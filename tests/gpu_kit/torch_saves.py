@@ -133,7 +133,7 @@ def _cells(
     way: str, measured: Mapping[str, Any], reference: Mapping[str, Any] | None
 ) -> Iterator[Cell]:
     samples = measured["samples"]
-    restore = median(samples["restore"])
+    restore = median(samples["complete"])
     yield way
     yield _blocking(measured)
     yield None if reference is None else _blocking(measured) / _blocking(reference)
@@ -141,7 +141,7 @@ def _cells(
         yield median(samples[name])
     yield mean(samples["bytes"]) / measured["torch_save_bytes"]
     yield restore
-    yield None if reference is None else restore / median(reference["samples"]["restore"])
+    yield None if reference is None else restore / median(reference["samples"]["complete"])
     yield measured["peak"]
 
 
