@@ -117,8 +117,9 @@ def ingest(
         UnsupportedLeaf: A value cannot be kept exactly; the message names it.
     """
     # Before the root is made, so that a refusal leaves none.
-    for _, path in files[:1]:
-        leaves.flatten(read(path))
+    first = [read(path) for _, path in files[:1]]
+    for state in first:
+        leaves.flatten(state)
     with Engine(root) as engine:
         # Before the first save, so that a refused import writes nothing.
         existing = sorted({step for step, _ in files} & set(engine.steps()))
@@ -129,5 +130,5 @@ def ingest(
         for step, path in files:
             # Each step is committed before the next file is read, so a damaged file does not affect
             # it.
-            engine.save(step, read(path)).wait()
+            engine.save(step, first.pop() if first else read(path)).wait()
             yield path, step
