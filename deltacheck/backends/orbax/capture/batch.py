@@ -19,6 +19,7 @@ from deltacheck.save.job.source import (
     LaterSources,
     LeafSource,
     Sources,
+    itself,
     require_fingerprint,
 )
 
@@ -60,7 +61,7 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         sources = others | {
             path: LeafSource(
                 specs[path],
-                partial(_itself, view),
+                partial(itself, view),
                 True,
                 check_content=partial(require_fingerprint, path, content, seed),
             )
@@ -74,9 +75,5 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
 def _other(spec: LeafSpec, value: object, is_later: bool) -> LeafSource:
     """Return the source of a leaf that cannot be viewed; ``is_later``: of a copy of it."""
     if is_later:
-        return LeafSource(spec, partial(_itself, leaves.bytes_of(value).copy()), True)
-    return LeafSource(spec, partial(_itself, value))
-
-
-def _itself(value: object) -> object:
-    return value
+        return LeafSource(spec, partial(itself, leaves.bytes_of(value).copy()), True)
+    return LeafSource(spec, partial(itself, value))

@@ -32,6 +32,7 @@ from deltacheck.save.job.source import (
     LaterSources,
     LeafSource,
     host_content_check,
+    itself,
     require_fingerprint,
 )
 
@@ -92,7 +93,7 @@ def in_place(spec: LeafSpec, aliases: Sequence[torch.Tensor], seed: int) -> Leaf
     view = leaves.viewed(alias).numpy()
     check = unchanged_check(spec.path, alias, more_aliases)
     content = host_content_check(spec.path, view, seed)
-    return LeafSource(spec, partial(_itself, view), True, check, check_content=content)
+    return LeafSource(spec, partial(itself, view), True, check, check_content=content)
 
 
 def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
@@ -168,9 +169,5 @@ def _others(
             sources[path] = in_place(specs[path], aliases[path], seed)
         else:
             copy = leaves.bytes_of(value).copy()
-            sources[path] = LeafSource(specs[path], partial(_itself, copy), True)
+            sources[path] = LeafSource(specs[path], partial(itself, copy), True)
     return sources
-
-
-def _itself(copy: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return copy

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +23,11 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf import fingerprint
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.job.source import LaterSources, content_check
+from deltacheck.save.job.source import LaterSources, content_check, itself
 from deltacheck.save.saver import LeafSource
 
 log = logging.getLogger("deltacheck")
 
-Data = TypeVar("Data", torch.Tensor, NDArray[np.uint8])
 
 # Device shadows are chosen only if so much of the memory that they need is free, because training
 # must not run out of memory.
@@ -119,7 +118,7 @@ class Capture:
                 content = _content_check(path, alias, seed, device)
             if self._on_device[device]:
                 sources[path] = LeafSource(
-                    spec, partial(_itself, tensors[path]), True, check, check_content=content
+                    spec, partial(itself, tensors[path]), True, check, check_content=content
                 )
             elif self._in_order:
                 sources[path] = LeafSource(
@@ -193,7 +192,3 @@ def _on_host(device: Accelerator, sample: Any) -> NDArray[np.uint8]:
 
 def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
     return Staging({"": (device, tensor)}, tensor.numel()).take("")
-
-
-def _itself(data: Data) -> Data:
-    return data
