@@ -48,16 +48,10 @@ from transformers import (
 import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
+from tests.support.best_step import EVALUATED, best_of
 from tests.support.forked import digest
 
 STEPS = 8
-EVALUATED = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
-    "greater_is_better": True,
-}
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
 
 
@@ -325,22 +319,15 @@ def options(folder: Path) -> dict[str, Any]:
     leaves = deltacheck.open(folder / "only" / "deltacheck").manifest().specs
     return {
         "limit": deltacheck.open(folder / "limit" / "deltacheck").steps(),
-        "best": ranks(lambda: best(folder / "best", **EVALUATED)),
-        "best of a finished run": ranks(lambda: best(folder / "best", **EVALUATED)),
+        "best": ranks(lambda: best(folder / "best")),
+        "best of a finished run": ranks(lambda: best(folder / "best")),
         "only": sorted({path.partition("/")[0] for path in leaves}),
         "only resumed": ranks(lambda: train(folder / "only", save_only_model=True, max_steps=6)),
     }
 
 
-def best(folder: Path, **more: Any) -> dict[str, Any]:
-    one = trainer(folder, DeltaCheckCallback(), **more)
-    one.train()
-    step = one.state.best_global_step
-    saved = deltacheck.open(folder / "deltacheck").restore(step)["model"]
-    equal = all(
-        bool((saved[name] == value.numpy()).all()) for name, value in one.model.state_dict().items()
-    )
-    return {"best": step, "equal": equal}
+def best(folder: Path) -> dict[str, Any]:
+    return best_of(trainer(folder, DeltaCheckCallback(), **EVALUATED), folder)
 
 
 class Oversized(TrainerCallback):  # type: ignore[misc]

@@ -30,6 +30,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.accelerate import load_state, state_of
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
 from deltacheck.save.saver import Saver
+from tests.support.best_step import EVALUATED, best_of
 from tests.support.forked import digest, example, forked, run_all
 
 STEPS = 8
@@ -193,21 +194,7 @@ def kept(folder: Path) -> Any:
 
 
 def best(folder: Path) -> Any:
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,
-    }
-    one = trainer(folder, DeltaCheckCallback(), **options)
-    one.train()
-    step = one.state.best_global_step
-    saved = deltacheck.open(folder / "deltacheck").restore(step)["model"]
-    equal = all(
-        bool((saved[name] == value.numpy()).all()) for name, value in one.model.state_dict().items()
-    )
-    return {"best": step, "equal": equal}
+    return best_of(trainer(folder, DeltaCheckCallback(), **EVALUATED), folder)
 
 
 class Keeper(Trainer):  # type: ignore[misc]
