@@ -257,6 +257,23 @@ def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_process_ends_in_peace_while_writes_are_under_way(tmp_path: Path) -> None:
+    code = """
+    import pathlib, sys
+    import numpy as np
+    from deltacheck.store.files import arrays
+    content = np.random.default_rng(0).integers(0, 9, 4 << 20, np.uint8)
+    spec = arrays.ArraySpec.flat(content.size, "uint8", "stream", {})
+    writer = arrays.StreamWriter(arrays.context(1))
+    under_way = [
+        writer.write(pathlib.Path(sys.argv[1]) / str(i), spec, [content]) for i in range(8)
+    ]
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_where_no_thread_can_be_started_the_reader_reads_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
 
 _Task = tuple[Future[None], Callable[[], None]]
 
 _MOST_NICENESS = 19
+# The longest wait without progress, at the end of the process, for tasks that nobody waits for.
+_EXIT_SECONDS = 5.0
+
+# The tasks of this process that are not finished.
+_under_way: set[Future[None]] = set()
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class Background:
     """A fixed number of worker threads.
 
     They end with ``close``, or when this object is deleted, after the tasks that were handed over.
-    They are daemons and no executor of ``concurrent.futures``: those are gone when ``atexit``
-    finishes the saves under way. All are started at once, because from Python 3.12 on none can be
-    started then.
+    The end of the process waits for tasks under way, unless their storage hangs. The threads are
+    daemons and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the
+    saves under way. All are started at once, because from Python 3.12 on none can be started then.
 
     Args:
         threads: Number of threads.
@@ -51,6 +58,8 @@ class Background:
     def start(self, work: Callable[[], None]) -> Future[None]:
         """Call ``work`` on one of the threads; return a future of its end."""
         future: Future[None] = Future()
+        _under_way.add(future)
+        future.add_done_callback(_under_way.discard)
         self._tasks.put((future, work))
         return future
 
@@ -102,3 +111,17 @@ def carry_out(future: Future[None], work: Callable[[], None]) -> None:
 def _end(tasks: SimpleQueue[_Task | None]) -> None:
     # One mark is enough: the first thread that gets it passes it on.
     tasks.put(None)
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for the tasks under way at the end of the process.
+
+    Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
+    unwound, which C++ answers with an abort. The hook of this module runs after those that finish
+    saves, because it is registered before them.
+    """
+    # A busy machine may need long for all of them; only storage that hangs ends the wait.
+    while pending := list(_under_way):
+        if not wait(pending, _EXIT_SECONDS).done:
+            return

@@ -7,10 +7,9 @@ open an array, and allocates fresh memory for the encoded and the decoded bytes.
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from deltacheck.store.files.background import Background, carry_out
 from deltacheck.store.files.chunk_files import Cells, Piece
 
 _THREADS = 4  # larger: more reads wait for the storage at the same time
-# The longest wait without progress, at the end of the process, for reads that nobody waits for.
-_EXIT_SECONDS = 5.0
 
 
 @cache
@@ -180,33 +177,6 @@ def start(work: Callable[[], None]) -> Future[None]:
 
 
 @cache
-def _readers(process: int) -> _Readers:
+def _readers(process: int) -> Background:
     """Return the threads of this process: a forked child has none of its parent's."""
-    return _Readers(process)
-
-
-class _Readers:
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._background = Background(_THREADS, "deltacheck-reader")
-        self._under_way: set[Future[None]] = set()
-        atexit.register(self._finish)
-
-    def start(self, work: Callable[[], None]) -> Future[None]:
-        future = self._background.start(work)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return future
-
-    def _finish(self) -> None:
-        """Wait for the reads under way at the end of the process.
-
-        Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
-        unwound, which C++ answers with an abort.
-        """
-        if os.getpid() != self._process:
-            return
-        # A busy machine may need long for all of them; only storage that hangs ends the wait.
-        while pending := list(self._under_way):
-            if not wait(pending, _EXIT_SECONDS).done:
-                return
+    return Background(_THREADS, "deltacheck-reader")
