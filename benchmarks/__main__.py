@@ -31,6 +31,7 @@ BENCHMARKS = {
     "saving": "benchmarks.saving",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "cold": "benchmarks.cold",
     "restart": "benchmarks.restart",
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
@@ -85,7 +86,11 @@ def main(
     only: Annotated[
         str | None,
         typer.Option(
-            "--only", help="For schedules: runs whose names contain this; stability: parts."
+            "--only",
+            help=(
+                "For schedules: runs whose names contain this; stability: parts; cold: small or"
+                " medium."
+            ),
         ),
     ] = None,
     kills: Annotated[

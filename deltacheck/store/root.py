@@ -42,7 +42,7 @@ from deltacheck.store.files.object_path import ObjectPath, ObjectStore, existing
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.manifest_cache import ManifestCache
-from deltacheck.store.segment import Segment, SegmentWriter, digests_spec
+from deltacheck.store.segment import Segment, SegmentWriter, TableRead, digests_spec, start_table
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root
 # Of decoded zarr chunks while reading: packed leaves share chunks.
@@ -219,8 +219,21 @@ class Store:
         arrays.write(folder, digests_spec(digests.shape[0]), digests, self._writing).result()
         self.durability.sync_tree(folder)
 
-    def segment(self, ref: SegmentRef) -> Segment:
+    def segments(self, refs: Iterable[SegmentRef]) -> list[Segment]:
+        """Open committed segments. An object store reads all tables at the same time.
+
+        Raises what ``segment`` raises.
+        """
+        refs = list(refs)
+        reads = {ref: start_table(self.path, ref) for ref in refs if ref not in self._open}
+        return [self.segment(ref, reads.get(ref)) for ref in refs]
+
+    def segment(self, ref: SegmentRef, table: TableRead | None = None) -> Segment:
         """Open a committed segment, or return the one that is still open.
+
+        Args:
+            ref: Its reference in a checked manifest.
+            table: The result of ``start_table``; ``None``: it is read now.
 
         Raises:
             ChainBroken: The segment is missing.
@@ -232,7 +245,7 @@ class Store:
             inside(self.path, self.path / layout.SEGMENTS / ref.id)
             # The pin comes first: from here on no collection removes what is read.
             pin = storage_of(self.path / layout.SEGMENTS / ref.id / "zarr.json").pin()
-            segment = self._open[ref] = Segment(self.path, ref, self._reading)
+            segment = self._open[ref] = Segment(self.path, ref, self._reading, table)
             segment.pin = pin
         return segment
 
@@ -670,10 +683,9 @@ def open_segments(
         StepNotFound: The step was deleted meanwhile.
     """
     try:
-        return [
-            root.store.segment(ref)
-            for ref in (manifest.segments if stored is None else manifest.refs_of(stored))
-        ]
+        return root.store.segments(
+            manifest.segments if stored is None else manifest.refs_of(stored)
+        )
     except ChainBroken as error:
         _refuse_deleted(root, manifest, error)
         raise

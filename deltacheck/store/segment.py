@@ -8,9 +8,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorstore as ts
@@ -290,9 +290,20 @@ class SegmentWriter:
         ]
 
 
+# Waits for the content of a segment's table, and returns it.
+TableRead: TypeAlias = Callable[[], bytes]
+
+
 def document_digest(content: bytes) -> str:
     """Return the xxh3_128 of a whole file, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def start_table(root: Place, ref: SegmentRef) -> TableRead:
+    """Begin to read the table of a segment; a local file is read when the result is asked for."""
+    file = root / layout.SEGMENTS / ref.id / "zarr.json"
+    finish = storage_of(file).start_read(documents.MAX_DOCUMENT_BYTES)
+    return lambda: finish()[0] or b""
 
 
 class Segment:
@@ -302,20 +313,23 @@ class Segment:
         root: The store.
         ref: The segment's reference in a checked manifest.
         context: TensorStore's resources.
+        table: The result of ``start_table``; ``None``: the table is read now.
 
     Raises:
         ChainBroken: The segment is missing.
         Damaged: Its table is not the committed one.
     """
 
-    def __init__(self, root: Place, ref: SegmentRef, context: ts.Context) -> None:
+    def __init__(
+        self, root: Place, ref: SegmentRef, context: ts.Context, table: TableRead | None = None
+    ) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         self._context = context
         for folder in (self.path.parent, self.path):
             storage_of(folder).check_directory()
         try:
-            content = arrays.read_file(self.path / "zarr.json", documents.MAX_DOCUMENT_BYTES)
+            content = (table or start_table(root, ref))()
         except FileNotFoundError:
             raise ChainBroken(
                 f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"

@@ -310,7 +310,9 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     monkeypatch.setattr(
         opened.store,
         "segment",
-        lambda ref: segment if ref.id == segment.id else type(segment)(root, ref, segment._context),
+        lambda ref, table=None: (
+            segment if ref.id == segment.id else type(segment)(root, ref, segment._context)
+        ),
     )
     with pytest.raises(
         errors.ChainBroken,

@@ -51,6 +51,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return root, state
 
 
+def test_leaves_that_keep_their_keyframe_come_first_in_the_streams(tmp_path: Path) -> None:
+    dense, sparse = torch.randn(50_000), torch.zeros(50_000)
+    with Engine(tmp_path, policy=deltacheck.Policy.exact(max_restore_ratio=2.0)) as engine:
+        for step in range(8):
+            engine.save(step, {"a": dense, "b": sparse}).wait()
+            dense.copy_(torch.randn(50_000))
+            sparse[step] += 1
+    root = open_root(tmp_path)
+    manifest = root.manifest()
+    tables = {ref: root.store.segment(ref) for ref in manifest.segments}
+    leaves = [
+        table.part(0).index[:, segment.LEAF].tolist()
+        for table in tables.values()
+        if table.table.parts
+    ]
+    # Until the first keyframe of "a", both keyframes have one age.
+    assert leaves[0][0] == 0
+    assert leaves[-1][0] == 1
+    assert any(len(set(numbers)) == 2 and numbers[0] == 1 for numbers in leaves)
+
+
 class Parsed:
     """A counter of parsed documents by file."""
 

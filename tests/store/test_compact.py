@@ -92,7 +92,9 @@ def test_a_rank_reads_and_proves_its_own_lane_only(
     opened: list[str] = []
     before = type(root.store).segment
     monkeypatch.setattr(
-        type(root.store), "segment", lambda self, ref: opened.append(ref.id) or before(self, ref)
+        type(root.store),
+        "segment",
+        lambda self, ref, table=None: opened.append(ref.id) or before(self, ref, table),
     )
     names = manifest.names_of("w")
     assert names[0] in manifest.stored  # without any table

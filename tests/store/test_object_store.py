@@ -560,25 +560,22 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
     assert deltacheck.open(address, storage=STORAGE).steps() == [1]
 
 
-def test_a_writer_of_this_machine_that_died_is_not_waited_for(address: str) -> None:
+@pytest.mark.parametrize("died", [True, False], ids=["died", "copied"])
+def test_a_writer_that_died_here_or_that_wrote_a_copied_directory_is_not_waited_for(
+    address: str, died: bool
+) -> None:
     root = place.of(address, STORAGE)
-    said = {
-        "holder": "process 999999999",
-        "process": 999999999,
-        "machine": object_lease._machine(),
-        "nonce": "x",
-        "epoch": 4,
-    }
-    arrays.replace_file(
-        root / layout.CONTROL,
-        "zarr.json",
-        layout.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}),
-    )
+    claim: dict[str, Any] = {"holder": "process 999999999", "nonce": "x"}
+    if died:
+        machine = object_lease._machine()
+        claim |= {"process": 999999999, "machine": machine, "epoch": 4, "seconds": 60}
+    content = layout.group_json({layout.ATTRIBUTE: claim})
+    arrays.replace_file(root / layout.CONTROL, "zarr.json", content)
     begin = time.monotonic()
     lease = take_lease(root)
     assert time.monotonic() - begin < 10
     assert isinstance(lease, ObjectLease)
-    assert lease.epoch == 5
+    assert lease.epoch == (5 if died else 1)
     lease.release()
 
 

@@ -26,9 +26,10 @@ FOREVER = 1 << 30
 
 # What a fault does. A number: that status instead of the request's effect. "after NUMBER": the
 # effect, then that status. "lost": the effect, and no reply. "dropped": neither. "truncated": the
-# first half of the reply. "hang": nothing for `seconds`, then dropped. "stale": a listing without
-# the keys that match `hidden`. "unconditional": the request without its conditions. "flipped": the
-# reply's last byte is not the stored one. "ignored": said to be done, and not done.
+# first half of the reply. "hang": nothing for `seconds`, then dropped. "late": the effect after
+# `seconds`. "stale": a listing without the keys that match `hidden`. "unconditional": the request
+# without its conditions. "flipped": the reply's last byte is not the stored one. "ignored": said to
+# be done, and not done.
 KINDS = (
     "500",
     "503",
@@ -38,6 +39,7 @@ KINDS = (
     "dropped",
     "truncated",
     "hang",
+    "late",
     "stale",
     "unconditional",
     "flipped",
@@ -136,6 +138,9 @@ class _Faulty:
             method = "LIST"
         fault = self._due(method, path)
         if fault is None:
+            return self._app(environ, start_response)
+        if fault.kind == "late":
+            time.sleep(fault.seconds)
             return self._app(environ, start_response)
         if fault.kind == "unconditional":
             for name in ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"):

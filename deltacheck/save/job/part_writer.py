@@ -122,7 +122,9 @@ class PartWriter:
         """Close the open part and start to write it."""
         if not self._pieces:
             return
-        pieces, size = self._pieces, self._unsealed_bytes
+        # A restore needs the deltas since a leaf's keyframe. Leaves with old keyframes come first,
+        # so that of the streams of an old segment it decodes only the beginnings.
+        pieces, size = sorted(self._pieces, key=_key_segment), self._unsealed_bytes
         self._pieces, self._unsealed_bytes = [], 0
         rows = sum(piece.encoded.rows.shape[0] for piece in pieces)
         table = np.empty((rows, len(segment.INDEX)), np.uint32)
@@ -165,6 +167,12 @@ class PartWriter:
             leaf = self._leaves[number]
             leaf.changed_words += words
             leaf.encoded_bytes += size
+
+
+def _key_segment(piece: Piece) -> str:
+    """Return the name of the segment with the keyframe of a piece; names ascend with the saves."""
+    state = piece.spans[0].leaf.state
+    return "" if state is None else state.key_segment
 
 
 def _rows_of_spans(piece: Piece) -> Iterator[tuple[Span, int, int]]:

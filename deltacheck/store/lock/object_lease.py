@@ -194,7 +194,8 @@ class ObjectLease:
         epoch = claim.get("epoch", 0)
         # The object may be damaged, so no field of it is trusted. A bool would pass as an integer.
         epoch = epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
-        if not claim or claim.get("released") is True or _is_dead(claim):
+        # Without an epoch it is the lock of a local directory that was copied here.
+        if "epoch" not in claim or claim.get("released") is True or _is_dead(claim):
             return generation, epoch
         seconds = claim.get("seconds")
         seconds = (
