@@ -45,8 +45,9 @@ def ingest(
     """Save each source as its step, in order, and yield it when it is committed.
 
     Args:
-        kind: ``"torch"``: files of safetensors or ``torch.save``; ``"orbax"``: one folder of a
-            plain ``CheckpointManager``, whose number is not used.
+        kind: ``"torch"``: files of safetensors or ``torch.save``, or model folders of Hugging
+            Face; ``"orbax"``: one folder of a plain ``CheckpointManager``, whose number is not
+            used.
         root: The root to import into.
         sources: Steps and paths.
         item: The item of a folder's steps.
@@ -115,6 +116,9 @@ def _decoded_bytes(paths: Sequence[Path]) -> int:
         if path.is_dir():
             files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
             size += sum(file.lstat().st_size for file in files)
+            # Models that were downloaded are links to a cache.
+            links = [entry for entry in path.iterdir() if entry.is_symlink()]
+            size += sum(link.stat().st_size for link in links if link.is_file())
         elif path.exists():
             size += path.stat().st_size
     return _DECODED_PER_FILE_BYTE * size

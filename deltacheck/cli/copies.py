@@ -38,6 +38,7 @@ class Format(StrEnum):
     TORCH = "torch"
     NPZ = "npz"
     ORBAX = "orbax"
+    HF = "hf"
 
 
 # The first suffix of a format is used if no file is named.
@@ -82,7 +83,7 @@ def export(  # noqa: PLR0913 - one argument per option
             "--out",
             "-o",
             metavar="FILE",
-            help="The file to write. Default: step-STEP with the suffix of the format.",
+            help="The file or folder to write. Default: step-STEP with the suffix of the format.",
         ),
     ] = None,
     leaves: Leaves = None,
@@ -93,6 +94,28 @@ def export(  # noqa: PLR0913 - one argument per option
         ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help=(
+                "The most bytes of a file of weights of --to hf, such as 5GB (default) or 500MB."
+                " Larger: fewer files; smaller: readers can load more files at once."
+            ),
+        ),
+    ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            "--files",
+            metavar="FOLDER",
+            help=(
+                "Copy configuration, tokenizer and generation files of FOLDER to the folder of"
+                " --to hf. Default: those that the step keeps."
+            ),
+        ),
+    ] = None,
     item: Item = None,
     max_bytes: MaxBytes = None,
     max_seconds: MaxSeconds = None,
@@ -100,7 +123,7 @@ def export(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Write a step, or some of its leaves, to a file of another format.
 
-    The file is a safetensors, torch or npz file, or a folder for Orbax.
+    The file is a safetensors, torch or npz file, or a folder for Orbax or Hugging Face.
     """
     from deltacheck.restore.export import select
 
@@ -110,7 +133,15 @@ def export(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter(
             f"give the format with --to, or a file with --out that ends in {', '.join(_SUFFIXES)}"
         )
+    if form is not Format.HF and (shard_size is not None or files is not None):
+        raise typer.BadParameter("--shard-size and --files go with --to hf")
     root, manifest = open_step(words, item)
+    if form is Format.HF:
+        if force:
+            raise typer.BadParameter("--force replaces files only; remove the folder yourself")
+        model = _Model(out or Path(f"step-{manifest.step}"), shard_size or "5GB", files)
+        _export_model(root, manifest, model, leaves or [], strip, as_json)
+        return
     try:
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:
@@ -151,6 +182,77 @@ def export(  # noqa: PLR0913 - one argument per option
             "the file holds NumPy arrays, deques or other types that torch.load makes only"
             " with weights_only=False"
         )
+
+
+class _Model(NamedTuple):
+    """A model folder to write.
+
+    Attributes:
+        path: The folder.
+        shard_size: The most bytes of a file of weights, as text.
+        files: The folder of configuration and tokenizer, if given.
+    """
+
+    path: Path
+    shard_size: str
+    files: Path | None
+
+
+def _export_model(
+    root: Root,
+    manifest: Manifest,
+    model: _Model,
+    leaves: list[str],
+    strip: str,
+    as_json: bool,
+) -> None:
+    """Write a folder that ``from_pretrained`` loads, and print the result."""
+    from deltacheck.backends.hugging_face import model_export
+
+    try:
+        shard_size = model_export.shard_bytes(model.shard_size)
+        keys = model_export.model_keys(manifest, leaves, strip)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    _refuse_inside(root, model.path)
+    raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.weights.values())
+    with output.progress("writing", raw_bytes) as advance:
+        written = model_export.write_model(
+            model.path,
+            root,
+            manifest,
+            keys,
+            shard_size=shard_size,
+            files_from=model.files,
+            metadata=_metadata(root, manifest),
+            progress=advance,
+        )
+    if "config.json" not in written.files:
+        output.warn(
+            f"{model.path} has no config.json, which from_pretrained needs; name the folder of the"
+            " base model with --files"
+        )
+    if as_json:
+        output.print_json(
+            {
+                "root": str(root.path),
+                "step": manifest.step,
+                "seq": manifest.seq,
+                "file": str(model.path),
+                "format": str(Format.HF),
+                "leaves": len(keys.weights),
+                "file_bytes": written.file_bytes,
+                "weights_only": None,
+                "shards": written.shards,
+                "copied": written.files,
+            }
+        )
+        return
+    output.print_line(
+        f"step {manifest.step}: {len(keys.weights)} leaves written to {model.path}"
+        f" ({output.size(written.file_bytes)}, {output.count(len(written.shards), 'shard')},"
+        f" {output.count(len(written.files), 'other file')})"
+    )
 
 
 def _refuse_inside(root: Root, path: Path) -> None:
@@ -194,17 +296,23 @@ def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | N
 
 
 def _write_safetensors(file: BinaryIO, job: _Export, progress: Progress) -> None:
-    from deltacheck import __version__
     from deltacheck.restore.export import resolve, shapes, write_safetensors
-    from deltacheck.store.files.storage import full_name
 
-    # Hugging Face's loaders require the key "format"; "pt" means PyTorch's layout of tensors.
-    source = f"deltacheck {__version__}, root {full_name(job.root.path)}, seq {job.manifest.seq}"
-    metadata = {"format": "pt", "step": str(job.manifest.step), "source": source}
+    metadata = _metadata(job.root, job.manifest)
     # Leaves are resolved but not read here. The writer reads them batch by batch, so that memory
     # does not grow with the size of a leaf.
     leaves = resolve(job.root, job.manifest, job.keys)
     write_safetensors(file, leaves, metadata, progress, shapes(job.manifest, job.keys))
+
+
+def _metadata(root: Root, manifest: Manifest) -> dict[str, str]:
+    """Return the metadata of a safetensors file."""
+    from deltacheck import __version__
+    from deltacheck.store.files.storage import full_name
+
+    # Hugging Face's loaders require the key "format"; "pt" means PyTorch's layout of tensors.
+    source = f"deltacheck {__version__}, root {full_name(root.path)}, seq {manifest.seq}"
+    return {"format": "pt", "step": str(manifest.step), "source": source}
 
 
 def _write_npz(file: BinaryIO, job: _Export, progress: Progress) -> None:
@@ -252,7 +360,10 @@ def import_files(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="*.safetensors; *.pt, *.pth, *.bin, *.ckpt; or the folder of an Orbax manager.",
+            help=(
+                "*.safetensors; *.pt, *.pth, *.bin, *.ckpt; folders of models of Hugging Face; or"
+                " the folder of an Orbax manager."
+            ),
         ),
     ],
     step: Annotated[
@@ -268,15 +379,16 @@ def import_files(
     max_seconds: MaxSeconds = None,
     as_json: Json = False,
 ) -> None:
-    """Import safetensors, torch and Orbax checkpoints as steps of a root.
+    """Import safetensors, torch, Hugging Face and Orbax checkpoints as steps of a root.
 
     Values are imported bit for bit. No code of the files is run.
     """
+    from deltacheck.backends.hugging_face.model_folder import is_model_folder
     from deltacheck.report.history import stored_bytes
     from deltacheck.store.root import open_root
 
-    # A folder holds many steps that have numbers, so it cannot be one of several files.
-    folders = [path for path in files if path.is_dir()]
+    # A manager's folder holds many steps that have numbers, so it cannot be one of several files.
+    folders = [path for path in files if path.is_dir() and not is_model_folder(path)]
     if len(files) > 1 and (step is not None or folders):
         raise typer.BadParameter(
             f"{'--step' if step is not None else 'a folder'} goes with one FILE, but"
@@ -339,7 +451,8 @@ def _import_orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[
         ) from error
     if not backend.steps(folder):
         raise typer.BadParameter(
-            f"{folder} has no steps of an Orbax CheckpointManager; name files, or its folder"
+            f"{folder} has neither steps of an Orbax CheckpointManager nor a model of Hugging Face;"
+            " name files, or one of these folders"
         )
     from deltacheck.backends import isolated
 

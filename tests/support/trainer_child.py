@@ -26,9 +26,11 @@ from accelerate.utils import DataLoaderConfiguration
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deltacheck
-from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.accelerate import load_state, state_of
+from deltacheck.backends.torch.files import torch_import
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
+from deltacheck.cli import main
 from deltacheck.save.saver import Saver
 from tests.support.best_step import EVALUATED, best_of
 from tests.support.forked import digest, example, forked, run_all
@@ -234,6 +236,21 @@ def files(folder: Path) -> Any:
         "old": sorted(os.listdir(old)),
         "folders": sorted(os.listdir(folder)),
         "leaves": sorted({path.partition("/")[0] for path in specs(folder)}),
+        "model_folder": model_folder(folder),
+    }
+
+
+def model_folder(folder: Path) -> dict[str, bool]:
+    """Load the newest step by ``from_pretrained``, and import what ``save_pretrained`` writes."""
+    root, out, own = folder / "deltacheck", folder / "out", folder / "own"
+    assert main(["export", str(root), "--to", "hf", "--shard-size", "2KB", "--out", str(out)]) == 0
+    weights = load(root)["model"]
+    loaded = LlamaForCausalLM.from_pretrained(out)
+    loaded.save_pretrained(own, max_shard_size="2KB")
+    return {
+        "in_shards": not (out / "model.safetensors").exists(),
+        "loaded": digest(loaded.state_dict()) == digest(weights),
+        "imported": digest(torch_import.read(own)["model"]) == digest(dict(sorted(weights.items()))),
     }
 
 

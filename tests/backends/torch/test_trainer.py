@@ -110,6 +110,12 @@ def test_save_only_model_saves_no_optimizer(told: dict[str, Any]) -> None:
     assert told["files"]["leaves"] == ["files", "model", "trainer_state"]
 
 
+def test_from_pretrained_loads_an_exported_step_and_its_files_come_back(
+    told: dict[str, Any],
+) -> None:
+    assert told["files"]["model_folder"] == {"in_shards": True, "loaded": True, "imported": True}
+
+
 def test_with_on_error_log_a_training_ends_without_the_step_that_failed(
     told: dict[str, Any],
 ) -> None:

@@ -1,4 +1,4 @@
-"""Make steps of a root from files of other formats: safetensors and ``torch.save``.
+"""Make steps of a root from files of other formats: safetensors, ``torch.save``, model folders.
 
 No code of a file is run.
 """
@@ -9,7 +9,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from deltacheck.backends.hugging_face.model_folder import description_files, model_folder
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import numpy_pickle
 from deltacheck.backends.torch.state import leaves
@@ -25,10 +29,11 @@ def steps_of(
 ) -> list[tuple[int, Path]]:
     """Return the step and path of each file, ascending.
 
-    The step is the last number in the file's name, or else in its folder's.
+    The step is the last number in the file's name, or else in its folder's. For a model folder it
+    is the last number in the folder's name.
 
     Args:
-        files: The files.
+        files: Files, and folders of models.
         step: The step of the file, if there is only one.
 
     Raises:
@@ -37,7 +42,8 @@ def steps_of(
     """
     by_step: dict[int, Path] = {}
     for path in map(Path, files):
-        if path.suffix not in (SAFETENSORS, *SUFFIXES):
+        is_folder = path.is_dir()
+        if not is_folder and path.suffix not in (SAFETENSORS, *SUFFIXES):
             raise ValueError(
                 f"{path} is not called as one of {', '.join((SAFETENSORS, *SUFFIXES))}, which say"
                 " the format"
@@ -45,12 +51,18 @@ def steps_of(
         # Imported alone, each part would be a step with a part of the model.
         if _PART.search(path.stem):
             raise ValueError(
-                f"{path} is a part of a model that lies in several files; join them into one first"
+                f"{path} is a part of a model that lies in several files; name their folder"
             )
         # Transformers, for example, writes ``checkpoint-200/model.safetensors``.
-        numbers = re.findall(r"\d+", path.stem) or re.findall(r"\d+", path.absolute().parent.name)
+        numbers = re.findall(r"\d+", path.absolute().name if is_folder else path.stem)
+        if not numbers and not is_folder:
+            numbers = re.findall(r"\d+", path.absolute().parent.name)
         if step is None and not numbers:
-            raise ValueError(f"neither {path.name} nor its folder has a number; say the step")
+            raise ValueError(
+                f"{path} has no number in its name; say the step"
+                if is_folder
+                else f"neither {path.name} nor its folder has a number; say the step"
+            )
         number = int(numbers[-1]) if step is None else step
         if number in by_step:
             raise ValueError(
@@ -64,14 +76,22 @@ def steps_of(
 def read(path: Path) -> object:
     """Return the content of a file. Tensors are mapped if the file allows it.
 
-    Of safetensors it is a dict of tensors by key, without the file's metadata.
+    Of safetensors it is a dict of tensors by key, without the file's metadata. Of a model folder it
+    is ``{"model": tensors by name, "files": content by name}``.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: There is no such file, or a shard is missing.
         Damaged: The file cannot be read, or not without running code. The message names it.
+        UnsupportedLeaf: A file beside the weights of a folder is too long.
     """
+    if path.is_dir():
+        return _model(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    return _file(path)
+
+
+def _file(path: Path) -> object:
     try:
         if path.suffix == SAFETENSORS:
             from safetensors.torch import load_file
@@ -92,6 +112,23 @@ def read(path: Path) -> object:
             f"{path} cannot be read without running code from it: {type(error).__name__}: {reason}."
             " Where you trust the file, load it yourself and save what it holds with Engine"
         ) from error
+
+
+def _model(path: Path) -> dict[str, Any]:
+    """Return the weights and the other files of a model folder."""
+    folder = model_folder(path)
+    files = {
+        file.relative_to(path).as_posix(): np.frombuffer(file.read_bytes(), np.uint8)
+        for file in description_files(path)
+    }
+    weights: dict[str, object] = {}
+    for shard in folder.shards:
+        content = _file(shard)
+        if not isinstance(content, dict):
+            raise Damaged(f"{shard} holds a {type(content).__name__}, not tensors by name")
+        folder.check(shard, set(content))
+        weights |= content
+    return {"model": dict(sorted(weights.items())), "files": files}
 
 
 def _torch(path: Path) -> object:

@@ -1,0 +1,277 @@
+"""Write a step as a model folder that ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+from urllib.parse import unquote
+
+from deltacheck.backends.hugging_face.model_folder import (
+    INDEX_SUFFIX,
+    MAX_FILE_BYTES,
+    WEIGHTS,
+    describes_model,
+    description_files,
+)
+from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.leaf import tree
+from deltacheck.restore import damage
+from deltacheck.restore.export import (
+    Progress,
+    new_file,
+    resolve,
+    select,
+    shapes,
+    stream,
+    write_safetensors,
+)
+from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Root
+
+MODEL = "model/"  # the leaves that are weights, unless others are named
+_FILES = "files/"  # files that an import, or the callback of a trainer, keeps in a step
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+class ModelKeys(NamedTuple):
+    """The leaves of a step that a model folder gets.
+
+    Attributes:
+        weights: Name of a tensor -> leaf path.
+        files: Name of a file -> leaf path of its content.
+    """
+
+    weights: dict[str, str]
+    files: dict[str, str]
+
+
+class Written(NamedTuple):
+    """The result of ``write_model``.
+
+    Attributes:
+        shards: The files of weights, in order.
+        files: The files that describe the model, by name, ascending.
+        file_bytes: The bytes of all files.
+    """
+
+    shards: tuple[str, ...]
+    files: tuple[str, ...]
+    file_bytes: int
+
+
+def shard_bytes(text: str) -> int:
+    """Return the bytes of a size such as ``5GB``, ``500 MB``, ``1GiB`` or ``1000000``.
+
+    Raises:
+        ValueError: The text is no size of at least one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    count = int(float(match[1]) * unit) if match and unit else 0
+    if count < 1:
+        raise ValueError(f"{text!r} is no size, such as 5GB, 500MB or 1GiB")
+    return count
+
+
+def model_keys(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") -> ModelKeys:
+    """Select the weights of a model, and the files that the step keeps beside them.
+
+    Args:
+        manifest: The step.
+        patterns: Leaf paths or patterns of the weights. Empty: the leaves below ``model``; all
+            leaves if there are none there.
+        strip: A prefix to remove from the names of tensors. Without patterns, ``model/`` is removed
+            in any case.
+
+    Raises:
+        StepNotFound: A pattern matches no leaf, or the step has no array.
+        ValueError: Two tensors would have the same name.
+    """
+    paths = tree.array_paths(manifest.tree)
+    files = {
+        name: owner
+        for path, owner in sorted(paths.items())
+        if path.startswith(_FILES) and describes_model(name := unquote(path.removeprefix(_FILES)))
+    }
+    if not patterns and any(path.startswith(MODEL) for path in paths):
+        patterns, strip = (MODEL + "*",), strip or MODEL
+    keys = select(manifest, patterns, strip)
+    if not keys:
+        raise StepNotFound(f"step {manifest.step} has no array that a model could be made of")
+    weights = {unquote(key): owner for key, owner in keys.items()}
+    return ModelKeys(weights, files)
+
+
+def write_model(
+    path: Path,
+    root: Root,
+    manifest: Manifest,
+    keys: ModelKeys,
+    *,
+    shard_size: int,
+    files_from: Path | None = None,
+    metadata: Mapping[str, str],
+    progress: Progress | None = None,
+) -> Written:
+    """Write a model folder, which appears whole and durable, or not at all.
+
+    Args:
+        path: The folder: new or empty.
+        root: The root.
+        manifest: The step.
+        keys: The leaves to write.
+        shard_size: The most bytes of the tensors of a shard. A larger tensor has a shard of its
+            own. Larger: fewer files; smaller: readers can load more files at once.
+        files_from: A folder whose files that describe the model are copied, in place of files of
+            the step with the same name.
+        metadata: The metadata of each shard.
+        progress: Called with the decoded bytes of each finished read.
+
+    Raises:
+        FileExistsError: The folder holds anything.
+        FileNotFoundError: The folder above it, or ``files_from``, does not exist.
+        UnsupportedLeaf: safetensors lacks an element type, or a file is too long.
+        Damaged, ChainBroken: The step is not whole.
+    """
+    copies = {} if files_from is None else _files_of(files_from)
+    with _new_folder(path) as folder, damage.named(root, manifest):
+        leaves = resolve(root, manifest, keys.weights)
+        flat_shapes = shapes(manifest, keys.weights)
+        sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
+        groups = _groups(sizes, shard_size)
+        shards = _shard_names(len(groups))
+        for name, group in zip(shards, groups, strict=True):
+            with new_file(folder / name) as file:
+                write_safetensors(
+                    file, {key: leaves[key] for key in group}, metadata, progress, flat_shapes
+                )
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {
+                    key: name for name, group in zip(shards, groups, strict=True) for key in group
+                },
+            }
+            with new_file(folder / (WEIGHTS[0] + INDEX_SUFFIX)) as file:
+                file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+        _write_kept(folder, root, manifest, keys.files, copies)
+        for name, source in copies.items():
+            with _nested_file(folder, name) as file, source.open("rb") as original:
+                shutil.copyfileobj(original, file)
+        names = tuple(sorted({*copies, *keys.files}))
+        file_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Written(tuple(shards), names, file_bytes)
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(folder))
+    return {file.relative_to(folder).as_posix(): file for file in description_files(folder)}
+
+
+def _groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
+    """Return the tensors of each shard, in order of their names."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for key, size in sizes.items():
+        if groups[-1] and used + size > shard_size:
+            groups.append([])
+            used = 0
+        groups[-1].append(key)
+        used += size
+    return groups
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS[0]]
+    stem, suffix = os.path.splitext(WEIGHTS[0])
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def _write_kept(
+    folder: Path,
+    root: Root,
+    manifest: Manifest,
+    files: Mapping[str, str],
+    replaced: Mapping[str, Path],
+) -> None:
+    """Write the files that a step keeps, but for those that are replaced."""
+    wanted = {name: owner for name, owner in files.items() if name not in replaced}
+    for name, owner in wanted.items():
+        # A name with a part ``..`` describes no model.
+        if PurePosixPath(name).is_absolute():
+            raise Damaged(
+                f"a file of the step has the name {name!r}, which leaves its folder", leaf=owner
+            )
+    leaves = resolve(root, manifest, wanted)
+    for name, leaf in leaves.items():
+        if leaf.spec.raw_bytes > MAX_FILE_BYTES:
+            raise Damaged(
+                f"the file {name!r} of the step has {leaf.spec.raw_bytes:,} bytes, more than"
+                f" {MAX_FILE_BYTES:,}",
+                leaf=leaf.spec.path,
+            )
+        with _nested_file(folder, name) as file:
+            for _, piece in stream({name: leaf}):
+                file.write(piece.data)
+
+
+@contextlib.contextmanager
+def _nested_file(folder: Path, name: str) -> Iterator[BinaryIO]:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as file:
+        yield file
+    sync_directory(folder)
+
+
+@contextlib.contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Fill a folder under a temporary name, and give it its name when the block ends."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+    _refuse_content(path)
+    # In the same directory, because a rename does not leave a file system.
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_directory(temporary)
+        try:
+            # Replaces an empty folder, and no other.
+            temporary.rename(path)
+        except OSError:
+            _refuse_content(path)
+            raise
+        sync_directory(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_content(path: Path) -> None:
+    # `lexists` also sees a link without a target.
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(
+            errno.EEXIST, "exists and was left as it is; name a folder that is new", str(path)
+        )

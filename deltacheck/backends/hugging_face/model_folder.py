@@ -1,0 +1,169 @@
+"""Find and check the files of a model folder in the layout of Hugging Face.
+
+A folder has its weights in one file, or in shards with an index (``*.index.json``) that says which
+shard has which tensor. The other files describe the model: configuration, tokenizer and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from deltacheck.errors import Damaged, UnsupportedLeaf
+
+# The names of weights in the order of preference, as ``from_pretrained`` looks for them.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDEX_SUFFIX = ".index.json"
+# The longest file beside the weights; tokenizers of large vocabularies have about 30 MB.
+MAX_FILE_BYTES = 64 << 20
+_MAX_INDEX_BYTES = 64 << 20
+# Weights of any framework, and what trainers keep beside them: no part of a model.
+_OTHER_SUFFIXES = {
+    ".bin",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".npz",
+    ".onnx",
+    ".pt",
+    ".pth",
+    ".safetensors",
+}
+_TEMPLATES = "additional_chat_templates"
+_OTHER_NAME = re.compile(r"\.|.*\.index\.json\Z|trainer_state\.json\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The weights of a model folder.
+
+    Attributes:
+        path: The folder.
+        shards: The names of the tensors by file of weights, as the index has them; ``None``: a
+            single file, which no index describes.
+    """
+
+    path: Path
+    shards: Mapping[Path, frozenset[str] | None]
+
+    def check(self, shard: Path, names: set[str]) -> None:
+        """Compare the tensors of a shard with the index.
+
+        Raises:
+            Damaged: A tensor is missing, or the index names it in another shard or not at all.
+        """
+        expected = self.shards[shard]
+        if expected is None or names == expected:
+            return
+        missing, surplus = sorted(expected - names), sorted(names - expected)
+        fault = f"lacks {_listed(missing)}" if missing else f"has {_listed(surplus)} in addition"
+        raise Damaged(
+            f"{shard} does not fit the index of its folder: it {fault}; fetch the folder again",
+            file=shard,
+            leaf=(missing or surplus)[0],
+        )
+
+
+def is_model_folder(path: Path) -> bool:
+    """Return True if a folder has weights, or an index of them, under one of the known names."""
+    return any(_is_there(path, name) for name in WEIGHTS)
+
+
+def model_folder(path: Path) -> ModelFolder:
+    """Return the weights of a model folder; every file that its index names exists.
+
+    Raises:
+        FileNotFoundError: The folder has no weights, or a shard is missing; the message names it.
+        Damaged: The index does not follow the format, or names a file outside the folder.
+    """
+    name = next((name for name in WEIGHTS if _is_there(path, name)), None)
+    if name is None:
+        raise FileNotFoundError(
+            f"{path} has neither {' nor '.join(WEIGHTS)}, and no index of their shards"
+        )
+    index = path / (name + INDEX_SUFFIX)
+    if not index.is_file():
+        return ModelFolder(path, {path / name: None})
+    shards: dict[Path, set[str]] = {}
+    for tensor, shard in _weight_map(index).items():
+        # Of a plain name only: the folder may come from anybody.
+        if shard in ("", ".", "..") or PurePath(shard).name != shard:
+            raise Damaged(f"{index} names {shard!r}, which is no file of its folder", file=index)
+        shards.setdefault(path / shard, set()).add(tensor)
+    missing = sorted(shard.name for shard in shards if not shard.is_file())
+    if missing:
+        raise FileNotFoundError(
+            f"{path} lacks {_listed(missing)}, {len(missing)} of the {len(shards)} shards that"
+            f" {index.name} names; fetch the rest of the folder"
+        )
+    return ModelFolder(path, {shard: frozenset(shards[shard]) for shard in sorted(shards)})
+
+
+def description_files(path: Path, limit: int = MAX_FILE_BYTES) -> list[Path]:
+    """Return the files of a folder that describe the model, ascending by name.
+
+    These are all files but weights, their indexes, the state of a trainer and hidden files. Of
+    folders below, only that of further chat templates is read.
+
+    Raises:
+        UnsupportedLeaf: A file is longer than ``limit`` bytes; the message names it.
+    """
+    files = sorted(
+        file
+        for file in (*path.glob("*"), *path.glob(f"{_TEMPLATES}/*"))
+        if file.is_file() and describes_model(file.relative_to(path).as_posix())
+    )
+    for file in files:
+        size = file.stat().st_size
+        if size > limit:
+            raise UnsupportedLeaf(
+                f"{file} has {size:,} bytes; files beside the weights may have {limit:,}. Move it"
+                " to another folder"
+            )
+    return files
+
+
+def describes_model(name: str) -> bool:
+    """Return True if a file of this name, relative to its folder, describes the model."""
+    pure = PurePath(name)
+    return pure.suffix not in _OTHER_SUFFIXES and not any(map(_OTHER_NAME.match, pure.parts))
+
+
+def _is_there(path: Path, name: str) -> bool:
+    return (path / name).is_file() or (path / (name + INDEX_SUFFIX)).is_file()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the shard of each tensor.
+
+    The ``total_size`` of an index is not compared: writers count tied and packed tensors in
+    different ways. The readers of shards compare the size of each file with its header.
+    """
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes")
+        document = json.loads(index.read_bytes(), object_pairs_hook=_unique)
+        weight_map: Any = document["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("its weight_map is no object, or empty")
+        if not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError("a name in its weight_map is no text")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{index} is no index of shards: {error}", file=index) from error
+    return weight_map
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("it has a key twice")
+    return fields
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")

@@ -1,0 +1,183 @@
+"""Folders of models become steps, and steps become folders that readers of safetensors load."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltacheck.backends.hugging_face import model_export
+from deltacheck.backends.torch import Engine, load
+from deltacheck.backends.torch.files import torch_import
+from deltacheck.cli import main
+from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
+from deltacheck.errors import Damaged, UnsupportedLeaf
+from tests.support.states import assert_same, random_tensor
+
+CONFIG = b'{"architectures": ["Tiny"]}'
+INDEX = "model.safetensors.index.json"
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{n}.weight": random_tensor(torch.bfloat16, (40, 5), n + step) for n in range(3)
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in two shards of 800 and 400 bytes, with what a trainer keeps beside it."""
+    path = tmp_path / "checkpoint-7"
+    path.mkdir()
+    tensors, weight_map = weights(7), {}
+    for number, names in enumerate((("0", "1"), ("2",)), 1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        part = {f"layers.{n}.weight": tensors[f"layers.{n}.weight"] for n in names}
+        save_file(part, path / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "config.json").write_bytes(CONFIG)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    for name in ("optimizer.pt", "training_args.bin", "trainer_state.json", ".hidden"):
+        (path / name).write_text("not of the model")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
+    code = main([str(word) for word in words] + ["--json"])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out or captured.err.splitlines()[-1])
+
+
+def test_a_folder_becomes_a_step_and_a_folder_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A model that was downloaded is a folder of links.
+    links = tmp_path / "checkpoint-9"
+    links.mkdir()
+    for file in folder.glob("*.*"):
+        (links / file.name).symlink_to(file)
+    code, about = run(capsys, "import", tmp_path / "root", folder, links)
+    assert code == OK
+    assert [row["step"] for row in about["steps"]] == [7, 9]
+    assert_same(weights(7), load(tmp_path / "root", 9)["model"])
+    state = load(tmp_path / "root", 7)
+    assert_same(weights(7), state["model"])
+    names = ["additional_chat_templates/tool.jinja", "config.json"]
+    assert sorted(state["files"]) == names
+    code, about = run(
+        capsys, "export", tmp_path / "root", 7, "--to", "hf", "--out", tmp_path / "out"
+    )
+    assert (code, about["shards"], about["copied"]) == (OK, ["model.safetensors"], names)
+    assert_same(weights(7), load_file(tmp_path / "out" / "model.safetensors"))
+    assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
+    assert (tmp_path / "out" / names[0]).read_text() == "{{ x }}"
+
+
+def test_shards_have_the_size_that_was_asked_for(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    state = {"model": weights(1) | {"wide": torch.arange(500)}, "optimizer": torch.ones(3)}
+    with Engine(root) as engine:
+        engine.save(1, state).wait()
+    (folder / "config.json").write_bytes(CONFIG + b" ")
+    options = ("--shard-size", "0.8KB", "--files", folder, "--out", out)
+    code, about = run(capsys, "export", root, "--to", "hf", *options)
+    assert code == OK
+    assert about["file_bytes"] == sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
+    index = json.loads((out / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 3 * 400 + 4000
+    merged: dict[str, torch.Tensor] = {}
+    sizes = []
+    for shard in about["shards"]:
+        part = load_file(out / shard)
+        assert {index["weight_map"][name] for name in part} == {shard}
+        sizes.append(sum(tensor.nbytes for tensor in part.values()))
+        merged |= part
+    assert sizes == [800, 400, 4000]  # a tensor is never cut
+    assert_same(state["model"], merged)
+    assert (out / "config.json").read_bytes() == CONFIG + b" "
+    # Nothing is replaced, and nothing is left of an export that fails.
+    assert run(capsys, "export", root, "--to", "hf", *options)[0] == REFUSED
+    for bad, status in (("5 parsecs", MISUSE), ("0", MISUSE)):
+        words = ("--shard-size", bad, "--out", tmp_path / "no")
+        assert run(capsys, "export", root, "--to", "hf", *words)[0] == status
+    assert run(capsys, "export", root, "--to", "npz", "--files", folder)[0] == MISUSE
+    next((root / "segments").glob("*/packed/uint16/c.0")).write_bytes(b"damaged")
+    assert run(capsys, "export", root, "--to", "hf", "--out", tmp_path / "no")[0] == DAMAGED
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "out", folder.name}
+
+
+def test_a_folder_without_a_configuration_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"layer.weight": torch.ones(2)}).wait()
+    assert main(["export", str(tmp_path / "root"), "--to", "hf", "--out", str(tmp_path / "o")]) == 0
+    assert "has no config.json" in capsys.readouterr().err
+    assert load_file(tmp_path / "o" / "model.safetensors").keys() == {"layer.weight"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message"),
+    [
+        ("remove", FileNotFoundError, "lacks 'model-00002-of-00002.safetensors', 1 of the 2 shar"),
+        ("cut", Damaged, "model-00002-of-00002.safetensors cannot be read"),
+        ("swap", Damaged, "lacks 'layers.2.weight'"),
+        ("surplus", Damaged, "has 'layers.9.weight' in addition"),
+        ("escape", Damaged, "names '../x.safetensors', which is no file of its folder"),
+        ("text", Damaged, "is no index of shards"),
+        ("large", UnsupportedLeaf, "vocab.json has 67,108,865 bytes"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(
+    spoil: str, kind: type[Exception], message: str, folder: Path
+) -> None:
+    shard = folder / "model-00002-of-00002.safetensors"
+    if spoil == "remove":
+        shard.unlink()
+    elif spoil == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif spoil == "swap":
+        shutil.copy(folder / "model-00001-of-00002.safetensors", shard)
+    elif spoil == "surplus":
+        save_file(load_file(shard) | {"layers.9.weight": torch.ones(2)}, shard)
+    elif spoil == "escape":
+        (folder / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    elif spoil == "text":
+        (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
+    else:
+        with (folder / "vocab.json").open("wb") as file:
+            file.truncate((64 << 20) + 1)
+    with pytest.raises(kind, match=re.escape(message)):
+        torch_import.read(folder)
+
+
+def test_a_forged_name_of_a_file_does_not_leave_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("../evil.json", f"{tmp_path}/evil.json")
+    with Engine(tmp_path / "root") as engine:
+        for step, name in enumerate(names):
+            files = {name: np.zeros(3, np.uint8)}
+            engine.save(step, {"model": {"w": torch.ones(2)}, "files": files}).wait()
+    for step, status in enumerate((OK, DAMAGED)):  # the first is left out, as a hidden file is
+        out = tmp_path / f"out-{step}"
+        assert run(capsys, "export", tmp_path / "root", step, "--to", "hf", "--out", out)[0] == (
+            status
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "out-0"}
+
+
+def test_sizes_are_read_as_hugging_face_writes_them() -> None:
+    sizes = [model_export.shard_bytes(text) for text in ("5GB", "1.5 mb", "2GiB", "300")]
+    assert sizes == [5 * 10**9, 1_500_000, 2 << 30, 300]
