@@ -16,7 +16,6 @@ from deltacheck.cli import (
     check,
     compare,
     copies,
-    evaluate,
     inspect,
     planning,
     profiling,
@@ -24,6 +23,8 @@ from deltacheck.cli import (
     reporting,
     simulation,
 )
+from deltacheck.cli.doctor import doctor
+from deltacheck.cli.evaluation import evaluate
 
 app = typer.Typer(
     name="deltacheck",
@@ -65,6 +66,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Check and repair": {
         "verify": check.verify,
         "repair": check.repair,
+        "doctor": doctor.doctor,
     },
     "Keep and move": {
         "tag": prune.tag,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,11 +65,50 @@ def _file_system(folder: Path) -> str:
 
     On ``tmpfs``, fsync costs nothing and no time to durable has a meaning.
     """
-    lines = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
-    mounts = [(Path(line.split()[1]), line.split()[2]) for line in lines]
-    # The deepest mount point above the folder is the one that holds it.
-    depths = [(len(p.parts), kind) for p, kind in mounts if folder.resolve().is_relative_to(p)]
-    return max(depths)[1] if depths else "unknown"
+    mount = mount_of(folder)
+    return "unknown" if mount is None else mount.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system.
+
+    Attributes:
+        point: The folder that it is mounted at.
+        kind: Type, for example ``ext4`` or ``nfs4``.
+        options: Options of the mount and of the file system, for example ``rw`` or ``nolock``.
+    """
+
+    point: str
+    kind: str
+    options: frozenset[str]
+
+
+def mount_of(folder: Path) -> Mount | None:
+    """Return the mount that holds a folder; ``None`` if the system does not list its mounts."""
+    table = Path("/proc/self/mountinfo")
+    return innermost_mount(table.read_text(), folder.resolve()) if table.exists() else None
+
+
+def innermost_mount(table: str, folder: Path) -> Mount | None:
+    """Return the mount of a folder from the text of ``/proc/self/mountinfo``.
+
+    Args:
+        table: The text, in the format of proc(5).
+        folder: An absolute path without links.
+    """
+    mounts = []
+    for line in table.splitlines():
+        place, _, file_system = line.partition(" - ")
+        # The kernel writes spaces and backslashes in paths as octal numbers.
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place.split()[4])
+        kind, _, *more = file_system.split()
+        options = {*place.split()[5].split(","), *",".join(more).split(",")}
+        if folder.is_relative_to(point):
+            mounts.append(Mount(point, kind, frozenset(options - {""})))
+    # The deepest mount point above the folder holds it. Of several mounts at one point the last one
+    # hides the others, and ``max`` returns the first of equals.
+    return max(reversed(mounts), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
 def _versions() -> dict[str, str]:

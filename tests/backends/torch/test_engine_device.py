@@ -175,6 +175,17 @@ def test_a_device_that_computes_wrongly_is_found_before_it_is_used(what: str) ->
     assert "other bytes than the host" in group.defect(Emulated(Wrong()))
 
 
+def test_every_device_that_torch_sees_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second(Emulated):
+        name = "second"
+
+    monkeypatch.setattr(deltacheck, "_native_cuda", emulated, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices = {0: Emulated, 1: Second}
+    monkeypatch.setattr(codec, "Cuda", lambda device, native: devices[device.index](native))
+    assert codec.self_tests() == {"emulated": "", "second": ""}
+
+
 def _bytes_at(address: int) -> Any:
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
 

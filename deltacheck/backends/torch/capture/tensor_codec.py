@@ -156,6 +156,24 @@ def _cuda(index: int) -> Accelerator:
     return accelerator
 
 
+def self_tests() -> dict[str, str]:
+    """Return the result of the CUDA encoder's test on each device that torch sees.
+
+    Returns:
+        Name of the device -> the first difference from the host encoder; empty: none.
+
+    Raises:
+        ImportError: This build has no CUDA encoder.
+    """
+    from deltacheck import _native_cuda
+
+    devices = [
+        Cuda(torch.device("cuda", index), _native_cuda)
+        for index in range(torch.cuda.device_count())
+    ]
+    return {device.name: windows.defect(device) for device in devices}
+
+
 def _device(tensor: torch.Tensor) -> Accelerator:
     accelerator = accelerator_of(tensor)
     assert accelerator is not None  # no other tensors reach the codec as tensors

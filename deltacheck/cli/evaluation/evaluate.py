@@ -17,7 +17,7 @@ import typer
 
 from deltacheck.cli import output
 from deltacheck.cli.arguments import Json
-from deltacheck.cli.evaluation_tables import print_evaluation
+from deltacheck.cli.evaluation.evaluation_tables import print_evaluation
 from deltacheck.cli.output import Row
 
 if TYPE_CHECKING:

@@ -1,0 +1,499 @@
+"""Judgement of facts: each check is a pure function of ``Facts``, and returns one line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from deltacheck.cli.doctor.environment import Facts, FileSystem, Package
+from deltacheck.report.formatting import format_bytes
+
+# A flush of a real disk takes tens of microseconds at the least, a system call that does nothing
+# less than one.
+_SHORTEST_SYNC_SECONDS = 5e-6
+_FEW_FILES = 1000  # a save creates some dozens
+_CLOCK_SECONDS = 60.0
+# The most encoded bytes between the training and the disk: the default of ``host_cache_bytes``.
+_CACHE_BYTES = 1 << 30
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "ceph", "gpfs", "glusterfs")
+_QUOTA = re.compile("(usr|grp|prj|u|g|p)?quota|(usr|grp|prj)jquota=.*|[ugp]qnoenforce")
+# Options with which an fsync returns before the disk has the data.
+_NO_BARRIER = ("nobarrier", "barrier=0", "volatile")
+# Options with which a lock holds on this machine only, or not at all.
+_LOCAL_LOCKS = ("nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The result of one check.
+
+    Attributes:
+        name: Subject of the check.
+        status: ``degraded``: deltacheck works, at a cost; ``broken``: it does not.
+        text: The facts.
+        cost: Consequence of a degraded line.
+        remedy: What the user can do.
+    """
+
+    name: str
+    status: Literal["ok", "degraded", "broken"]
+    text: str
+    cost: str = ""
+    remedy: str = ""
+
+
+def diagnose(facts: Facts) -> list[Line]:
+    """Return one line for each check, in the order in which they are printed."""
+    lines = [Line("python", "ok", facts.python)]
+    lines += [line for package in facts.packages if (line := package_line(package)) is not None]
+    lines += [check(facts) for check in _MACHINE]
+    lines += [steps(facts)]
+    if facts.file_system is None:
+        return [*lines, Line("storage", "ok", "object store; the first save tests its writes")]
+    return [*lines, *(check(facts, facts.file_system) for check in _FILE_SYSTEM)]
+
+
+# --- software -------------------------------------------------------------------------------------
+
+
+def package_line(package: Package) -> Line | None:
+    """Judge a package. Requirements of the base install need no line if nothing is wrong."""
+    name, installed, minimum = package.name, package.installed, package.minimum
+    wanted = f"pip install '{name}>={minimum}'" if minimum else f"pip install {name}"
+    if installed is None and package.extra is None:
+        return Line(name, "broken", "not installed", remedy=wanted)
+    if installed is None:
+        text = f"not installed; the extra [{package.extra}] needs it"
+        return Line(name, "ok", text)
+    if minimum is not None and _release(installed) < _release(minimum):
+        return Line(name, "broken", f"{installed}, older than {minimum}", remedy=wanted)
+    shown = package.extra is not None or name in ("deltacheck", "numpy", "tensorstore")
+    return Line(name, "ok", installed) if shown else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, without suffixes such as ``rc1`` and ``+cpu``."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers is not None else ()
+
+
+def native_module(facts: Facts) -> Line:
+    """Judge the native module."""
+    if not facts.encoder.problem:
+        return Line("encoder", "ok", "native")
+    return Line(
+        "encoder",
+        "degraded",
+        f"NumPy: {facts.encoder.problem}",
+        cost="saves and restores take many times the processor time; files are the same",
+        remedy="install deltacheck again, with a C++17 compiler",
+    )
+
+
+def instruction_set(facts: Facts) -> Line:
+    """Judge the kernels in use."""
+    used, best = facts.encoder.instruction_set, facts.encoder.best_instruction_set
+    if facts.encoder.problem:
+        return Line("instruction set", "ok", "not used")
+    if used != best:
+        return Line(
+            "instruction set",
+            "degraded",
+            f"{used}, but this processor has {best}",
+            cost="comparison and packing of a save are slower",
+            remedy="unset DELTACHECK_ISA",
+        )
+    if used in ("plain", "x86-64-v2"):
+        return Line(
+            "instruction set",
+            "degraded",
+            f"{used}: this processor has no AVX2, or is no x86",
+            cost="comparison and packing of a save are slower",
+        )
+    return Line("instruction set", "ok", used)
+
+
+def threads(facts: Facts) -> Line:
+    """Judge the threads of the encoder."""
+    count, cores = facts.encoder.threads, facts.encoder.cores
+    quota = facts.encoder.core_quota
+    text = f"{count} on {_cores(cores)}"
+    if quota is not None and quota < count:
+        return Line(
+            "threads",
+            "degraded",
+            f"{text}, of which the container may use {quota:g} at a time",
+            cost="while a save is encoded, the system stops the process again and again",
+            remedy="raise the quota, or start the process with taskset on fewer cores",
+        )
+    if cores == 1:
+        return Line(
+            "threads",
+            "degraded",
+            text,
+            cost="training and encoder share one core: a save takes its time from the training",
+            remedy="give the process at least two cores",
+        )
+    return Line("threads", "ok", text)
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"
+
+
+def zstd(facts: Facts) -> Line:
+    """Judge the entropy stage."""
+    if facts.encoder.zstd:
+        return Line("zstd", "ok", "built in")
+    return Line(
+        "zstd",
+        "degraded",
+        "missing: TensorStore compresses the streams",
+        cost="saves are larger and take about a third more processor time",
+        remedy="build with DELTACHECK_ZSTD_SOURCE_DIR, as `make build` does",
+    )
+
+
+def blosc(facts: Facts) -> Line:
+    """Judge the decoder of keyframes."""
+    if facts.encoder.blosc:
+        return Line("c-blosc", "ok", "built in")
+    return Line(
+        "c-blosc",
+        "degraded",
+        "missing: TensorStore reads keyframes",
+        cost="keyframes are read 2 to 3 times slower",
+        remedy="build with DELTACHECK_BLOSC_SOURCE_DIR, as `make build` does",
+    )
+
+
+def jax_handlers(facts: Facts) -> Line:
+    """Judge the handlers of the Orbax backend."""
+    has_jax = any(package.name == "jax" and package.installed for package in facts.packages)
+    if facts.encoder.jax_handlers:
+        return Line("JAX handlers", "ok", "built in")
+    if not has_jax:
+        return Line("JAX handlers", "ok", "not built; JAX is not installed")
+    return Line(
+        "JAX handlers",
+        "broken",
+        "not built: deltacheck.backends.orbax cannot save",
+        remedy="install deltacheck again; its build finds the headers of XLA in jaxlib",
+    )
+
+
+def cuda(facts: Facts) -> Line:
+    """Judge the CUDA encoder."""
+    devices = facts.devices
+    cost = "each save copies the whole state of a GPU to the host, and encodes it there"
+    if not devices.built and not devices.count:
+        return Line("CUDA", "ok", "no GPU; not built")
+    if not devices.built:
+        return Line(
+            "CUDA",
+            "degraded",
+            f"{_gpus(devices.count)}, but the CUDA encoder is not built",
+            cost=cost,
+            remedy="install deltacheck again with nvcc and DELTACHECK_CUDA=ON",
+        )
+    if devices.problem and not devices.count:
+        return Line("CUDA", "ok", "no GPU; built")
+    if devices.problem:
+        return Line(
+            "CUDA",
+            "degraded",
+            f"{_gpus(devices.count)}, but {devices.problem}",
+            cost=cost,
+            remedy="update the driver, or check CUDA_VISIBLE_DEVICES",
+        )
+    if devices.tests is None:
+        text = f"{_gpus(devices.count)}; not verified: torch is not installed"
+        return Line("CUDA", "ok", text)
+    if not devices.tests:
+        return Line(
+            "CUDA",
+            "degraded",
+            f"{_gpus(devices.count)}, but torch sees no device",
+            cost="no tensor of this torch lies on a GPU",
+            remedy="install a build of torch with CUDA",
+        )
+    failed = {name: problem for name, problem in devices.tests.items() if problem}
+    if failed:
+        name, problem = next(iter(failed.items()))
+        return Line(
+            "CUDA",
+            "degraded",
+            f"{name} failed the encoder's test: {problem}",
+            cost=cost,
+            remedy="run `make gpu-check`, and report its result",
+        )
+    return Line("CUDA", "ok", f"verified on {', '.join(devices.tests)}")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+# --- memory and clock -----------------------------------------------------------------------------
+
+
+def memory(facts: Facts) -> Line:
+    """Judge the memory for the shadow."""
+    free = f"{format_bytes(facts.memory_bytes)} free"
+    if facts.state_bytes is None:
+        return Line("memory", "ok", f"{free}; the shadow takes the size of the state")
+    state = format_bytes(facts.state_bytes)
+    needed_bytes = facts.state_bytes + min(facts.state_bytes, _CACHE_BYTES)
+    text = f"{free}; a shadow of {state}, with encoded data {format_bytes(needed_bytes)}"
+    if facts.memory_bytes >= needed_bytes:
+        return Line("memory", "ok", text)
+    if facts.memory_bytes >= facts.state_bytes:
+        return Line(
+            "memory",
+            "degraded",
+            text,
+            cost="a large save may end the process for lack of memory",
+            remedy="lower host_cache_bytes: saves then block while the disk catches up",
+        )
+    if facts.temporary_bytes >= facts.state_bytes:
+        return Line(
+            "memory",
+            "degraded",
+            text,
+            cost="the shadow needs the disk, and each save writes its changed pages there",
+            remedy='Engine(shadow="mapped"), which keeps the shadow in files of TMPDIR',
+        )
+    return Line(
+        "memory",
+        "broken",
+        f"{text}; TMPDIR has {format_bytes(facts.temporary_bytes)}",
+        remedy='use more processes, a larger TMPDIR with shadow="mapped", or shadow="none"',
+    )
+
+
+def clock(facts: Facts) -> Line:
+    """Judge the clock, against the newest step and against the file system."""
+    behind = 0.0 if facts.steps.time is None else facts.steps.time - facts.now
+    ahead = 0.0 if facts.file_system is None else facts.file_system.trial.clock_ahead_seconds
+    cost = "ls, log and plan show wrong times; restores, gc and retention do not use the clock"
+    if behind > _CLOCK_SECONDS:
+        return Line(
+            "clock",
+            "degraded",
+            f"{behind:.0f} s behind the newest step",
+            cost=cost,
+            remedy="set the clock (NTP)",
+        )
+    if abs(ahead) > _CLOCK_SECONDS:
+        return Line(
+            "clock",
+            "degraded",
+            f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} the file server",
+            cost=cost,
+            remedy="set both clocks (NTP)",
+        )
+    return Line("clock", "ok", "agrees with the newest step and the file system")
+
+
+# --- the root -------------------------------------------------------------------------------------
+
+
+def steps(facts: Facts) -> Line:
+    """Judge the root and its newest step."""
+    described = facts.steps
+    if described.problem:
+        remedy = (
+            "choose a new or empty folder"
+            if described.kind == "none"
+            else f"deltacheck verify {shlex.quote(facts.root)}"
+        )
+        return Line("root", "broken", described.problem, remedy=remedy)
+    if described.kind == "none":
+        return Line("root", "ok", "none yet")
+    if described.newest is None:
+        return Line("root", "ok", "no steps yet")
+    count = f"{described.count} step{'' if described.count == 1 else 's'}"
+    size = format_bytes(described.raw_bytes)
+    return Line("root", "ok", f"{count}, the newest is {described.newest}, a state of {size}")
+
+
+def access(facts: Facts, file_system: FileSystem) -> Line:
+    """Judge whether files can be created."""
+    trial = file_system.trial
+    if trial.error:
+        return Line(
+            "write access",
+            "broken",
+            trial.error,
+            remedy="change the permissions, mount it for writing, or choose another root",
+        )
+    if not trial.exclusive:
+        return Line(
+            "write access",
+            "broken",
+            "a file was created twice under one name",
+            remedy="choose another file system: two writers could replace each other's steps",
+        )
+    return Line("write access", "ok", "files are created once and whole")
+
+
+def mount(facts: Facts, file_system: FileSystem) -> Line:
+    """Judge the type of the file system."""
+    if file_system.mount is None:
+        return Line("file system", "ok", "unknown")
+    kind = file_system.mount.kind
+    if kind in _IN_MEMORY:
+        return Line(
+            "file system",
+            "degraded",
+            f"{kind}: in memory",
+            cost="every step is lost when the machine stops",
+            remedy="use a disk, or a memory tier: docs/how-to/memory-tier.md",
+        )
+    if kind == "overlay":
+        return Line(
+            "file system",
+            "degraded",
+            "overlay: a layer of a container",
+            cost="every step is lost when the container is removed",
+            remedy="use a volume",
+        )
+    if kind.startswith("fuse"):
+        return Line(
+            "file system",
+            "degraded",
+            f"{kind}: its program decides what an fsync and a lock mean",
+            cost="an acknowledged step may be lost with the machine",
+            remedy="for a bucket, use s3:// or gs:// as the root",
+        )
+    if kind in _NETWORK:
+        soft = "soft" in file_system.mount.options
+        return Line(
+            "file system",
+            "degraded",
+            f"{kind}{', soft' if soft else ''}: a network file system",
+            cost="an acknowledged step survives a failure of the server only if the server syncs"
+            + ("; a slow server fails saves" if soft else ""),
+            remedy="export with `sync`" + (", mount with `hard`" if soft else ""),
+        )
+    return Line("file system", "ok", kind)
+
+
+def sync(facts: Facts, file_system: FileSystem) -> Line:
+    """Judge whether an fsync reaches the disk."""
+    options = frozenset() if file_system.mount is None else file_system.mount.options
+    cost = "a power cut may take acknowledged steps"
+    seconds = file_system.trial.sync_seconds
+    if file_system.trial.error:
+        return Line("fsync", "ok", "not tried")
+    if seconds is None:
+        return Line("fsync", "broken", "fails", remedy="look at the disk and the kernel's log")
+    text = f"{seconds * 1e3:.3g} ms"
+    disabled = sorted(options.intersection(_NO_BARRIER))
+    if disabled:
+        return Line(
+            "fsync",
+            "degraded",
+            f"{text}; the mount has the option {disabled[0]}",
+            cost=cost,
+            remedy=f"mount without {disabled[0]}",
+        )
+    if "eatmydata" in file_system.preloaded:
+        remedy = "unset LD_PRELOAD"
+        return Line("fsync", "degraded", f"{text}; libeatmydata removes it", cost, remedy)
+    in_memory = file_system.mount is not None and file_system.mount.kind in _IN_MEMORY
+    if seconds < _SHORTEST_SYNC_SECONDS and not in_memory:
+        return Line(
+            "fsync",
+            "degraded",
+            f"{text}: too fast for any disk",
+            cost=cost,
+            remedy="ask the administrator of the disk whether it honours flushes",
+        )
+    return Line("fsync", "ok", text)
+
+
+def locks(facts: Facts, file_system: FileSystem) -> Line:
+    """Judge the locks that keep out a second writer and protect readers from collection."""
+    cost = (
+        "a second writer is noticed only at its first step, and gc protects readers only for its"
+        " grace period"
+    )
+    trial = file_system.trial
+    options = frozenset() if file_system.mount is None else file_system.mount.options
+    local = sorted(options.intersection(_LOCAL_LOCKS))
+    if trial.error:
+        return Line("flock", "ok", "not tried")
+    if trial.flock == "admits":
+        return Line("flock", "degraded", "locks are granted twice", cost, "mount with locks")
+    if trial.flock != "excludes":
+        remedy = "mount with locks (Lustre: the option `flock`), or choose another file system"
+        return Line("flock", "broken", f"no locks: {trial.flock}", remedy=remedy)
+    if local:
+        return Line(
+            "flock",
+            "degraded",
+            f"the option {local[0]}: locks hold on this machine only",
+            cost=cost,
+            remedy="mount without it, or write from one machine at a time",
+        )
+    return Line("flock", "ok", "excludes a second writer")
+
+
+def space(facts: Facts, file_system: FileSystem) -> Line:
+    """Judge the free space against the newest step, or against the planned state."""
+    free_bytes, state_bytes = file_system.free_bytes, facts.state_bytes
+    text = f"{format_bytes(free_bytes)} free"
+    remedy = "free space, or delete steps: deltacheck prune, then deltacheck gc"
+    options = frozenset() if file_system.mount is None else file_system.mount.options
+    if file_system.free_files is not None and file_system.free_files < _FEW_FILES:
+        text += f", but only {file_system.free_files} more files"
+        return Line("space", "broken", text, remedy=remedy)
+    stored_bytes = facts.steps.stored_bytes
+    if stored_bytes and free_bytes < stored_bytes:
+        text += f"; the newest save took {format_bytes(stored_bytes)}"
+        return Line("space", "broken", text, remedy=remedy)
+    if state_bytes is not None:
+        text += f"; a state of {format_bytes(state_bytes)}"
+        if stored_bytes:
+            text += f", saves of {format_bytes(stored_bytes)}"
+        # Without steps, the next save is the first, which writes all.
+        if free_bytes < state_bytes and not facts.steps.count:
+            return Line("space", "broken", text, remedy=remedy)
+        if free_bytes < state_bytes:
+            cost = "a save that writes whole leaves fails"
+            return Line("space", "degraded", text, cost, remedy)
+    if any(map(_QUOTA.fullmatch, options)):
+        return Line(
+            "space",
+            "degraded",
+            f"{text}; the file system has quotas",
+            cost="you may write less than the free space shows; at its end, saves fail",
+            remedy="compare with `quota -s`",
+        )
+    return Line("space", "ok", text)
+
+
+_MACHINE: tuple[Callable[[Facts], Line], ...] = (
+    native_module,
+    instruction_set,
+    threads,
+    zstd,
+    blosc,
+    jax_handlers,
+    cuda,
+    memory,
+    clock,
+)
+_FILE_SYSTEM: tuple[Callable[[Facts, FileSystem], Line], ...] = (
+    access,
+    mount,
+    sync,
+    locks,
+    space,
+)

@@ -1,0 +1,1 @@
+"""The commands ``eval`` and ``demo``, and the tables that ``eval`` prints."""
