@@ -26,6 +26,7 @@ BENCHMARKS = {
     "size": "benchmarks.size",
     "merging": "benchmarks.merging",
     "compression": "benchmarks.compression",
+    "dedupe": "benchmarks.dedupe",
     "blocking": "benchmarks.blocking",
     "leaf_counts": "benchmarks.leaf_counts",
     "saving": "benchmarks.saving",

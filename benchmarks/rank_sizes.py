@@ -76,7 +76,7 @@ def run(settings: Settings) -> Result:
     }
     about = (
         "model_exact; bytes of all files that a save adds, over torch.save of the same state;"
-        " later: saves after the first stable one"
+        " later: saves after the first stable one" + schedules.left_out(settings)
     )
     return Result("rank_sizes", about, [Table("bytes of whole runs", columns, rows)], figures)
 

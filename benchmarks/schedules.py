@@ -249,6 +249,13 @@ def courses(settings: Settings) -> list[Course]:
     ]
 
 
+def left_out(settings: Settings) -> str:
+    """Return a sentence for the description of a result: the runs that cannot be measured."""
+    if settings.quick or sentence_encoder.is_installed():
+        return ""
+    return f". Without {sentence_encoder.PACKAGE}, which is not installed, there are no SFT runs"
+
+
 SMALL_ENCODER = {"layers": 1, "vocabulary": 4000}
 
 
@@ -307,6 +314,7 @@ def run(settings: Settings) -> Result:
         "bytes of all files that a save adds, over torch.save of the same state; whole run: the"
         " mean of all saves, first save and keyframes included; over 200: the same if the run went"
         " on to 200 saves as after its stable start; later: saves after the first stable one"
+        + left_out(settings)
     )
     tables = [
         Table("bytes of whole runs", COLUMNS, rows),
