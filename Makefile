@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -134,6 +134,15 @@ planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see th
 
 docs: $(VENV)/.stamp-install  ## write docs/reference/python.md from the docstrings; an incomplete docstring of a public name is an error
 	$(BIN)/python docs/reference/generate.py $(ARGS)
+
+site: docs build/site/.stamp  ## write the documentation with search to build/site/html; a link to a missing anchor is an error
+	PYTHONPATH=build/site/packages NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+
+# Not in .venv: nothing else needs it.
+build/site/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --target $(@D)/packages $(PINNED) mkdocs-material
+	touch $@
 
 lint: $(VENV)/.stamp-install  ## check format, style, types, the direction of imports and the reference, changing nothing
 	$(BIN)/ruff format --check .

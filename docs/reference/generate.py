@@ -366,7 +366,11 @@ class _Headings:
         slug = re.sub(r"[^\w-]", "", name.lower())
         self._counts[slug] += 1
         number = self._counts[slug] - 1
-        return f"{marks} `{name}`\n", f"#{slug}-{number}" if number else f"#{slug}"
+        if not number:
+            return f"{marks} `{name}`\n", f"#{slug}"
+        # Named, because the site numbers repeated headings in another way.
+        anchor = f"{slug}-{number}"
+        return f'<a id="{anchor}"></a>\n\n{marks} `{name}`\n', f"#{anchor}"
 
 
 def page(api: Api) -> str:

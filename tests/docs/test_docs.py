@@ -113,3 +113,10 @@ def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:
     makefile = (HERE / "Makefile").read_text()
     for target in targets:
         assert re.search(rf"^(?:[a-z-]+ )*{target}(?: [a-z-]+)*:", makefile, re.MULTILINE), target
+
+
+def test_the_site_has_every_page_once() -> None:
+    navigation = (HERE / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
+    pages = {path.relative_to(HERE / "docs").as_posix() for path in (HERE / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(pages | {"reference/python.md"})
