@@ -49,7 +49,7 @@ class Chunks:
 
 def cut(content: bytes) -> Iterator[bytes]:
     """Yield the chunks of a file, in order."""
-    from pyfastcdc import FastCDC  # type: ignore[import-untyped]
+    from pyfastcdc import FastCDC
 
     for chunk in FastCDC(CHUNK_BYTES).cut_buf(content):
         yield content[chunk.offset : chunk.offset + chunk.length]
