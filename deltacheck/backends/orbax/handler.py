@@ -21,6 +21,7 @@ from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Commit, Item, Log, Notes, require_json
+from deltacheck.backends.orbax.manager_root import orbax_args
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
@@ -172,6 +173,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             DeltacheckError: The item cannot be restored; see ``DeltaRestoreArgs``.
         """
         args = args or DeltaRestoreArgs()
+        if not isinstance(args, DeltaRestoreArgs):
+            args = DeltaRestoreArgs(
+                **orbax_args.of_restore(args, lambda: self.metadata(directory).tree)
+            )
         # A single process needs no coordination service.
         if jax.process_count() == 1:
             return self._restore(directory, args)[1]
@@ -305,6 +310,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
     def _begin(self, directory: Any, args: DeltaSaveArgs, creating: bool) -> Commit:
         begin = time.perf_counter()
+        if not isinstance(args, DeltaSaveArgs):
+            args = DeltaSaveArgs(**orbax_args.of_save(args))
         place = ItemPlace.to_save(directory, self._root)
         item = self._item(place)
         # The other processes already wait for this one. A leaf that is refused here must fail the

@@ -19,6 +19,7 @@ from deltacheck.backends.orbax.handler import (
     DeltaSaveArgs,
 )
 from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
+from deltacheck.backends.orbax.manager_root.orbax_args import RESTORE_ARGS, SAVE_ARGS
 from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFound
 from deltacheck.leaf.external_errors import typed
@@ -57,6 +58,9 @@ def manager(  # noqa: PLR0913 - one argument per option
 ) -> Any:
     """Make an ``ocp.CheckpointManager`` for ``DeltaSaveArgs`` and ``DeltaRestoreArgs``.
 
+    Orbax's ``PyTreeSave``, ``StandardSave``, ``PyTreeRestore`` and ``StandardRestore`` save and
+    restore with deltacheck, too, so that a library's code can be given this manager.
+
     In a run of several processes each of them makes a manager and the same calls. Each writes what
     lies on its devices, replicated parts are written once, and process 0 commits one step for all.
     A failure of one process is raised in all. The policy must then be exact, arrays must span all
@@ -67,8 +71,9 @@ def manager(  # noqa: PLR0913 - one argument per option
     Args:
         root: A local directory: Orbax commits its steps by renaming.
         options: ``ocp.CheckpointManagerOptions``. Default: Orbax's.
-        items: Names for ``ocp.args.Composite``. Any name can be saved and restored; a process that
-            has not saved an item named here can also restore and describe it without arguments.
+        items: Names of trees for ``ocp.args.Composite``. Any name can be saved and restored; a
+            process that has not saved an item named here can also restore and describe it without
+            arguments. Items with another handler, such as grain's, must not be named here.
         policy: As for ``DeltaCheckpointHandler``. Longer chains: smaller saves; shorter: faster
             restores.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
@@ -140,8 +145,9 @@ def manager(  # noqa: PLR0913 - one argument per option
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
-        registry.add(item, DeltaSaveArgs, handler)
-        registry.add(item, DeltaRestoreArgs, handler)
+        # Orbax's own, too: training libraries call their manager with those.
+        for args in (DeltaSaveArgs, DeltaRestoreArgs, *SAVE_ARGS, *RESTORE_ARGS):
+            registry.add(item, args, handler)
     # Orbax renames without a sync, so a committed step could be gone after a power cut.
     if Durability.of(durability).syncs:
         options = with_durable_steps(path, options)

@@ -52,7 +52,8 @@ def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> I
     Inside, ``training.Checkpointer(root)`` and the functions (``save``, ``load``,
     ``save_checkpointables``, ...) of ``orbax.checkpoint.v1`` work as usual. The functions take
     steps of the root, ``root/NAME``, whose name ends in the step number. Trees that plain Orbax has
-    saved are loaded too. Other objects (JSON, ``StatefulCheckpointable``) are Orbax's. See
+    saved are loaded too. Other objects (JSON, ``StatefulCheckpointable``) are Orbax's. Contexts
+    that are made inside, by a library such as Tunix, save trees in the root, too. See
     ``docs/how-to/orbax.md``.
 
     Leaving the context finishes saves under way, and gives the root back.
@@ -85,7 +86,7 @@ def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> I
     try:
         # Not ``with orbax_context``: a call of a ``Checkpointer`` enters the active context again,
         # which ends the first entry (0.12.8).
-        with orbax_context.__contextmanager__():
+        with orbax_context.__contextmanager__(), v1_internals.for_new_contexts(handler):
             yield orbax_context
     finally:
         session.close()

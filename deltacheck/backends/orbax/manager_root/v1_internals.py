@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from orbax.checkpoint import v1
@@ -22,17 +25,57 @@ def with_handler(registry: Any, handler: type) -> Any:
     All other handlers keep their places, which decide between handlers that accept the same object.
     """
     new_registry = v1.handlers.local_registry(include_global_registry=False)
-    trees = v1.handlers.PyTreeHandler
-    name = f"{trees.__module__}.{trees.__qualname__}"
     for entry, item in registry.get_all_entries():
+        is_of_trees = entry is v1.handlers.PyTreeHandler or entry in _active_handlers
         typestrs = [*registry.get_secondary_typestrs(entry)]
         new_registry.add(
-            handler if entry is trees else entry,
+            handler if is_of_trees else entry,
             checkpointable_name=item,
             # Trees that plain Orbax has saved are loaded with its own handler, by ours.
-            secondary_typestrs=[name, *typestrs] if entry is trees else typestrs,
+            secondary_typestrs=[*dict.fromkeys((*_TREE_NAMES, *typestrs))]
+            if is_of_trees
+            else typestrs,
         )
     return new_registry
+
+
+_TREE_NAMES = (f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}",)
+# The handlers of the open contexts, in the order of their beginning.
+_active_handlers: list[type] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def for_new_contexts(handler: type) -> Iterator[None]:
+    """Give the places of Orbax's handler for trees to ``handler`` in contexts that are made inside.
+
+    A library such as Tunix makes its own, with the handlers that are registered globally then.
+    """
+    with _lock:
+        _active_handlers.append(handler)
+        _register_globally(handler)
+    try:
+        yield
+    finally:
+        with _lock:
+            _active_handlers.remove(handler)
+            _register_globally(
+                _active_handlers[-1] if _active_handlers else v1.handlers.PyTreeHandler, handler
+            )
+
+
+def _register_globally(handler: type, *former: type) -> None:
+    # Orbax has no call for this: it can only add a handler, behind the one registered by name.
+    registry = v1.handlers.global_registry()
+    entries: Any = registry.get_all_entries()
+    typestrs = registry._secondary_typestrs
+    trees = (v1.handlers.PyTreeHandler, *_active_handlers, *former)
+    typestrs[handler] = [
+        *dict.fromkeys((*_TREE_NAMES, *registry.get_secondary_typestrs(v1.handlers.PyTreeHandler)))
+    ]
+    entries[:] = [(handler if entry in trees else entry, item) for entry, item in entries]
+    for entry in former:
+        typestrs.pop(entry, None)
 
 
 def is_of_manager(directory: Any) -> bool:
