@@ -84,13 +84,15 @@ def _target_of(leaf: Any, restore_args: Any) -> Any:
         # Orbax copies the sharding of the leaf. Committed to one device, a key or a counter could
         # not meet arrays of a mesh in one jitted call.
         return leaf
-    return jax.ShapeDtypeStruct(
-        getattr(restore_args, "global_shape", None) or shape, dtype, sharding=sharding
+    global_shape = getattr(restore_args, "global_shape", None)
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        shape if global_shape is None else global_shape, dtype, sharding=sharding
     )
 
 
 def _sharding_of(restore_args: Any) -> Any:
-    sharding, mesh = (getattr(restore_args, name, None) for name in ("sharding", "mesh"))
+    sharding: Any = getattr(restore_args, "sharding", None)
+    mesh = getattr(restore_args, "mesh", None)
     if sharding is None and mesh is not None:
         return NamedSharding(mesh, restore_args.mesh_axes)
     # Orbax's description of a sharding, from the metadata of a checkpoint.
