@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from orbax import checkpoint as ocp
 
+from deltacheck.backends.orbax import orbax_args
 from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Commit, Item, Log, Notes, require_json
-from deltacheck.backends.orbax.manager_root import orbax_args
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,

@@ -19,8 +19,8 @@ from deltacheck.backends.orbax.handler import (
     DeltaSaveArgs,
 )
 from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
-from deltacheck.backends.orbax.manager_root.orbax_args import RESTORE_ARGS, SAVE_ARGS
 from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
+from deltacheck.backends.orbax.orbax_args import RESTORE_ARGS, SAVE_ARGS
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFound
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
