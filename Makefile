@@ -51,10 +51,13 @@ experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes
 CRASH_POINTS ?= 300
 ERROR_POINTS ?= 150
 EXHAUSTIVE ?=
+# Of a training with each kind of data loader.
+DATA_KILLS ?= 100
 
-crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail (CRASH_POINTS=300 ERROR_POINTS=150, or EXHAUSTIVE=1; minutes)
+crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail, kill trainings under each data loader (CRASH_POINTS=300 ERROR_POINTS=150 DATA_KILLS=100, or EXHAUSTIVE=1; minutes)
 	$(BIN)/python -m tests.faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
 	$(BIN)/python -m tests.faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
+	$(BIN)/python -m tests.support.data_kills --kills $(DATA_KILLS) $(ARGS)
 
 # Seconds for each target, or a number of inputs for each.
 FUZZ_SECONDS ?= 60

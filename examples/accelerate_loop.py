@@ -12,9 +12,8 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 
-from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch import Engine, ResumableLoader
 from deltacheck.backends.torch.accelerate import load_state, state_of
 
 arguments = argparse.ArgumentParser(
@@ -24,30 +23,29 @@ arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 options = arguments.parse_args()
 
-# A sampler whose order depends on the epoch alone, so that a resumed run gets the same batches.
-accelerator = Accelerator(
-    cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
-)
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = torch.utils.data.DataLoader(list(torch.randn(40, 32)), batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+batches = ResumableLoader(loader)  # a resumed run gets the batches that are left of the epoch
 
 with Engine(options.folder) as engine:
     step = first_step = engine.steps()[-1] if engine.steps() else 0
     if step:
-        load_state(accelerator, engine.restore())
+        saved = engine.restore()
+        load_state(accelerator, saved["training"])
+        batches.load_state_dict(saved["data"])
     while step < options.steps:
-        loader.set_epoch(step // len(loader))
-        used = step % len(loader)  # batches of this epoch that were trained on before the restart
-        for batch in accelerator.skip_first_batches(loader, used) if used else loader:
+        for batch in batches:
             accelerator.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             if step % 5 == 0:
-                engine.save(step, state_of(accelerator))
+                state = {"training": state_of(accelerator), "data": batches.state_dict()}
+                engine.save(step, state)
             if step == options.steps:
                 break
 print(f"at step {step}, from step {first_step}")

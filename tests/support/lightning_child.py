@@ -28,6 +28,7 @@ import torch
 import deltacheck
 from deltacheck.backends.torch import load
 from deltacheck.backends.torch.lightning import DeltaCheckIO
+from tests.support import data_kills
 from tests.support.forked import digest, example, forked, run_all
 
 warnings.simplefilter("ignore")
@@ -190,6 +191,12 @@ def broken(manifest: object) -> int:
     raise OSError(28, "No space left on device")
 
 
+def data_position(folder: Path) -> Any:
+    """Kills at any batch: the loaders of Lightning continue where they were."""
+    kinds = [kind for kind in data_kills.present() if "Lightning" in kind]
+    return {kind: data_kills.killed(kind, folder / kind, 3, 1) for kind in kinds}
+
+
 def examples(folder: Path) -> Any:
     if not importlib.util.find_spec("lightning"):
         return None
@@ -202,6 +209,7 @@ def examples(folder: Path) -> Any:
 if __name__ == "__main__":
     names = (
         "examples",
+        "data_position",
         "killed_and_resumed",
         "removed",
         "content",

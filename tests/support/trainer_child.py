@@ -26,12 +26,13 @@ from accelerate.utils import DataLoaderConfiguration
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deltacheck
-from deltacheck.backends.torch import Engine, load
+from deltacheck.backends.torch import Engine, ResumableLoader, load
 from deltacheck.backends.torch.accelerate import load_state, state_of
 from deltacheck.backends.torch.files import torch_import
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
 from deltacheck.cli import main
 from deltacheck.save.saver import Saver
+from tests.support import data_kills
 from tests.support.best_step import EVALUATED, best_of
 from tests.support.forked import digest, example, forked, run_all
 
@@ -293,9 +294,10 @@ def broken(manifest: object) -> int:
 
 
 def accelerated(folder: Path) -> Any:
+    """A loop that is killed within its second epoch."""
+
     def loop(root: Path, stop: int) -> str:
-        order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
-        accelerator = Accelerator(cpu=True, dataloader_config=order)
+        accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         layers = torch.nn.Sequential(
             torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
@@ -306,19 +308,22 @@ def accelerated(folder: Path) -> Any:
         layers, optimizer, loader, schedule = accelerator.prepare(
             layers, optimizer, loader, schedule
         )
+        batches = ResumableLoader(loader)
         with Engine(root) as engine:
             step = engine.steps()[-1] if engine.steps() else 0
             if step:
-                load_state(accelerator, engine.restore())
+                saved = engine.restore()
+                load_state(accelerator, saved["training"])
+                batches.load_state_dict(saved["data"])
             while step < 15:
-                loader.set_epoch(step // len(loader))
-                for batch in loader:
+                for batch in batches:
                     accelerator.backward(layers(batch).square().mean())
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
                     step += 1
-                    engine.save(step, state_of(accelerator))
+                    state = {"training": state_of(accelerator), "data": batches.state_dict()}
+                    engine.save(step, state)
                     if step == stop:
                         engine.wait()
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -326,9 +331,22 @@ def accelerated(folder: Path) -> Any:
 
     return {
         "whole": forked(lambda: loop(folder / "whole", 0)),
-        "killed": forked(lambda: loop(folder / "parts", 10)),
+        "killed": forked(lambda: loop(folder / "parts", 8)),
         "resumed": forked(lambda: loop(folder / "parts", 0)),
     }
+
+
+def data_position(folder: Path) -> Any:
+    """Kills with Accelerate's stateful loader, and one whose order is not part of its state."""
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    accelerator.prepare(torch.utils.data.DataLoader(range(4), shuffle=True))
+    try:
+        state_of(accelerator)
+    except ValueError as error:
+        refusal = str(error)
+    kind = "Accelerate, StatefulDataLoader"
+    return {"refused": refusal, "killed": data_kills.killed(kind, folder, 3, 1)}
 
 
 def examples(folder: Path) -> Any:
@@ -362,6 +380,8 @@ SCENARIOS: dict[str, Any] = {
     "failing": failing,
     "accelerated": accelerated,
 }
+if importlib.util.find_spec("torchdata"):
+    SCENARIOS["data_position"] = lambda folder: forked(lambda: data_position(folder))
 if importlib.util.find_spec("peft"):
     SCENARIOS |= {
         "peft": partial(killed_and_resumed, partial(trainer, make=lora)),

@@ -14,6 +14,8 @@ from deltacheck.backends.torch.state.follow import apply
 
 if TYPE_CHECKING:
     from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
+    from deltacheck.backends.torch.state.data_position import ResumableLoader
+    from deltacheck.backends.torch.state.rollouts import RolloutQueue
     from deltacheck.backends.torch.state.shards import Shard
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "Engine",
     "GradientLog",
     "RestoreHandle",
+    "ResumableLoader",
+    "RolloutQueue",
     "Shard",
     "apply",
     "load",
@@ -33,8 +37,10 @@ __all__ = [
 _LATER = {
     "DeltaStorageReader": "dcp",
     "DeltaStorageWriter": "dcp",
+    "ResumableLoader": "state.data_position",
+    "RolloutQueue": "state.rollouts",
     "Shard": "state.shards",
-}  # import much of torch.distributed
+}  # some import much of torch
 
 
 def __getattr__(name: str) -> Any:

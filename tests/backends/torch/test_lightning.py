@@ -50,6 +50,12 @@ def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any]) -> None
         assert found["resumed"][same] == found["whole"][same]
 
 
+def test_killed_trainings_skip_and_repeat_no_sample(told: dict[str, Any]) -> None:
+    # "lightning", not "pytorch_lightning"
+    for kind, result in told["data_position"].items():
+        assert result.get("differs") == [], (kind, result)
+
+
 def test_what_lightning_removes_is_a_step_no_more(told: dict[str, Any]) -> None:
     files = [name for name in told["removed"]["files"] if name.endswith(".ckpt")]
     assert len(files) == len(told["removed"]["steps"]) == 2

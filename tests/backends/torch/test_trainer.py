@@ -128,6 +128,14 @@ def test_an_accelerate_loop_that_is_killed_ends_with_the_same_bits(told: dict[st
     assert found["resumed"] == found["whole"]
 
 
+def test_an_accelerate_loader_with_a_position_is_part_of_the_state(told: dict[str, Any]) -> None:
+    if "data_position" not in told:
+        pytest.skip("torchdata is not installed")
+    found = told["data_position"]
+    assert "use_seedable_sampler=True" in found["refused"]
+    assert found["killed"]["differs"] == []
+
+
 def test_each_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
     first = {"accelerate_loop.py": 5, "hf_trainer.py": 6}
     last = {"accelerate_loop.py": 12, "hf_trainer.py": 8}

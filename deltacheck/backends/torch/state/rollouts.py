@@ -1,0 +1,201 @@
+"""Keep prompts and rollouts between asynchronous workers and the training, for a checkpoint.
+
+Workers are ahead of the training: prompts were drawn whose rollouts are not there yet, and rollouts
+wait that no step has used. The position in the prompts alone would lose them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deltacheck.leaf.external_errors import typed
+
+
+@typed
+class RolloutQueue:
+    """A queue between workers that generate rollouts and the training, for ``Engine.save``.
+
+    Its state has the position in the prompts, the prompts in the hands of workers, and the rollouts
+    that wait. After a resume, these prompts are given out again before new ones, and the training
+    gets the rollouts that waited. So each prompt is trained on once in each epoch.
+
+    Workers are threads, or other processes behind a thread of this one. They iterate over the queue
+    and call ``finish``. The training calls ``take``. A taken rollout counts as used: save after the
+    step that has used it.
+
+    Args:
+        prompts: A loader with ``state_dict`` and ``load_state_dict`` that begins an epoch at each
+            ``iter``, such as ``ResumableLoader`` or torchdata's ``StatefulDataLoader``.
+        capacity: The largest number of prompts in the hands of workers plus waiting rollouts.
+            Larger: workers wait less; smaller: rollouts are of newer weights, and saves are
+            smaller.
+
+    Raises:
+        TypeError: ``prompts`` has no ``state_dict``.
+        ValueError: ``capacity`` is less than 1.
+    """
+
+    def __init__(self, prompts: Any, *, capacity: int = 64) -> None:
+        if not hasattr(prompts, "state_dict"):
+            raise TypeError(
+                f"prompts of type {type(prompts).__name__} have no state_dict; give"
+                " ResumableLoader(prompts) or a StatefulDataLoader"
+            )
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; it must be at least 1")
+        self._prompts = prompts
+        self._capacity = capacity
+        self._source: Iterator[Any] | None = None  # of the epoch under way
+        self._next = 0  # the number of the next prompt
+        self._in_hand: dict[int, Any] = {}  # number -> prompt
+        self._again: list[int] = []  # numbers of prompts in hand that no worker has
+        self._waiting: dict[int, Any] = {}  # number -> rollout, in the order of their arrival
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Yield numbers and prompts for a worker, epoch after epoch, until ``close``.
+
+        An iteration waits while the queue is full. Any number of threads may iterate.
+        """
+        while (item := self._draw()) is not None:
+            yield item
+
+    def finish(self, number: int, rollout: Any) -> None:
+        """Put the rollout of a prompt into the queue.
+
+        Args:
+            number: The number that came with the prompt.
+            rollout: Anything that a state may have, such as a dict of tensors. The queue keeps it
+                without a copy, so it must not be changed.
+
+        Raises:
+            ValueError: The number is not of a prompt in the hands of a worker.
+        """
+        with self._changed:
+            self._require(number)
+            del self._in_hand[number]
+            self._waiting[number] = rollout
+            self._changed.notify_all()
+
+    def give_back(self, number: int) -> None:
+        """Let another worker have a prompt, such as after a failure.
+
+        Args:
+            number: The number that came with the prompt.
+
+        Raises:
+            ValueError: The number is not of a prompt in the hands of a worker.
+        """
+        with self._changed:
+            self._require(number)
+            self._again.append(number)
+            self._changed.notify_all()
+
+    def take(self, count: int = 1, timeout: float | None = None) -> list[Any]:
+        """Wait for rollouts and take them out, in the order in which they were finished.
+
+        Args:
+            count: The number of rollouts, at most the capacity.
+            timeout: The longest wait in seconds. Default: no limit.
+
+        Returns:
+            The rollouts.
+
+        Raises:
+            TimeoutError: There are not enough rollouts in time. None was taken.
+            ValueError: ``count`` is larger than the capacity, so it would never be reached.
+        """
+        if count > self._capacity:
+            raise ValueError(f"count is {count}, more than the capacity of {self._capacity}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._waiting) >= count, timeout):
+                raise TimeoutError(
+                    f"{len(self._waiting)} of {count} rollouts after {timeout} seconds"
+                )
+            numbers = list(self._waiting)[:count]
+            rollouts = [self._waiting.pop(number) for number in numbers]
+            self._changed.notify_all()
+            return rollouts
+
+    def close(self) -> None:
+        """End the iterations of the workers. ``finish`` and ``state_dict`` still work."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return position, prompts and rollouts of one moment as a part of a state.
+
+        Returns:
+            The nested state, without copies of prompts and rollouts.
+        """
+        with self._changed:
+            return {
+                "prompts": self._prompts.state_dict(),
+                "next": self._next,
+                # Text, because a key of a state dict that changes by number is no list.
+                "in_hand": {str(number): prompt for number, prompt in self._in_hand.items()},
+                "waiting": {str(number): rollout for number, rollout in self._waiting.items()},
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state. Call it before workers iterate.
+
+        Args:
+            state_dict: What ``state_dict`` returned before the save.
+
+        Raises:
+            ValueError: Workers have drawn prompts already.
+        """
+        with self._changed:
+            if self._source is not None:
+                raise ValueError("workers have drawn prompts already: load the state before that")
+            self._prompts.load_state_dict(state_dict["prompts"])
+            self._next = int(state_dict["next"])
+            self._in_hand = {int(key): value for key, value in state_dict["in_hand"].items()}
+            self._again = list(self._in_hand)
+            self._waiting = {int(key): value for key, value in state_dict["waiting"].items()}
+            self._changed.notify_all()
+
+    def _draw(self) -> tuple[int, Any] | None:
+        """Return the next prompt; ``None`` after ``close``."""
+        with self._changed:
+            # A prompt that is given out again has its place already.
+            self._changed.wait_for(
+                lambda: (
+                    self._is_closed
+                    or bool(self._again)
+                    or len(self._in_hand) + len(self._waiting) < self._capacity
+                )
+            )
+            if self._is_closed:
+                return None
+            if self._again:
+                number = self._again.pop(0)
+                return number, self._in_hand[number]
+            prompt = self._next_prompt()
+            number, self._next = self._next, self._next + 1
+            self._in_hand[number] = prompt
+            return number, prompt
+
+    def _next_prompt(self) -> Any:
+        """Return the next prompt of this epoch, or the first of the next one."""
+        # Twice: this epoch, or the loaded position, may be at its end.
+        for _ in range(2):
+            if self._source is None:
+                self._source = iter(self._prompts)
+            try:
+                return next(self._source)
+            except StopIteration:
+                self._source = None
+        raise ValueError("the prompts have an epoch without a prompt")
+
+    def _require(self, number: int) -> None:
+        if number not in self._in_hand:
+            raise ValueError(
+                f"prompt {number} is not in the hands of a worker: it was finished already, or is"
+                " of a run before the resume"
+            )
