@@ -22,8 +22,9 @@ class RolloutQueue:
     gets the rollouts that waited. So each prompt is trained on once in each epoch.
 
     Workers are threads, or other processes behind a thread of this one. They iterate over the queue
-    and call ``finish``. The training calls ``take``. A taken rollout counts as used: save after the
-    step that has used it.
+    and call ``finish`` or ``give_back``. All other calls belong to the thread of the training.
+    ``take`` draws the prompts, because a loader may use the global random generators, as the
+    training does. A taken rollout counts as used: save after the step that has used it.
 
     Args:
         prompts: A loader with ``state_dict`` and ``load_state_dict`` that begins an epoch at each
@@ -50,7 +51,7 @@ class RolloutQueue:
         self._source: Iterator[Any] | None = None  # of the epoch under way
         self._next = 0  # the number of the next prompt
         self._in_hand: dict[int, Any] = {}  # number -> prompt
-        self._again: list[int] = []  # numbers of prompts in hand that no worker has
+        self._ready: list[int] = []  # numbers of prompts in hand that no worker has yet
         self._waiting: dict[int, Any] = {}  # number -> rollout, in the order of their arrival
         self._is_closed = False
         self._changed = threading.Condition()
@@ -58,9 +59,9 @@ class RolloutQueue:
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield numbers and prompts for a worker, epoch after epoch, until ``close``.
 
-        An iteration waits while the queue is full. Any number of threads may iterate.
+        An iteration waits until the training takes rollouts. Any number of threads may iterate.
         """
-        while (item := self._draw()) is not None:
+        while (item := self._handed_out()) is not None:
             yield item
 
     def finish(self, number: int, rollout: Any) -> None:
@@ -91,11 +92,13 @@ class RolloutQueue:
         """
         with self._changed:
             self._require(number)
-            self._again.append(number)
+            self._ready.append(number)
             self._changed.notify_all()
 
     def take(self, count: int = 1, timeout: float | None = None) -> list[Any]:
         """Wait for rollouts and take them out, in the order in which they were finished.
+
+        Before and after, prompts are drawn for the workers, up to the capacity.
 
         Args:
             count: The number of rollouts, at most the capacity.
@@ -106,10 +109,12 @@ class RolloutQueue:
 
         Raises:
             TimeoutError: There are not enough rollouts in time. None was taken.
-            ValueError: ``count`` is larger than the capacity, so it would never be reached.
+            ValueError: ``count`` is larger than the capacity, so it would never be reached, or an
+                epoch has no prompts.
         """
         if count > self._capacity:
             raise ValueError(f"count is {count}, more than the capacity of {self._capacity}")
+        self._fill()
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._waiting) >= count, timeout):
                 raise TimeoutError(
@@ -117,8 +122,8 @@ class RolloutQueue:
                 )
             numbers = list(self._waiting)[:count]
             rollouts = [self._waiting.pop(number) for number in numbers]
-            self._changed.notify_all()
-            return rollouts
+        self._fill()
+        return rollouts
 
     def close(self) -> None:
         """End the iterations of the workers. ``finish`` and ``state_dict`` still work."""
@@ -142,44 +147,45 @@ class RolloutQueue:
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Call it before workers iterate.
+        """Continue from a saved state. Call it before ``take``.
 
         Args:
             state_dict: What ``state_dict`` returned before the save.
 
         Raises:
-            ValueError: Workers have drawn prompts already.
+            ValueError: Prompts were drawn already.
         """
         with self._changed:
             if self._source is not None:
-                raise ValueError("workers have drawn prompts already: load the state before that")
+                raise ValueError("prompts were drawn already: load the state before take()")
             self._prompts.load_state_dict(state_dict["prompts"])
             self._next = int(state_dict["next"])
             self._in_hand = {int(key): value for key, value in state_dict["in_hand"].items()}
-            self._again = list(self._in_hand)
+            self._ready = list(self._in_hand)
             self._waiting = {int(key): value for key, value in state_dict["waiting"].items()}
             self._changed.notify_all()
 
-    def _draw(self) -> tuple[int, Any] | None:
-        """Return the next prompt; ``None`` after ``close``."""
+    def _handed_out(self) -> tuple[int, Any] | None:
+        """Return the next prompt for a worker; ``None`` after ``close``."""
         with self._changed:
-            # A prompt that is given out again has its place already.
-            self._changed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or bool(self._again)
-                    or len(self._in_hand) + len(self._waiting) < self._capacity
-                )
-            )
+            self._changed.wait_for(lambda: self._is_closed or bool(self._ready))
             if self._is_closed:
                 return None
-            if self._again:
-                number = self._again.pop(0)
-                return number, self._in_hand[number]
-            prompt = self._next_prompt()
-            number, self._next = self._next, self._next + 1
-            self._in_hand[number] = prompt
-            return number, prompt
+            number = self._ready.pop(0)
+            return number, self._in_hand[number]
+
+    def _fill(self) -> None:
+        """Draw prompts up to the capacity."""
+        # Only this thread adds and removes, so the number of missing ones stays meanwhile.
+        with self._changed:
+            missing = self._capacity - len(self._in_hand) - len(self._waiting)
+        for _ in range(missing):
+            prompt = self._next_prompt()  # without the lock: it may take long
+            with self._changed:
+                self._in_hand[self._next] = prompt
+                self._ready.append(self._next)
+                self._next += 1
+                self._changed.notify()
 
     def _next_prompt(self) -> Any:
         """Return the next prompt of this epoch, or the first of the next one."""
