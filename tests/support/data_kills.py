@@ -75,7 +75,7 @@ class Kill:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch was trained on."""
+        """Return true after the first batch."""
         return self._done > 0
 
     def _at(self, moment: str) -> None:
