@@ -194,7 +194,8 @@ def _with_indices(loader: Iterable[Any]) -> tuple[Iterable[Any], _Indices | None
 
 def _parts(loader: object) -> list[Any]:
     """Return a loader, its samplers and its dataset."""
-    parts, remaining = [], [loader]
+    parts: list[Any] = []
+    remaining = [loader]
     while remaining:
         part = remaining.pop()
         if part is not None and not any(part is other for other in parts):
