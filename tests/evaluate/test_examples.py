@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import deltacheck
+from tests.support.promises import flat
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _run(example: str, folder: Path, steps: int) -> list[str]:
+def _run(example: str, folder: Path, steps: int, *more: str) -> list[str]:
     command = [
         sys.executable,
         str(EXAMPLES / example),
@@ -20,6 +25,7 @@ def _run(example: str, folder: Path, steps: int) -> list[str]:
         str(steps),
         "--every",
         "5",
+        *more,
     ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -36,3 +42,41 @@ def test_example_continues_from_its_last_step(example: str, framework: str, tmp_
     first, second = _run(example, tmp_path / "parts", 10), _run(example, tmp_path / "parts", 20)
     assert second[0] == "resumed from step 10"
     assert first + second[1:] == whole  # losses included
+
+
+# Kills the process behind the beginning of the save of step 15.
+KILL = """
+import os, runpy, signal, sys
+from orbax.checkpoint import v1
+save = v1.training.Checkpointer.save_checkpointables_async
+def killed(self, step, *args):
+    response = save(self, step, *args)
+    if step == 15:
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return response
+v1.training.Checkpointer.save_checkpointables_async = killed
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(300)  # three processes that import a framework, one after the other
+@pytest.mark.parametrize("data", ["own", "grain"])
+def test_a_killed_rl_loop_skips_and_repeats_no_prompt(data: str, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    more = ["--grain"] if data == "grain" and pytest.importorskip("grain") else []
+    example, roots = "jax_rl_loop.py", [tmp_path / "whole", tmp_path / "parts"]
+    whole = _run(example, roots[0], 20, *more)
+    arguments = [str(roots[1]), "--steps", "20", "--every", "5", *more]
+    command = [sys.executable, "-c", KILL, str(EXAMPLES / example), *arguments]
+    killed = subprocess.run(command, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.stdout.splitlines() == whole[:2]
+    resumed, *lines = _run(example, roots[1], 20, *more)
+    # The last save may have ended just before the kill.
+    assert resumed in ("resumed from step 10", "resumed from step 15")
+    assert lines == whole[int(resumed.split()[-1]) // 5 :]
+    states = [flat(deltacheck.open(root, item="state").restore(20)) for root in roots]
+    assert states[0].keys() == states[1].keys()
+    assert all(np.array_equal(values, states[1][path]) for path, values in states[0].items())

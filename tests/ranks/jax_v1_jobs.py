@@ -6,8 +6,10 @@ Each process imports this module. The parent uses only the names.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +19,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import CheckpointManagerOptions
 from orbax.checkpoint import v1 as ocp
 
 from deltacheck import Profiler
-from deltacheck.backends.orbax import v1
+from deltacheck.backends.orbax import DeltaSaveArgs, manager, v1
 from deltacheck.errors import RankFailed, SaveFailed
 from deltacheck.policy import Policy
 from deltacheck.save.job.save_job import SaveJob
@@ -137,3 +140,28 @@ def fail_in_one(rank: int, size: int, port: int, root: str) -> dict[str, str]:
     ):
         pass
     return messages
+
+
+def train_until_preempted(rank: int, size: int, port: int, root: str) -> int:
+    """Send SIGTERM to process 1, and return the step at which all processes have saved."""
+    jax_run.start(rank, size, port)
+    mesh, policies = jax_run.mesh(2 * size), ocp.training.save_decision_policies
+    options = CheckpointManagerOptions(save_interval_steps=1_000_000)
+    with (
+        v1.context(f"{root}/v1"),
+        ocp.training.Checkpointer(
+            f"{root}/v1", save_decision_policy=policies.PreemptionCheckpointingPolicy()
+        ) as checkpointer,
+        manager(f"{root}/v0", options) as checkpoints,
+    ):
+        for step in itertools.count():
+            state = {"w": jax_run.put(np.full((8, 8), step, np.float32), mesh, "x"), "step": step}
+            is_first = checkpoints.save(step, args=DeltaSaveArgs(state)) and step == 0
+            assert is_first == (step == 0)
+            assert checkpointer.save(step, state) == checkpoints.reached_preemption(step)
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpoints.reached_preemption(step):
+                return step
+            time.sleep(0.01)  # a step of the training
+    raise AssertionError

@@ -52,3 +52,16 @@ def test_a_failure_of_one_process_is_raised_in_all_and_the_next_save_goes_well(
         assert "no space left" in messages["disk"]
         assert "leaf 'host', a NumPy array, is another on process 1" in messages["array"]
     assert deltacheck.open(tmp_path / "root").steps() == [0, 3]
+
+
+def test_all_processes_save_the_same_step_if_one_of_them_is_about_to_be_taken_away(
+    tmp_path: Path,
+) -> None:
+    step, other = launch(jax_v1_jobs.train_until_preempted, 2, str(tmp_path))
+    assert step == other > 3
+    for name, steps in (("v0", [0, step]), ("v1", [step])):
+        root = deltacheck.open(tmp_path / name)
+        assert root.steps() == steps
+        restored = root.restore(step)
+        assert restored["step"] == step
+        assert (restored["w"] == step).all()
