@@ -25,6 +25,7 @@ BENCHMARKS = {
     "codes": "benchmarks.codes",
     "size": "benchmarks.size",
     "merging": "benchmarks.merging",
+    "history": "benchmarks.history",
     "compression": "benchmarks.compression",
     "dedupe": "benchmarks.dedupe",
     "blocking": "benchmarks.blocking",

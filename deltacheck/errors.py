@@ -45,6 +45,32 @@ class StepNotFound(DeltacheckError, LookupError):
     """
 
 
+class LeafPruned(StepNotFound):
+    """The retention has removed a leaf from a step, which keeps other leaves.
+
+    Restore the leaves that the step has, or restore ``newest_step`` of the error.
+
+    Args:
+        message: The description.
+        leaf: The path of the leaf, or of the container whose arrays were removed.
+        step: The training step.
+        newest_step: The newest step that has the leaf; ``None``: no step has it.
+
+    Attributes:
+        leaf: The path of the leaf, or of the container whose arrays were removed.
+        step: The training step.
+        newest_step: The newest step that has the leaf; ``None``: no step has it.
+    """
+
+    def __init__(
+        self, message: str, *, leaf: str = "", step: int = -1, newest_step: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.leaf = leaf
+        self.step = step
+        self.newest_step = newest_step
+
+
 class StepTagged(DeltacheckError, ValueError):
     """A step was to be deleted while a tag refers to it.
 

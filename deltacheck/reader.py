@@ -21,7 +21,7 @@ from deltacheck.maintain.blame import Blame
 from deltacheck.maintain.branch import Branched
 from deltacheck.restore import damage
 from deltacheck.restore.content import as_array, bounded_slices
-from deltacheck.restore.resolve import require_contract, resolve_leaves
+from deltacheck.restore.resolve import require_contract, require_leaves, resolve_leaves
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -191,6 +191,7 @@ class Checkpoints:
             self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
                 if leaves is None and slices is None:
+                    require_leaves(self._root, manifest)
                     require_contract(manifest, contract)
                     return self._tree(manifest, max_bytes)
                 return self._leaves(manifest, paths, dict(slices or {}), contract, max_bytes)

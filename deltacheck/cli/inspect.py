@@ -322,6 +322,7 @@ def show(
             "writer": manifest.writer,
             "digest": root.digest_of(manifest),
             "contract": manifest.contract,
+            "absent": manifest.absent,
             "durability": manifest.durability,
             "stage": manifest.stage,
             "stage_reason": manifest.stage_reason,
@@ -500,6 +501,8 @@ def _print_step(
         f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
         f" {output.size(needed_bytes)}"
     )
+    if manifest.absent:
+        output.print_line(f"removed by prune: {', '.join(manifest.absent)}")
     if manifest.stage_reason:
         output.print_line(manifest.stage_reason)
     if manifest.replay is not None:

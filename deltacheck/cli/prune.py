@@ -62,25 +62,50 @@ def prune(
             ),
         ),
     ] = None,
+    full_last: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=(
+                "Keep all leaves of the N newest steps and of tagged ones, and of all others only"
+                " those of --keep-leaves."
+            ),
+        ),
+    ] = None,
+    keep_leaves: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leaves that older steps keep (default: 'model/*'). May be repeated.",
+        ),
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule and no tag keeps.
+    """Delete the steps that no rule and no tag keeps, and leaves of old steps.
 
     Refused while a training writes to the root.
     """
-    from deltacheck.policy.retention import Retention
+    from deltacheck.policy.retention import History, Retention
     from deltacheck.save import root_writer
 
     retention = Retention(keep_last, keep_every, tuple(map(_parse_best, keep_best or ())))
+    if keep_leaves and full_last is None:
+        raise typer.BadParameter("--keep-leaves goes with --full-last")
     # Without a rule nothing would be deleted, which nobody wants who calls this command.
-    if retention.keeps_all:
+    if retention.keeps_all and full_last is None:
         raise typer.BadParameter(
             "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
-            " deleted"
+            " deleted. Or give --full-last; older steps lose leaves"
         )
+    history = None
+    if full_last is not None:
+        history = History(full_last, tuple(keep_leaves or History.DEFAULT))
     with _open_for_writing(words) as (root, lease):
-        result = root_writer.prune(root, retention, dry_run=dry_run, still_ours=lease.check)
+        result = root_writer.prune(
+            root, retention, history=history, dry_run=dry_run, still_ours=lease.check
+        )
     if as_json:
         output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
         return
@@ -92,6 +117,13 @@ def prune(
         f"{len(result.deleted)} of {total} checkpoints {deleted}"
         + ("" if dry_run else f"; {_RUN_GC}")
     )
+    if history is not None:
+        keep = "would keep" if dry_run else "keep"
+        output.print_line(
+            f"{output.count(len(result.partial), 'checkpoint')} {keep}"
+            f" only {', '.join(history.leaves)}"
+            + ("" if dry_run else "; run gc --compact to free the space of the other leaves")
+        )
 
 
 def _parse_best(text: str) -> KeepBest:

@@ -16,7 +16,7 @@ import base64
 import math
 import re
 import struct
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias, cast
 
@@ -31,6 +31,8 @@ Node: TypeAlias = containers.Node
 NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"
 # Permanent prefix of the tag of a leaf that is stored 1-D; the shape follows, as in "flat:32,16".
 _FLAT = "flat:"
+_NONE: Node = {"t": "none"}
+_OBJECTS = ("object", "tensor")  # containers that cannot be built without one of their arrays
 # Nested containers, refused beyond this when saving and restoring: the walks are recursive.
 MAX_DEPTH = 128
 _LOOKS_LIKE_INTEGER = re.compile(r"-?[0-9]+\Z")
@@ -443,6 +445,50 @@ def pruned(skeleton: Node, like: Node) -> Node:
             ),
         }
     return skeleton
+
+
+def without_arrays(skeleton: Node, kept: Container[str]) -> tuple[Node, list[str]]:
+    """Return a skeleton without some of its arrays.
+
+    ``None`` takes the place of an array, or of a container that has no other array. The arrays of
+    one object stay together: all of them stay if one does.
+
+    Args:
+        skeleton: The skeleton, which ``array_nodes`` accepts.
+        kept: The paths of the arrays to keep. Others may stay beside them, see above.
+
+    Returns:
+        The new skeleton, and the paths that have ``None`` now, in order.
+    """
+    node, _, removed = _without_arrays(skeleton, (), kept)
+    return node, removed
+
+
+def _without_arrays(
+    node: Node, keys: tuple[str, ...], kept: Container[str]
+) -> tuple[Node, bool, list[str]]:
+    """Return the new node, if it has an array, and the paths without their arrays."""
+    path = "/".join(keys)
+    if node["t"] in _SCALARS:
+        return node, False, []
+    if node["t"] == "array":
+        return (node, True, []) if path in kept else (_NONE, False, [path])
+    results = [
+        (key, _without_arrays(cast("Node", item), (*keys, escape_key(key)), kept))
+        for key, item in _children(node)
+    ]
+    removed = [name for _, result in results for name in result[2]]
+    if not removed:
+        return node, any(has_array for _, (_, has_array, _) in results), []
+    if not any(has_array for _, (_, has_array, _) in results):
+        return _NONE, False, [path]
+    if node["t"] in _OBJECTS:
+        return node, True, []
+    children = [child for _, (child, _, _) in results]
+    if node["t"] in LISTED:
+        return {**node, "n": cast("Json", children)}, True, removed
+    pairs = [[key, child] for (key, _), child in zip(results, children, strict=True)]
+    return {**node, "k": cast("Json", pairs)}, True, removed
 
 
 class ArrayNode(NamedTuple):

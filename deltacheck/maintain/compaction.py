@@ -17,6 +17,7 @@ from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import proven_chains
+from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
 from deltacheck.save.chains.merged_deltas import Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
@@ -27,6 +28,10 @@ from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.root import Root
+from deltacheck.store.segment import Segment
+
+# The metadata of an array of deltas, and what its file takes beyond its content.
+_ARRAY_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,22 +180,21 @@ class Need:
     Attributes:
         ref: The segment.
         leaves: Leaf path -> a manifest that needs it, and the leaf's entry in the segment.
-        is_tight: True if the segment holds nothing else, and no deltas.
+        is_tight: True if the segment would be written again as it is.
+        is_whole: True if all leaves are written whole, which takes no more bytes than their deltas.
+        needed_bytes: An upper bound of the bytes of a new segment with these leaves.
     """
 
     ref: SegmentRef
     leaves: Mapping[str, tuple[Manifest, LeafEntry]]
     is_tight: bool
+    is_whole: bool
+    needed_bytes: int
 
     @property
     def leaf_count(self) -> int:
         """The number of leaves. A leaf in tiles counts once."""
         return len({tiles.leaf_of(path) for path in self.leaves})
-
-    @property
-    def whole_bytes(self) -> int:
-        """Size of the leaves in memory: an upper bound of their size as keyframes."""
-        return sum(entry.spec(path).raw_bytes for path, (_, entry) in self.leaves.items())
 
 
 def reclaim(
@@ -198,10 +202,10 @@ def reclaim(
 ) -> tuple[Rewritten, ...]:
     """Rewrite segments of which only a few leaves are needed, so that the old ones can be removed.
 
-    The new segment has the old one's sequence number, so every chain keeps its order. A chain that
-    passed through the old segment begins at the new one, which holds the leaf as it was there.
-    Later entries are deltas to the same digest. Each manifest is replaced by one rename after the
-    new segments are durable, so every step is whole at any moment. The caller must hold the lease.
+    The new segment has the old one's sequence number, so every chain keeps its order. Deltas are
+    copied as they are, unless keyframes of all leaves take fewer bytes. Each manifest is replaced
+    by one rename after the new segments are durable, so every step is whole at any moment. The
+    caller must hold the lease.
 
     Args:
         root: An engine root.
@@ -230,21 +234,16 @@ def reclaim(
     sparse = [
         need
         for need in needs(root, manifests.values())
-        if not need.is_tight and need.whole_bytes <= below * need.ref.stored_bytes
+        if not need.is_tight and need.needed_bytes <= below * need.ref.stored_bytes
     ]
     if dry_run:
         return tuple(
-            Rewritten(need.ref.id, "", need.leaf_count, need.ref.stored_bytes, need.whole_bytes)
+            Rewritten(need.ref.id, "", need.leaf_count, need.ref.stored_bytes, need.needed_bytes)
             for need in sparse
         )
     replacements: dict[str, SegmentRef] = {}
     for need in sparse:
-        # The same sequence number with another nonce: chains are ordered by it (format.md, section
-        # 6).
-        writer = root.store.writer(layout.seq_of(need.ref.id))
-        replacements[need.ref.id] = write_whole(
-            writer, _chains_up_to(root, need), io_timeout_seconds
-        )
+        replacements[need.ref.id] = _rewritten(root, need, io_timeout_seconds)
     # All manifests are checked against the new segments before the first one is replaced.
     renewals = {
         path: _with_replacements(root, manifest, replacements)
@@ -277,7 +276,7 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
         ChainBroken: If a chain has no keyframe.
     """
     refs: dict[str, SegmentRef] = {}
-    leaf_counts: dict[str, int] = {}
+    segments: dict[str, Segment] = {}
     leaves: dict[str, dict[str, tuple[Manifest, LeafEntry]]] = {}
     for manifest in manifests:
         # Several steps name the same segment. They agree in its reference, which has the table's
@@ -288,16 +287,40 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
                 # The entry of a path is the same for every step that needs it, so the first
                 # manifest is enough.
                 leaves.setdefault(segment.id, {}).setdefault(path, (manifest, entry))
-                leaf_counts[segment.id] = len(segment.table.leaves)
-    return [
-        Need(
-            refs[name],
-            entries,
-            is_tight=len(entries) == leaf_counts[name]
-            and all(entry.key is not None for _, entry in entries.values()),
-        )
-        for name, entries in sorted(leaves.items())
-    ]
+                segments[segment.id] = segment
+    return [_need(refs[name], segments[name], entries) for name, entries in sorted(leaves.items())]
+
+
+def _need(
+    ref: SegmentRef, segment: Segment, leaves: Mapping[str, tuple[Manifest, LeafEntry]]
+) -> Need:
+    """Return a need with the cheaper way to write it again."""
+    entries = {path: entry for path, (_, entry) in leaves.items()}
+    deltas = [entry for entry in entries.values() if entry.key is None]
+    is_all = len(entries) == len(segment.table.leaves)
+    raw = {path: entry.spec(path).raw_bytes for path, entry in entries.items()}
+    copied = (
+        sum(delta_bytes(segment, entry) for entry in deltas)
+        + sum(raw[path] for path, entry in entries.items() if entry.key is not None)
+        + (_ARRAY_BYTES * segment.table.delta_arrays if deltas else 0)
+    )
+    whole = sum(raw.values())
+    is_whole = bool(deltas) and whole <= copied
+    return Need(ref, leaves, is_all and not is_whole, is_whole, whole if is_whole else copied)
+
+
+def _rewritten(root: Root, need: Need, io_timeout_seconds: float) -> SegmentRef:
+    """Write the needed leaves of a segment again.
+
+    The new segment has the same sequence number with another nonce: chains are ordered by it
+    (format.md, section 6).
+    """
+    seq = layout.seq_of(need.ref.id)
+    if need.is_whole:
+        return write_whole(root.store.writer(seq), _chains_up_to(root, need), io_timeout_seconds)
+    deltas = {path: entry for path, (_, entry) in need.leaves.items() if entry.key is None}
+    segment = root.store.segment(need.ref)
+    return write_kept(root.store, segment, seq, deltas, _keyframes(root, need), io_timeout_seconds)
 
 
 def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
@@ -311,6 +334,25 @@ def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
         truncated = msgspec.structs.replace(manifest.on(earlier), leaves={path: record}, tiles={})
         chains |= proven_chains(root, truncated, [path])
     return chains
+
+
+def _keyframes(root: Root, need: Need) -> dict[str, Chain]:
+    """Return the chains of the needed leaves that are keyframes in a segment, without deltas."""
+    keyframes = {
+        path: (manifest, entry)
+        for path, (manifest, entry) in need.leaves.items()
+        if entry.key is not None
+    }
+    if not keyframes:
+        return {}
+    records = {
+        path: LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
+        for path, (_, entry) in keyframes.items()
+    }
+    # A manifest of this segment alone, which asks for the leaves as they were there.
+    manifest = next(iter(keyframes.values()))[0]
+    truncated = msgspec.structs.replace(manifest.on([need.ref]), leaves=records, tiles={})
+    return proven_chains(root, truncated, records)
 
 
 def _with_replacements(

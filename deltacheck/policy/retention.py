@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,32 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """Keep every leaf of the newest steps, and only some leaves of all others.
+
+    Args:
+        full_last: The number of newest steps that keep every leaf, at least 1. Larger: more steps
+            to resume from; smaller: less disk space.
+        leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that the other steps
+            keep. Leaves that these are computed from stay, too.
+
+    Raises:
+        ValueError: If the number is below 1, or no leaf is named.
+    """
+
+    DEFAULT: ClassVar[tuple[str, ...]] = ("model/*",)
+
+    full_last: int
+    leaves: tuple[str, ...] = DEFAULT
+
+    def __post_init__(self) -> None:
+        if self.full_last < 1 or not self.leaves:
+            raise ValueError(
+                f"a history keeps at least 1 whole step and some leaves of others, not {self}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A committed checkpoint.
 
@@ -120,6 +147,27 @@ def retained(
         ]
         stay |= {seq for _, seq in sorted(values)[: rule.count]}
     return frozenset(stay)
+
+
+def partial_checkpoints(
+    checkpoints: Iterable[Saved], history: History, tagged: Collection[str] = ()
+) -> frozenset[int]:
+    """Return the sequence numbers of the checkpoints that keep only some leaves.
+
+    Args:
+        checkpoints: The checkpoints of a root that stay.
+        history: The rule.
+        tagged: Nonces of saves that keep every leaf.
+    """
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
+    # Of a step that was saved again, only the newest save can be resumed from.
+    newest_of_step = {checkpoint.step: checkpoint.seq for checkpoint in ordered}
+    full = set(sorted(newest_of_step.values())[-history.full_last :])
+    return frozenset(
+        checkpoint.seq
+        for checkpoint in ordered
+        if checkpoint.seq not in full and checkpoint.nonce not in tagged
+    )
 
 
 def _finite(value: float | str | None) -> float | None:

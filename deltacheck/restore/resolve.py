@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFound
+from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, LeafPruned, StepNotFound
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
@@ -52,7 +52,8 @@ def resolve_leaves(
         The leaves by path.
 
     Raises:
-        StepNotFound: The step does not have a leaf; names similar paths.
+        StepNotFound: The step does not have a leaf; names similar paths. ``LeafPruned``: retention
+            has removed it.
         ReplayNeeded: A leaf is stored as gradients.
         ChainBroken: A segment is missing or does not continue a chain; names leaf and step.
         Damaged: A table is damaged; names leaf, step and segment.
@@ -64,6 +65,8 @@ def resolve_leaves(
     requested = all_paths if paths is None else list(dict.fromkeys(paths))
     if not stored:
         replay.refuse(root, manifest, requested)
+    # A leaf whose own place in the tree was removed may still hold the content of a tied one.
+    require_leaves(root, manifest, [path for path in requested if path not in specs])
     for path in requested:
         if path not in specs and path not in inputs:
             similar = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
@@ -317,6 +320,47 @@ def require_contract(
             f" Restore it without contract={contract!r}, or save with a policy that keeps these"
             f" leaves {contract}"
         )
+
+
+def require_leaves(root: Root, manifest: Manifest, paths: Iterable[str] | None = None) -> None:
+    """Raise an error if retention has removed some leaves from a step.
+
+    Args:
+        root: The root, in which the newest step with the leaf is searched.
+        manifest: The step.
+        paths: The leaves that are needed; ``None``: all that were saved.
+
+    Raises:
+        LeafPruned: Names the first of these leaves, the step, and the newest step that has it.
+    """
+    if not manifest.absent:
+        return
+    names = manifest.absent if paths is None else sorted(filter(manifest.lacks, paths))
+    if not names:
+        return
+    leaf = names[0]
+    newest = _newest_with(root, leaf)
+    step_text = "no step has it" if newest is None else f"the newest step that has it is {newest}"
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    raise LeafPruned(
+        f"step {manifest.step} has no leaf {leaf!r}{others}: retention has removed it; {step_text}."
+        f" Name the leaves to restore, all but {', '.join(map(repr, manifest.absent[:3]))}",
+        leaf=leaf,
+        step=manifest.step,
+        newest_step=newest,
+    )
+
+
+def _newest_with(root: Root, leaf: str) -> int | None:
+    """Return the newest step that has a leaf, or the arrays of a container."""
+    for step in sorted(root.steps(), reverse=True):
+        try:
+            manifest = root.manifest(step)
+        except (Damaged, StepNotFound):
+            continue
+        if any(path == leaf or path.startswith(f"{leaf}/") for path in manifest.arrays):
+            return step
+    return None
 
 
 def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:

@@ -15,7 +15,8 @@ from itertools import chain
 from pathlib import Path
 
 from deltacheck.errors import StepNotFound, StepTagged
-from deltacheck.policy.retention import Retention, Saved, retained
+from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
+from deltacheck.save import partial_steps
 from deltacheck.store import collect, tags
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
@@ -42,10 +43,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The checkpoints that stay and those that were deleted (or would be), oldest first."""
+    """The checkpoints that stay and those that were deleted (or would be), oldest first.
+
+    ``partial``: those that stay and have lost leaves (or would).
+    """
 
     kept: tuple[Checkpoint, ...]
     deleted: tuple[Checkpoint, ...]
+    partial: tuple[Checkpoint, ...] = ()
 
 
 class RootWriter:
@@ -174,10 +179,14 @@ def prune(
     root: Root,
     retention: Retention,
     *,
+    history: History | None = None,
     dry_run: bool = False,
     still_ours: Callable[[], None] | None = None,
 ) -> Pruned:
     """Delete the checkpoints that neither ``retention`` nor a tag keeps, oldest first.
+
+    Then remove leaves from those that stay, if ``history`` says so. A checkpoint with a tag keeps
+    every leaf.
 
     Their segments stay until they are collected. A checkpoint whose manifest cannot be read is
     neither counted nor deleted.
@@ -185,6 +194,7 @@ def prune(
     Args:
         root: The root. The caller holds its lease.
         retention: The rules.
+        history: The leaves that older checkpoints keep; ``None``: all.
         dry_run: Change nothing, and return what would be deleted.
         still_ours: Raises if the right to write has been lost.
 
@@ -197,7 +207,7 @@ def prune(
         RootBusy: The right to write has been lost.
     """
     _refuse_manager(root)
-    if retention.keeps_all:
+    if retention.keeps_all and history is None:
         return Pruned(_checkpoints(root.briefs()[0].values()), ())
     # Held from before the tags are read until the last deletion (docs/reference/format.md, section
     # 3.1). A tag that is added in between would name a deleted checkpoint.
@@ -205,13 +215,26 @@ def prune(
         briefs = root.briefs()[0].values()
         # By nonce, because a resumed run saves the same step numbers again.
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
-        stay = retained(
-            [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged
-        )
+        saved = [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs]
+        stay = retained(saved, retention, tagged)
         unneeded = _checkpoints(b for b in briefs if b.seq not in stay)
         if not dry_run:
             _delete_all(root, unneeded, still_ours)
-    return Pruned(_checkpoints(b for b in briefs if b.seq in stay), unneeded)
+        reduced: frozenset[int] = frozenset()
+        if history is not None:
+            kept = [checkpoint for checkpoint in saved if checkpoint.seq in stay]
+            reduced = partial_steps.remove_leaves(
+                root,
+                partial_checkpoints(kept, history, tagged),
+                history.leaves,
+                dry_run=dry_run,
+                still_ours=still_ours,
+            )
+    return Pruned(
+        _checkpoints(b for b in briefs if b.seq in stay),
+        unneeded,
+        _checkpoints(b for b in briefs if b.seq in reduced),
+    )
 
 
 def delete(

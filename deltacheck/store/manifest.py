@@ -34,6 +34,7 @@ TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and hav
 TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
 RATE = "contracts.rate"  # of manifests whose contracts have a learning rate of their own
+PARTIAL = "partial"  # of manifests of which retention has removed leaves
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
 FEATURES = (
     DERIVED,
@@ -45,6 +46,7 @@ FEATURES = (
     TYPES,
     RATE,
     MERGED,
+    PARTIAL,
 )
 STAGES = ("", "warm", "stable", "degraded")
 
@@ -555,6 +557,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             Empty: all leaves in tiles state them.
         custom_metadata: JSON that the user stored with the item.
         shardings: The shardings of JAX arrays that lie on a mesh.
+        absent: Paths of arrays, or of containers with all of their arrays, that retention has
+            removed from the step. The tree has ``None`` there.
     """
 
     format: str
@@ -584,6 +588,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     lane_digests: tuple[str, ...] = ()
     custom_metadata: Any = None
     shardings: tuple[SavedSharding, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def read_with(self, tables: TileDigests) -> Manifest:
         """Let ``stored`` find digests in the tables of segments; return the manifest itself."""
@@ -638,6 +643,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
                 isinstance(promise.terms, Bounded) and promise.terms.rate
                 for promise in self.contracts.values()
             ),
+            PARTIAL: bool(self.absent),
         }
         return tuple(name for name, is_used in needed.items() if is_used)
 
@@ -755,6 +761,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         if cut is None:
             return self.digest_of(path) or None
         return (cut.dtype, cut.cuts, cut.digests) if cut.is_content else None
+
+    def lacks(self, path: str) -> bool:
+        """Return True if retention has removed a leaf, or any leaf of a container."""
+        return any(f"{path}/".startswith(f"{n}/") or n.startswith(f"{path}/") for n in self.absent)
 
     def sources_of(self, path: str) -> tuple[str, ...]:
         """Return the leaves of the tree that a leaf, or any tile of it, is computed from."""

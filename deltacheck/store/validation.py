@@ -58,6 +58,7 @@ def check_manifest(manifest: Manifest) -> None:
     if owners | inputs != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
     _check_tiles(manifest)
+    _check_absent(manifest)
     specs = manifest.specs
     for path, derived in manifest.derived.items():
         _check_derived(path, derived, manifest.leaves.get(path), specs)
@@ -80,6 +81,17 @@ def check_manifest(manifest: Manifest) -> None:
     # In both directions: an older reader would misread a step whose feature is not listed.
     if set(manifest.features) != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_absent(manifest: Manifest) -> None:
+    """Check that the tree has ``None`` in place of everything that was removed."""
+    if not manifest.absent:
+        return
+    scalars = tree.scalars(manifest.tree)
+    if list(manifest.absent) != sorted(set(manifest.absent)) or any(
+        scalars.get(path, path) is not None for path in manifest.absent
+    ):
+        raise ValueError("it has leaves that it declares absent")
 
 
 def _has_unit(promise: Promise) -> bool:

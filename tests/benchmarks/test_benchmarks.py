@@ -291,6 +291,15 @@ def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[st
     assert results["device"]["figures"] == results["device"]["tables"] == []
 
 
+def test_a_history_of_weights_is_smaller_than_what_was_written(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    (row,) = rows(results["history"])
+    assert 0 < row["newest steps"] < row["on disk"] < row["written"]
+    assert 1 <= row["bytes, median"] <= row["bytes, most"]
+    assert 0 < row["weights changed a step"] < 1
+
+
 def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> None:
     by_key = {row["import of"]: row for row in rows(results["importing"])}
     assert by_key["deltacheck"]["brings in"] == ""

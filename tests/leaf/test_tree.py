@@ -217,6 +217,28 @@ def test_a_key_that_is_neither_text_nor_integer_is_refused(key: object) -> None:
         tree.flatten({"a": {key: 1}}, describe_numpy)
 
 
+def test_none_takes_the_place_of_arrays_and_of_containers_without_any() -> None:
+    one = np.ones(2)
+    value = {
+        "keep": [one, {"x": np.zeros(1), "n": 3}],
+        "mixed": (np.full(1, 7), np.full(1, 8)),
+        "gone": {"a/b": np.full(2, 9), "lr": 0.1},
+        "numbers": {"step": 4},
+    }
+    flat = tree.flatten(value, describe_numpy)
+    kept = {"keep/0", "mixed/1"}
+    skeleton, removed = tree.without_arrays(flat.skeleton, kept)
+    assert removed == ["keep/1", "mixed/0", "gone"]
+    assert set(tree.array_paths(skeleton)) == kept
+    assert tree.scalars(skeleton) == {
+        "keep/1": None,
+        "mixed/0": None,
+        "gone": None,
+        "numbers/step": 4,
+    }
+    assert tree.without_arrays(flat.skeleton, set(flat.arrays)) == (flat.skeleton, [])
+
+
 def test_a_tree_that_is_nested_too_deep_is_refused_on_both_sides() -> None:
     value: object = 1
     node: dict[str, object] = {"t": "int", "v": "1"}

@@ -17,7 +17,7 @@ from deltacheck import KeepBest, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import compact
-from deltacheck.policy.retention import Retention, Saved, retained
+from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import local_storage
@@ -42,6 +42,17 @@ def test_what_is_kept_is_the_union_of_the_rules_and_the_tags() -> None:
     assert retained(
         every, Retention(2, 3, (KeepBest("loss"),)), tagged=["n2", "of a step that is gone"]
     ) == {0, 1, 2, 3, 4, 5}
+
+
+def test_newest_and_tagged_steps_keep_every_leaf() -> None:
+    # A resumed run has saved step 1 again; nobody resumes from its first save.
+    every = saved(0, 1, 2, 1, 3)
+    assert partial_checkpoints(every, History(2)) == {0, 1, 2}
+    assert partial_checkpoints(every, History(3), tagged=["n1"]) == {0}
+    assert partial_checkpoints(every, History(9)) == {1}
+    for wrong in ({"full_last": 0}, {"full_last": 1, "leaves": ()}):
+        with pytest.raises(ValueError, match="keeps at least 1 whole step"):
+            History(**wrong)
 
 
 def test_a_value_that_is_not_finite_or_missing_is_never_among_the_best() -> None:

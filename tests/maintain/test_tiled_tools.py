@@ -337,6 +337,26 @@ def test_gc_and_its_compaction_keep_every_step_that_is_left(copied: Saved, tool:
     assert_whole(copied, [2, 3])
 
 
+def test_old_steps_of_ranks_keep_weights_only(
+    copied: Saved, tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--full-last", 1, "--keep-leaves", "model/*")
+    assert [row["step"] for row in tool("prune", copied.root, *options)["partial"]] == [0, 1, 2]
+    tool("gc", copied.root, "--grace", 0, "--compact", "--below", 0.9)
+    opened = deltacheck.open(copied.root)
+    assert opened.verify(deep=True) == []
+    assert_same(in_order(opened.restore(3)), in_order(copied.states[3]))
+    with pytest.raises(errors.LeafPruned, match="the newest step that has it is 3"):
+        opened.restore(0, leaves=["optimizer/exp_avg"])
+    for step in range(3):
+        for name, value in copied.states[step]["model"].items():
+            assert_same(opened.restore(step, leaves=[f"model/{name}"])[f"model/{name}"], value)
+    # The compact form has digests over all leaves of a rank: such steps stay as they are.
+    monkeypatch.setattr(compact, "COMPACT_TILES", 1)
+    save_steps(tmp_path / "compact", 4, cells, 2)
+    assert tool("prune", tmp_path / "compact", *options)["partial"] == []
+
+
 def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(
     tmp_path: Path, tool: Any
 ) -> None:

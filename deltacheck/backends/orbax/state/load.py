@@ -29,7 +29,7 @@ from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.export import matches
 from deltacheck.restore.fill import Request, StepReader
-from deltacheck.restore.resolve import require_contract, resolve_leaves
+from deltacheck.restore.resolve import require_contract, require_leaves, resolve_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
@@ -185,6 +185,8 @@ def restore_tree(
     target, paths, partly = part
     with damage.named(root, manifest):
         owners = tree.array_paths(manifest.tree)
+        if paths is None and target is None:
+            require_leaves(root, manifest)
         # Outside of own_rules, too: the mesh that is set is the training's.
         selection = Selection.of(_on_mesh(as_tree(target)), manifest, partly)
         if paths is not None:
@@ -268,6 +270,7 @@ def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]
     step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
     selected: dict[str, None] = {}
     for name in names:
+        require_leaves(root, manifest, [name])
         matching_paths = (
             [name] if name in step_paths else [path for path in step_paths if is_below(path, name)]
         )

@@ -38,7 +38,7 @@ from deltacheck.leaf.tiles import Box
 from deltacheck.restore import damage
 from deltacheck.restore.content import Array, Loaded
 from deltacheck.restore.fill import Request, StepReader, leaf_of_box
-from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
@@ -151,6 +151,7 @@ class DeltaStorageReader(StorageReader):
         """
         manifest = self._root.manifest(self._step)
         self._root.require_digest(manifest, self._expected_digest)
+        require_leaves(self._root, manifest)
         require_contract(manifest, self._contract)
         index = _index(manifest)
         self._read = manifest, index

@@ -17,6 +17,7 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
 from deltacheck.restore.fill import Request, StepReader, leaf_of_box
+from deltacheck.restore.resolve import require_leaves
 
 
 class Reading:
@@ -93,6 +94,7 @@ class Reading:
             move: Puts each tensor on the device that it is loaded to.
         """
         reader = self._opened
+        require_leaves(reader.root, reader.manifest, branches)
         part = tree.pruned(reader.manifest.tree, _like(branches))
         loaded = reader.whole(sorted(set(tree.array_paths(part).values())))
         return leaves.tree_of(part, loaded, move, stored=reader.stored)

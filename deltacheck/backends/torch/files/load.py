@@ -14,7 +14,7 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
-from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.root import open_root
 
@@ -92,6 +92,7 @@ def load(  # noqa: PLR0913 - one argument per option
         opened = open_root(root, item, storage=storage)
         manifest = opened.manifest(step)
     opened.require_digest(manifest, expected_digest)
+    require_leaves(opened, manifest)
     require_contract(manifest, contract)
     with damage.named(opened, manifest):
         # No save continues from this read, so no bytes are kept for it.

@@ -19,7 +19,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.fill import Request, StepReader
-from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.save.ranks.group import Group
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
@@ -259,6 +259,8 @@ class RankGroup(Group):
                 # Each rank reads the manifest itself. The digest proves that it is the one of rank
                 # 0.
                 root.require_digest(manifest, digest)
+                wanted = None if target is None else tree.array_nodes(target.skeleton)
+                require_leaves(root, manifest, wanted)
                 require_contract(manifest, contract)
                 reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
                 try:

@@ -32,7 +32,7 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
-from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
@@ -210,6 +210,7 @@ class SingleProcessSession:
                 " once; restore it without overlap=True"
             )
         self._require_digest(root, manifest, request.expected_digest)
+        require_leaves(root, manifest)
         require_contract(manifest, request.contract)
         reader = StepReader(root, manifest, max_bytes=request.max_bytes, codec=self.saver.codec)
         with damage.named(root, manifest):
@@ -252,6 +253,7 @@ class SingleProcessSession:
         target = None if request.target is None else leaves.flatten(request.target)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
         arrays = {} if target is None else tree.array_nodes(target.skeleton)
+        require_leaves(root, manifest, None if target is None else arrays)
         saved_paths = None if target is None else match_targets(manifest, target, arrays)
 
         def target_memory() -> dict[str, NDArray[np.uint8]]:

@@ -12,6 +12,7 @@ from deltacheck.backends.torch.trainer.checkpoint_files import Files
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
+from deltacheck.restore.resolve import require_leaves
 from deltacheck.store.manifest import Manifest
 
 
@@ -107,6 +108,7 @@ class TrainerRanks:
 
 def _read_whole(reader: StepReader, keys: Iterable[str] | None) -> tuple[StepReader, Any]:
     manifest = reader.manifest
+    require_leaves(reader.root, manifest, keys)
     part = manifest.tree
     if keys is not None:
         part = tree.pruned(part, {"t": "dict", "k": [[key, {"t": "none"}] for key in keys]})

@@ -1,0 +1,121 @@
+"""Remove leaves from committed steps, so that the history of a run has weights only.
+
+The manifest of a step is replaced in one rename. Segments are not changed: ``gc`` removes those
+that no step needs any more, and ``gc --compact`` writes the others again without such leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from deltacheck.leaf.contracts import weakest_of
+from deltacheck.leaf.tree import array_nodes, without_arrays
+from deltacheck.restore.export import matches
+from deltacheck.restore.resolve import needed_by, proven_chains
+from deltacheck.store.documents import encode_manifest
+from deltacheck.store.files import arrays
+from deltacheck.store.files.containment import inside
+from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Root
+
+
+def remove_leaves(
+    root: Root,
+    seqs: Collection[int],
+    patterns: Sequence[str],
+    *,
+    dry_run: bool = False,
+    still_ours: Callable[[], None] | None = None,
+) -> frozenset[int]:
+    """Remove all leaves from checkpoints but those that patterns name.
+
+    Steps of a gradient log, steps of so many ranks that their manifest has the compact form, and
+    steps without any leaf that a pattern names stay as they are.
+
+    Args:
+        root: An engine root. The caller holds its lease.
+        seqs: The sequence numbers of the checkpoints.
+        patterns: Paths or patterns of leaves.
+        dry_run: Change nothing.
+        still_ours: Raises if the right to write has been lost.
+
+    Returns:
+        The sequence numbers of the checkpoints that have lost leaves, or would.
+
+    Raises:
+        Damaged: The kept leaves of a step are not whole. Steps before it have been changed.
+        RootBusy: The right to write has been lost.
+    """
+    changed: set[int] = set()
+    for ref in root.checkpoints():
+        if ref.seq not in seqs:
+            continue
+        before = root.read(ref.manifest_path)
+        after = partial_manifest(root, before, patterns)
+        if after == before:
+            continue
+        changed.add(ref.seq)
+        if dry_run:
+            continue
+        # Checked before each: another process may take the root over while this one hangs.
+        if still_ours is not None:
+            still_ours()
+        folder = inside(root.path, ref.manifest_path.parent)
+        # Both manifests restore: the old one also needs segments that are collected later only.
+        arrays.replace_file(folder, ref.manifest_path.name, encode_manifest(after))
+        sync_directory(folder)
+    return frozenset(changed)
+
+
+def partial_manifest(root: Root, manifest: Manifest, patterns: Sequence[str]) -> Manifest:
+    """Return the manifest of the same step with some leaves; itself if nothing is to remove.
+
+    Args:
+        root: The root of the step.
+        manifest: The step.
+        patterns: Paths or patterns of the leaves to keep. Leaves that these follow from stay, too.
+
+    Raises:
+        Damaged, ChainBroken: The kept leaves are not whole.
+    """
+    wanted = {
+        path for path in manifest.arrays if any(matches(path, pattern) for pattern in patterns)
+    }
+    if not wanted or manifest.replay is not None or manifest.lane_digests:
+        return manifest
+    while True:
+        tree, removed = without_arrays(manifest.tree, wanted)
+        owners = {node.owner for node in array_nodes(tree).values()}
+        sources = set(needed_by(manifest, owners)) - owners
+        if not sources:
+            break
+        wanted |= sources
+    if not removed:
+        return manifest
+    # A container that was removed whole stands for what was removed below it before.
+    earlier = [
+        path for path in manifest.absent if not any(path.startswith(f"{n}/") for n in removed)
+    ]
+    contracts = {path: value for path, value in manifest.contracts.items() if path in owners}
+    after = msgspec.structs.replace(
+        manifest,
+        tree=tree,
+        absent=tuple(sorted([*earlier, *removed])),
+        leaves={path: value for path, value in manifest.leaves.items() if path in owners},
+        derived={path: value for path, value in manifest.derived.items() if path in owners},
+        tiles={path: value for path, value in manifest.tiles.items() if path in owners},
+        contracts=contracts,
+        contract=weakest_of(contracts.values()),
+        shardings=tuple(
+            msgspec.structs.replace(sharding, leaves=leaves)
+            for sharding in manifest.shardings
+            if (leaves := tuple(path for path in sharding.leaves if path in array_nodes(tree)))
+        ),
+    )
+    after = msgspec.structs.replace(after, must_understand=after.features)
+    chains = proven_chains(root, after, after.stored).values()
+    needed = {segment.id for chain in chains for segment, _ in (chain.key, *chain.deltas)}
+    return after.on([ref for ref in after.segments if ref.id in needed])
