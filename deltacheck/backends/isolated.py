@@ -46,8 +46,7 @@ def ingest(
 
     Args:
         kind: ``"torch"``: files of safetensors or ``torch.save``, or model folders of Hugging
-            Face; ``"orbax"``: one folder of a plain ``CheckpointManager``, whose number is not
-            used.
+            Face; ``"orbax"``: folders of checkpoints of plain Orbax, or of safetensors.
         root: The root to import into.
         sources: Steps and paths.
         item: The item of a folder's steps.
@@ -174,7 +173,7 @@ def _import(request: dict[str, Any]) -> Iterator[tuple[Path, int]]:
     from deltacheck.backends.orbax.files import orbax_import
 
     _limit(request["memory_bytes"], request["cpu_seconds"])
-    return orbax_import.ingest(request["root"], sources[0][1], request["item"])
+    return orbax_import.ingest(request["root"], sources, request["item"])
 
 
 def _limit(memory_bytes: int, cpu_seconds: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf.containers import DTYPE
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, ArrayNode, Flat, array_paths
+from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, ArrayNode, Flat, array_paths, scalars
 from deltacheck.restore.follower import LeafChange, Update
 from deltacheck.store.manifest import Manifest
 
@@ -43,15 +45,7 @@ def match_targets(
     """
     step_arrays, specs = manifest.arrays, manifest.specs
     common = sorted(arrays.keys() & step_arrays.keys())
-    problems = [
-        f"leaf {path!r} of the target is not in step {manifest.step}"
-        for path in sorted(arrays.keys() - step_arrays.keys())
-    ]
-    problems += [
-        f"leaf {path!r} of step {manifest.step} is not in the target"
-        for path in sorted(step_arrays.keys() - arrays.keys())
-        if not partly and path not in omitted
-    ]
+    problems = tree_differences(manifest, target, arrays, partly=partly, omitted=omitted)
     # By path and not by owner: tied leaves may be views of another element type.
     problems += [
         f"leaf {path!r} is {_type_of(step_arrays[path])} in step {manifest.step},"
@@ -123,6 +117,127 @@ def changes_of(update: Update, target: Flat) -> dict[str, LeafChange]:
     return changes
 
 
+def tree_differences(
+    manifest: Manifest,
+    target: Flat,
+    arrays: Mapping[str, ArrayNode],
+    *,
+    partly: bool = False,
+    omitted: Container[str] = (),
+    skipped: Set[str] | None = None,
+) -> list[str]:
+    """Return a message for each leaf that only one of two trees has, or only one as an array.
+
+    Args:
+        manifest, target, arrays, partly, omitted: As in ``match_targets``.
+        skipped: The places of ``None`` in the target that stand for any leaf. ``None``: only arrays
+            are compared, and not numbers and text.
+
+    Returns:
+        The messages. Each has the path of the leaf and the values of both trees.
+    """
+    step_arrays = manifest.arrays
+    surplus = set(arrays.keys() - step_arrays.keys())
+    missing = set(step_arrays.keys() - arrays.keys())
+    if not surplus and not missing and skipped is None:
+        return []
+    saved, requested = scalars(manifest.tree), scalars(target.skeleton)
+    if skipped is not None:
+        surplus |= requested.keys() - saved.keys() - skipped
+        missing |= saved.keys() - requested.keys()
+    missing = {path for path in missing if not partly and path not in omitted}
+    if not surplus and not missing:
+        return []
+    step = _Side.of(
+        f"step {manifest.step}",
+        saved,
+        {path: _text_of(manifest.specs[node.owner]) for path, node in step_arrays.items()},
+    )
+    here = _Side.of(
+        "the target",
+        requested,
+        {path: _text_of(target.leaves[node.owner]) for path, node in arrays.items()},
+    )
+    # A leaf in the place of a subtree is named once.
+    named = _Side.of("", {}, dict.fromkeys(surplus, ""))
+    return [_difference(path, here, step) for path in sorted(surplus)] + [
+        _difference(path, step, here)
+        for path in sorted(missing - surplus)
+        if path not in named.subtrees and named.leaf_above(path) is None
+    ]
+
+
+class _Side(NamedTuple):
+    """The leaves of one of two trees that differ.
+
+    Attributes:
+        name: The name of the tree in messages.
+        leaves: The text of each leaf, by path.
+        subtrees: The first leaf of each subtree, by the path of the subtree.
+        keys: Each path by its keys, of which numbers are text, too.
+    """
+
+    name: str
+    leaves: Mapping[str, str]
+    subtrees: Mapping[str, str]
+    keys: Mapping[str, str]
+
+    @classmethod
+    def of(cls, name: str, scalars: Mapping[str, object], arrays: Mapping[str, str]) -> _Side:
+        """Return a side with these leaves."""
+        leaves = {path: _shortened(repr(value)) for path, value in scalars.items()} | dict(arrays)
+        subtrees: dict[str, str] = {}
+        for path in sorted(leaves):
+            for parent in _parents(path):
+                subtrees.setdefault(parent, path)
+        return cls(name, leaves, subtrees, {unquote(path): path for path in leaves})
+
+    def leaf_above(self, path: str) -> str | None:
+        """Return the leaf that is in the place of a subtree with this path."""
+        return next((parent for parent in _parents(path) if parent in self.leaves), None)
+
+
+def _parents(path: str) -> list[str]:
+    """Return the paths of the containers of a leaf; that of the whole tree is empty."""
+    keys = path.split("/") if path else []
+    return ["/".join(keys[:count]) for count in range(len(keys))]
+
+
+def _difference(path: str, side: _Side, other: _Side) -> str:
+    """Return a message on a leaf of a tree that is not in the other tree, or of another type."""
+    value = side.leaves[path]
+    if path in other.leaves:
+        sides = sorted([(side.name, value), (other.name, other.leaves[path])])
+        return f"leaf {path!r} is " + ", ".join(f"{text} in {name}" for name, text in sides)
+    if path in other.subtrees:
+        inner = other.subtrees[path]
+        return (
+            f"leaf {path!r} is {value} in {side.name}, a subtree in {other.name} (its leaf"
+            f" {inner!r} is {other.leaves[inner]})"
+        )
+    above = other.leaf_above(path)
+    if above is not None:
+        return (
+            f"leaf {above!r} is {other.leaves[above]} in {other.name}, a subtree in {side.name}"
+            f" (its leaf {path!r} is {value})"
+        )
+    twin = other.keys.get(unquote(path))
+    if twin is not None:
+        return (
+            f"leaf {path!r} of {side.name} is not in {other.name}, which has {twin!r}"
+            f" ({other.leaves[twin]}): a key is an integer in one and text in the other"
+        )
+    return f"leaf {path!r} of {side.name} is not in {other.name} ({value} in {side.name})"
+
+
+def _text_of(leaf: ArrayLeaf | LeafSpec) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def raise_mismatches(problems: Sequence[str], remedy: str) -> None:
     """Raise ``TreeMismatch`` with the first problems and the remedy, if there are any."""
     if not problems:
@@ -143,10 +258,7 @@ def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str
     """Return a message if shape or dtype of a leaf differ from the step's, else an empty list."""
     if (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype):
         return []
-    return [
-        f"leaf {path!r} is {spec.dtype}{list(spec.shape)} in step {step},"
-        f" {leaf.dtype}{list(leaf.shape)} in the {holder}"
-    ]
+    return [f"leaf {path!r} is {_text_of(spec)} in step {step}, {_text_of(leaf)} in the {holder}"]
 
 
 def _are_equal(manifest: Manifest, path: str, other: str) -> bool:

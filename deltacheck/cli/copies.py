@@ -362,7 +362,7 @@ def import_files(
             metavar="FILE...",
             help=(
                 "*.safetensors; *.pt, *.pth, *.bin, *.ckpt; folders of models of Hugging Face; or"
-                " the folder of an Orbax manager."
+                " a folder of Orbax."
             ),
         ),
     ],
@@ -371,7 +371,7 @@ def import_files(
         typer.Option(
             "--step",
             min=0,
-            help="The step of the only FILE. Default: the last number in its name.",
+            help="The step of the only FILE or checkpoint. Default: the last number in its name.",
         ),
     ] = None,
     item: Item = None,
@@ -389,6 +389,7 @@ def import_files(
 
     # A manager's folder holds many steps that have numbers, so it cannot be one of several files.
     folders = [path for path in files if path.is_dir() and not is_model_folder(path)]
+    _refuse_swapped(root, files[0])
     if len(files) > 1 and (step is not None or folders):
         raise typer.BadParameter(
             f"{'--step' if step is not None else 'a folder'} goes with one FILE, but"
@@ -397,7 +398,9 @@ def import_files(
     rows: list[output.Row] = []
     try:
         imported = (
-            _import_orbax(root, folders[0], item) if folders else _import_torch(root, files, step)
+            _import_orbax(root, folders[0], step, item)
+            if folders
+            else _import_torch(root, files, step)
         )
         for path, number in imported:
             # The root is opened anew for each step: the import commits steps through a writer of
@@ -430,6 +433,34 @@ def import_files(
         output.print_json({"root": str(root), "steps": rows})
 
 
+def _refuse_swapped(root: Path, source: Path) -> None:
+    """Raise if the source of an import is a root, or is nothing and the target is a checkpoint."""
+    is_checkpoint = root.is_file() or (
+        not _is_root(root)
+        and any(
+            next(root.glob(f"{folders}{name}"), None) is not None
+            for folders in ("", "*/", "*/*/")
+            for name in ("_METADATA", "*.safetensors")
+        )
+    )
+    is_empty = not source.exists() or (source.is_dir() and next(source.iterdir(), None) is None)
+    if not (_is_root(source) or (is_checkpoint and is_empty)):
+        return
+    reasons = [f"{source} is {'a root of deltacheck' if _is_root(source) else 'empty or missing'}"]
+    if is_checkpoint:
+        reasons.append(f"{root} is a checkpoint")
+    raise typer.BadParameter(
+        f"{', and '.join(reasons)}: the target comes first. If you have swapped them:"
+        f" deltacheck import {source} {root}"
+    )
+
+
+def _is_root(path: Path) -> bool:
+    from deltacheck.store.root import MANAGER_STORE
+
+    return (path / "zarr.json").exists() or (path / MANAGER_STORE).is_dir()
+
+
 def _import_torch(root: Path, files: list[Path], step: int | None) -> Iterator[tuple[Path, int]]:
     try:
         from deltacheck.backends.torch.files import torch_import as backend
@@ -442,21 +473,18 @@ def _import_torch(root: Path, files: list[Path], step: int | None) -> Iterator[t
     return isolated.ingest("torch", root, backend.steps_of(files, step))
 
 
-def _import_orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[Path, int]]:
+def _import_orbax(
+    root: Path, folder: Path, step: int | None, item: str | None
+) -> Iterator[tuple[Path, int]]:
     try:
         from deltacheck.backends.orbax.files import orbax_import as backend
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"importing {folder} needs JAX ({error}): pip install 'deltacheck[jax]'"
         ) from error
-    if not backend.steps(folder):
-        raise typer.BadParameter(
-            f"{folder} has neither steps of an Orbax CheckpointManager nor a model of Hugging Face;"
-            " name files, or one of these folders"
-        )
     from deltacheck.backends import isolated
 
-    return isolated.ingest("orbax", root, [(0, folder)], item)
+    return isolated.ingest("orbax", root, backend.sources_of(folder, step), item)
 
 
 def branch(

@@ -371,3 +371,13 @@ def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(
     assert all(row["blocking"] > 0 and row["a save stores"] > 0 for row in by_key.values())
     assert by_key["memory, gradient log"]["of the state"] < by_key["memory"]["of the state"]
     assert by_key["disk"]["copied after"] < by_key["memory"]["copied after"]
+
+
+def test_many_leaves_are_measured_with_orbax_and_with_deltacheck(tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    from benchmarks import many_leaves
+
+    for way in ("Orbax", "deltacheck"):
+        seconds = many_leaves.measure(way, tmp_path / way, 120)  # checks what it has restored
+        assert seconds.keys() == {"first save", "second save", "restore"}
+        assert all(phase["processor"] > 0 for phase in seconds.values())

@@ -26,11 +26,13 @@ from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
     await_directories,
+    is_foreign,
     remove_unused,
 )
-from deltacheck.backends.orbax.state.load import Part, restore_tree
+from deltacheck.backends.orbax.state.load import restore_tree
 from deltacheck.backends.orbax.state.metadata import TreeMetadata, metadata_of
 from deltacheck.backends.orbax.state.saved_shardings import records_of
+from deltacheck.backends.orbax.state.targets import Part
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
@@ -199,7 +201,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         restored = restore_tree(
             root,
             manifest,
-            Part(args.item, args.leaves, args.partial_restore),
+            Part(args.item, args.leaves, args.partial_restore, args.cast),
             shardings=args.shardings,
             contract=args.contract,
             max_bytes=args.max_bytes,
@@ -359,6 +361,12 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """
         # The step decides, not the manager: Orbax restores steps of other directories, too.
         path = place.root if has_store(place.root) else self._root_of(place)
+        if is_foreign(place):
+            raise NotACheckpointRoot(
+                f"{place.directory} was not saved with DeltaSaveArgs, but by plain Orbax. Load it"
+                " inside deltacheck.backends.orbax.v1.context(root), or make a root of its steps:"
+                f" deltacheck import NEW {path}"
+            )
         try:
             root = open_root(path)
             try:
@@ -433,6 +441,14 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
             not read: ``DeltaRestoreArgs({"params": target}, partial_restore=True)``. ``False``: a
             forgotten part is refused.
+        cast: Convert each array and number to the dtype of the target, with NumPy's rounding. With
+            ``contract="exact"``, only to dtypes that hold every value of the saved one. ``False``:
+            another dtype is refused, so that no value is rounded unnoticed.
+        strict: ``False`` (as in ``StandardRestore``, to pad or cut arrays to the shapes of the
+            target) is refused: zeros that nobody saved would be restored as verified content.
+
+    Raises:
+        ValueError: ``strict`` is ``False``.
     """
 
     item: Any = None
@@ -443,3 +459,13 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     log: Log | None = None
     expected_digest: str | None = None
     partial_restore: bool = False
+    cast: bool = False
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.strict:
+            raise ValueError(
+                "deltacheck does not support strict=False: arrays are restored with their saved"
+                " shape. Leave the target's shapes as they were saved, and use jnp.pad or a slice"
+                " afterwards"
+            )

@@ -166,9 +166,31 @@ def manager(  # noqa: PLR0913 - one argument per option
 class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no types
     """A manager whose calls raise errors of ours if the storage, memory or threads fail."""
 
+    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        """Save a step, and return false if it was not due."""
+        _require_own(kwargs.get("args"), DeltaSaveArgs, *SAVE_ARGS)
+        return bool(super().save(step, *args, **kwargs))
+
+    def restore(self, step: int | None, *args: Any, **kwargs: Any) -> Any:
+        """Restore a step."""
+        _require_own(kwargs.get("args"), DeltaRestoreArgs, *RESTORE_ARGS)
+        return super().restore(step, *args, **kwargs)
+
+
+def _require_own(args: Any, own: type, *others: type) -> None:
+    """Raise ``ValueError`` if the arguments of the one item of a step are of another handler."""
+    if args is None or isinstance(args, (own, *others, ocp.args.Composite)):
+        return
+    name = type(args).__name__.removesuffix("Args")
+    raise ValueError(
+        f"{name} is of a handler of Orbax, and this manager keeps the item 'default' with"
+        f" deltacheck: give {own.__name__}(item), or name another item, which Orbax keeps:"
+        f" Composite(NAME={name}(...))"
+    )
+
 
 for _call in ("save", "restore", "wait_until_finished", "delete", "reload", "all_steps", "close"):
-    setattr(_Manager, _call, typed(getattr(ocp.CheckpointManager, _call)))
+    setattr(_Manager, _call, typed(getattr(_Manager, _call)))
 
 
 class _TolerantManager(_Manager):

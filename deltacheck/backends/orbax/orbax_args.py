@@ -64,7 +64,14 @@ def of_restore(args: Any, saved_tree: Callable[[], Any]) -> dict[str, Any]:
     target, restore_args = args.item, getattr(args, "restore_args", None)
     if restore_args is not None:
         target = jax.tree.map(_target_of, saved_tree() if target is None else target, restore_args)
-    return {"item": target, "partial_restore": getattr(args, "partial_restore", False)}
+    is_strict = getattr(args, "strict", True) and all(
+        getattr(leaf_args, "strict", True) for leaf_args in jax.tree.leaves(restore_args)
+    )
+    return {
+        "item": target,
+        "partial_restore": getattr(args, "partial_restore", False),
+        "strict": is_strict,  # False is refused
+    }
 
 
 def _target_of(leaf: Any, restore_args: Any) -> Any:

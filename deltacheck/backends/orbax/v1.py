@@ -27,7 +27,11 @@ from deltacheck.backends.orbax.handler import (
 )
 from deltacheck.backends.orbax.item import Commit
 from deltacheck.backends.orbax.manager_root import v1_internals
-from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, remove_unused
+from deltacheck.backends.orbax.manager_root.orbax_internals import (
+    ItemPlace,
+    is_foreign,
+    remove_unused,
+)
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
@@ -46,7 +50,9 @@ if not hasattr(ocp.Context, "checkpointables"):
 
 
 @contextlib.contextmanager
-def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> Iterator[Any]:
+def context(
+    root: str | os.PathLike[str], base: Any = None, *, cast: bool = False, **options: Any
+) -> Iterator[Any]:
     """Enter an Orbax v1 context whose trees are saved in a deltacheck root.
 
     Inside, ``training.Checkpointer(root)`` and the functions (``save``, ``load``,
@@ -61,6 +67,8 @@ def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> I
     Args:
         root: The local directory of the steps.
         base: An ``orbax.checkpoint.v1.Context`` whose options apply. Default: Orbax's.
+        cast: Convert what is loaded to the dtypes of the target, as Orbax does. ``False``: another
+            dtype is refused, so that no value is rounded unnoticed.
         **options: Options of ``DeltaCheckpointHandler``, by name.
 
     Returns:
@@ -73,7 +81,7 @@ def context(root: str | os.PathLike[str], base: Any = None, **options: Any) -> I
             inside, before anything is written.
     """
     path = storage.local(root, "Orbax's v1 interface with our handler").absolute()
-    session = _Session(DeltaCheckpointHandler(path, **options))
+    session = _Session(DeltaCheckpointHandler(path, **options), cast)
     orbax_context = ocp.Context(base)
     _refuse_options(orbax_context)
     # Made here, because Orbax makes handlers without arguments. Steps name their handler: with the
@@ -120,8 +128,9 @@ def _refuse_options(orbax_context: Any) -> None:
 class _Session:
     """The v0 handler of a context, and its saves under way."""
 
-    def __init__(self, delta: DeltaCheckpointHandler) -> None:
+    def __init__(self, delta: DeltaCheckpointHandler, cast: bool) -> None:
         self.delta = delta
+        self.cast = cast
         self._lock = threading.Lock()
         self._pending: set[Commit] = set()
 
@@ -214,7 +223,7 @@ class _Handler:
 
         An error that Orbax's background raised would come as an error of Orbax.
         """
-        if _is_foreign(directory):
+        if is_foreign(ItemPlace.of(directory)):
             return await self._foreign().load(directory, abstract_checkpointable)
         _refuse_options(self._context)
         restored = self.session.delta.restore(
@@ -222,13 +231,14 @@ class _Handler:
             DeltaRestoreArgs(
                 abstract_checkpointable,
                 partial_restore=self._context.pytree.loading.partial_load,
+                cast=self.session.cast,
             ),
         )
         return _done(restored)
 
     async def metadata(self, directory: Any) -> Any:
         """Return the saved tree with shapes and dtypes in the place of its arrays."""
-        if _is_foreign(directory):
+        if is_foreign(ItemPlace.of(directory)):
             return await self._foreign().metadata(directory)
         return self.session.delta.metadata(directory).tree
 
@@ -246,12 +256,6 @@ class _Handler:
 
 async def _done(value: Any) -> Any:
     return value
-
-
-def _is_foreign(directory: Any) -> bool:
-    """Return whether plain Orbax has saved an item."""
-    path = ItemPlace.of(directory).directory
-    return (path / "_METADATA").exists() and not (path / "zarr.json").exists()
 
 
 def _is_tree(value: Any) -> bool:

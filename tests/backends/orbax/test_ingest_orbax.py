@@ -14,13 +14,17 @@ ocp = pytest.importorskip("orbax.checkpoint")
 
 import jax.numpy as jnp
 import torch
+from safetensors import torch as safetensors
 
 import deltacheck
 from deltacheck.backends.orbax import DeltaRestoreArgs, load, manager
+from deltacheck.backends.orbax.files.orbax_import import ingest, sources_of, write_orbax
+from deltacheck.backends.orbax.manager_root.tree_internals import tree_checkpointer
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch import load as load_torch
 from deltacheck.cli import main
 from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
+from deltacheck.store.root import open_root
 
 
 def state(step: int) -> dict[str, Any]:
@@ -65,6 +69,81 @@ def test_a_plain_manager_becomes_a_root_and_every_step_comes_out_the_same(
         assert_same(state(step), ocp.PyTreeCheckpointer().restore(out))
     with manager(tmp_path / "root") as made:
         assert_same(state(10), made.restore(10, args=DeltaRestoreArgs(state(0))))
+
+
+def typed_state() -> dict[str, Any]:
+    """A tree with typed keys and tuples."""
+    return {
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4, impl="rbg"), 3),
+        "raw": jax.random.PRNGKey(5),
+        "pair": (jnp.arange(3.0), 1),
+        "w": jnp.ones((2, 2), jnp.bfloat16),
+        "note": "x",
+        "none": None,
+        "empty": {},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_folders_of_one_checkpoint_become_steps_with_typed_keys_and_tuples(tmp_path: Path) -> None:
+    tree = typed_state()
+    with ocp.StandardCheckpointer() as standard:
+        standard.save(tmp_path / "standard-1", {**tree, "note": 1})
+    ocp.PyTreeCheckpointer().save(tmp_path / "pytree-2", tree)
+    ocp.v1.save(tmp_path / "v1-3", tree)
+    with tree_checkpointer() as rich:
+        rich.save(tmp_path / "rich-4", args=ocp.args.PyTreeSave(tree))
+    weights = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    (tmp_path / "model-5").mkdir()
+    for number, (name, tensor) in enumerate(weights.items(), 1):
+        file = tmp_path / "model-5" / f"model-0000{number}-of-00002.safetensors"
+        safetensors.save_file({name: tensor}, file)
+    sources = [
+        source
+        for name in ("standard-1", "pytree-2", "v1-3", "rich-4", "model-5")
+        for source in sources_of(tmp_path / name)
+    ]
+    assert [step for _, step in ingest(tmp_path / "root", sources)] == [1, 2, 3, 4, 5]
+    assert_same(
+        load(tmp_path / "root", 5),
+        {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)},
+    )
+    root = open_root(tmp_path / "root")
+    for step in (1, 2, 3, 4):
+        write_orbax(tmp_path / f"out-{step}", root, root.manifest(step))
+        with tree_checkpointer() as checkpointer:
+            exported = checkpointer.restore(tmp_path / f"out-{step}")
+        for restored in (load(root.path, step), exported):
+            # Without rich types, Orbax does not record that a sequence is a tuple.
+            assert type(restored["pair"]) is (tuple if step == 4 else list)
+            restored["pair"] = tuple(restored["pair"])
+            expected = tree if step > 1 else {**tree, "note": 1}
+            assert_same(with_key_data(restored), with_key_data(expected))
+            assert restored["key"].dtype == tree["key"].dtype
+            assert restored["keys"].dtype == tree["keys"].dtype
+
+
+def with_key_data(tree: Any) -> Any:
+    return {
+        name: jax.random.key_data(leaf) if name in ("key", "keys") else leaf
+        for name, leaf in tree.items()
+    }
+
+
+def test_a_folder_of_one_checkpoint_needs_a_number(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    final.mkdir()
+    with pytest.raises(ValueError, match="no checkpoint of Orbax"):
+        sources_of(final)
+    (final / "_METADATA").touch()
+    with pytest.raises(ValueError, match=r"final has no number.*--step"):
+        sources_of(final)
+    assert sources_of(final, 7) == [(7, final)]
+    plain(tmp_path / "plain", 2)
+    assert sources_of(tmp_path / "plain" / "2") == [(2, tmp_path / "plain" / "2")]
+    with pytest.raises(ValueError, match=r"has the steps \[2\]"):
+        sources_of(tmp_path / "plain", 7)
 
 
 def test_a_step_of_torch_is_exported_for_orbax(tmp_path: Path) -> None:
@@ -122,6 +201,11 @@ def test_what_orbax_does_not_keep_is_refused_by_name(
     assert not (tmp_path / "out.orbax").exists()
 
 
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the output of a command on stderr, in one line."""
+    return capsys.readouterr().err.replace("\n", "")
+
+
 def test_misuse_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain(tmp_path / "plain", 2)
     (tmp_path / "empty").mkdir()
@@ -129,9 +213,13 @@ def test_misuse_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["import", root, str(tmp_path / "empty")]) == MISUSE
     assert main(["import", root, source, "other.pt"]) == MISUSE
     assert main(["import", root, source, "--item", "weights"]) == NOT_FOUND
+    assert main(["import", source, root]) == MISUSE
+    assert f"deltacheck import {root} {source}" in words(capsys)
     assert main(["import", root, source]) == OK
     assert main(["import", root, source]) == MISUSE
-    assert "has step 2 already" in capsys.readouterr().err
+    assert "has step 2 already" in words(capsys)
+    assert main(["import", source, root]) == MISUSE
+    assert "is a root of deltacheck" in words(capsys)
     assert deltacheck.open(root).steps() == [2]
     for _ in range(2):
         code = main(["export", root, "2", "--out", str(tmp_path / "out.orbax")])

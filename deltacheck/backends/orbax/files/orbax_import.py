@@ -1,18 +1,24 @@
-"""Import the steps of a plain Orbax ``CheckpointManager``, and export a step to plain Orbax."""
+"""Import checkpoints of plain Orbax, and export a step to plain Orbax."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from deltacheck.backends.orbax.handler import DeltaSaveArgs
 from deltacheck.backends.orbax.manager import manager
+from deltacheck.backends.orbax.manager_root.tree_internals import tree_checkpointer
+from deltacheck.backends.orbax.state.leaves import is_key, is_key_tag, key_of, own_rules
 from deltacheck.backends.orbax.state.sampling import item_of, steps
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import tree
@@ -23,22 +29,69 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
-__all__ = ["ingest", "steps", "write_orbax"]
+__all__ = ["ingest", "sources_of", "write_orbax"]
 
 # Orbax keeps integers of at most 64 bits.
 _EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
-def ingest(
-    root: str | os.PathLike[str], source: str | os.PathLike[str], item: str | None = None
-) -> Iterator[tuple[Path, int]]:
-    """Save every step of ``source`` into a manager root, ascending; yield each when committed.
+def sources_of(folder: Path, step: int | None = None) -> list[tuple[int, Path]]:
+    """Return the step and path of each checkpoint of a folder, ascending.
 
-    The arrays are NumPy's.
+    Args:
+        folder: The folder of a plain manager, whose steps have numbers; of one checkpoint
+            (``StandardCheckpointer``, ``PyTreeCheckpointer``, v1), or of safetensors files.
+        step: The step of a folder of one checkpoint. ``None``: the last number in its name.
+
+    Raises:
+        ValueError: The folder is neither, or its name has no number, or ``step`` was given for
+            steps that have numbers.
+    """
+    if not (_is_tree(folder) or _items_of(folder) or _is_safetensors(folder)):
+        source_steps = steps(folder)
+        if not source_steps:
+            raise ValueError(
+                f"{folder} has no steps of an Orbax CheckpointManager, no checkpoint of Orbax, no"
+                " safetensors and no model of Hugging Face; name files, or one of these folders"
+            )
+        if step is not None:
+            raise ValueError(
+                f"--step goes with a folder of one checkpoint, and {folder} has the steps"
+                f" {[number for number, _ in source_steps]}; to import one, name its folder"
+            )
+        return source_steps
+    numbers = re.findall(r"\d+", folder.absolute().name)
+    if step is None and not numbers:
+        raise ValueError(f"{folder.name} has no number; say the step with --step")
+    return [(int(numbers[-1]) if step is None else step, folder)]
+
+
+def _is_tree(folder: Path) -> bool:
+    return (folder / "_METADATA").exists()
+
+
+def _items_of(folder: Path) -> list[Path]:
+    """Return the trees in the folder of one checkpoint of several items."""
+    # Orbax writes this file for a step, and not for the folder of a manager.
+    if not (folder / "_CHECKPOINT_METADATA").exists():
+        return []
+    return [path for path in folder.iterdir() if _is_tree(path)]
+
+
+def _is_safetensors(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def ingest(
+    root: str | os.PathLike[str], sources: Sequence[tuple[int, Path]], item: str | None = None
+) -> Iterator[tuple[Path, int]]:
+    """Save each source as a step of a manager root, ascending; yield each when committed.
+
+    Arrays are NumPy's, and typed PRNG keys JAX's.
 
     Args:
         root: The root to import into.
-        source: The folder of the plain manager.
+        sources: Steps and folders (``sources_of``).
         item: The item of each step, needed only if there are several.
 
     Raises:
@@ -46,17 +99,14 @@ def ingest(
         StepNotFound: There is no such item.
         Damaged: Orbax cannot read a step; the message names it.
     """
-    source_steps = steps(source)
     # An import keeps every step; retention is up to later saves.
     with manager(root, ocp.CheckpointManagerOptions(max_to_keep=None)) as target:
         # All steps are checked before the first is written.
-        existing = sorted({step for step, _ in source_steps} & set(target.all_steps()))
+        existing = sorted({step for step, _ in sources} & set(target.all_steps()))
         if existing:
             raise ValueError(f"{root} has step {existing[0]} already; import into another root")
-        for step, place in source_steps:
-            target.save(
-                step, args=DeltaSaveArgs(_read(place / item_of(step, place, item))), force=True
-            )
+        for step, place in sources:
+            target.save(step, args=DeltaSaveArgs(_state_of(step, place, item)), force=True)
             # The caller may delete the source of a step once it gets it, so the step is read back
             # first.
             target.wait_until_finished()
@@ -64,22 +114,45 @@ def ingest(
             yield place, step
 
 
-def _read(path: Path) -> Any:
-    """Return a tree as Orbax has written it.
+def _state_of(step: int, place: Path, item: str | None) -> Any:
+    if _is_safetensors(place):
+        return _read_safetensors(place)
+    return _read(place if _is_tree(place) else place / item_of(step, place, item))
 
-    Arrays are NumPy's in their own dtype; numbers and texts are Python's.
-    """
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            metadata = checkpointer.metadata(path).item_metadata.tree
-            return checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, metadata))
-            )
+        yield
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise Damaged(
             f"{path} cannot be read by Orbax: {type(error).__name__}: {reason}"
         ) from error
+
+
+def _read(path: Path) -> Any:
+    """Return a tree as Orbax has written it.
+
+    Arrays are NumPy's in their own dtype, and typed keys JAX's; numbers and texts are Python's.
+    Tuples are tuples if Orbax has written their type, else lists.
+    """
+    with _damage_named(path), tree_checkpointer() as checkpointer:
+        metadata = checkpointer.metadata(path).item_metadata.tree
+        restored = checkpointer.restore(
+            path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, metadata))
+        )
+    return jax.tree.map(_without_jax, restored)
+
+
+def _read_safetensors(folder: Path) -> Any:
+    """Return the arrays of a folder of safetensors files, by key, as Orbax reads them."""
+    from orbax.checkpoint import v1
+
+    context = v1.Context()
+    context.checkpoint_layout = v1.options.CheckpointLayout.SAFETENSORS
+    with _damage_named(folder), context.__contextmanager__():
+        return jax.tree.map(_without_jax, v1.load(folder))
 
 
 def _as_numpy(metadata: Any) -> Any:
@@ -90,7 +163,20 @@ def _as_numpy(metadata: Any) -> Any:
     plain = isinstance(
         metadata, ocp.metadata.value.ScalarMetadata | ocp.metadata.value.StringMetadata
     )
-    return ocp.RestoreArgs() if plain else ocp.RestoreArgs(restore_type=np.ndarray)
+    if plain:
+        return ocp.RestoreArgs()
+    # Typed keys are stored as their data. Orbax makes keys of them only as JAX arrays.
+    if metadata.dtype == np.uint32 and metadata.shape:
+        return ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            sharding=SingleDeviceSharding(jax.local_devices(backend="cpu")[0]),
+        )
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def _without_jax(leaf: Any) -> Any:
+    """Return a JAX array as NumPy's, unless it has typed keys."""
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf.dtype) else leaf
 
 
 def write_orbax(
@@ -141,14 +227,24 @@ def write_orbax(
                     " --leaves"
                 )
         state = tree.unflatten(
-            _with_plain_containers(manifest.tree), lambda place, owner, tag: arrays[owner]
+            _with_plain_containers(manifest.tree),
+            lambda place, owner, tag: _as_leaf(arrays[owner], tag),
         )
     else:
-        state = {key: arrays[owner] for key, owner in keys.items()}
+        tags = {node.owner: node.tag for node in tree.array_nodes(manifest.tree).values()}
+        state = {key: _as_leaf(arrays[owner], tags.get(owner)) for key, owner in keys.items()}
     if path.exists():
         raise FileExistsError(f"{path} is there and was left as it is")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with tree_checkpointer() as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(state))
+
+
+def _as_leaf(array: Any, tag: str | None) -> Any:
+    """Return an array for Orbax: NumPy's, or typed keys."""
+    if not is_key_tag(tag):
+        return array
+    with own_rules(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return key_of(jnp.asarray(array), tag, None)
 
 
 def _with_plain_containers(node: Node) -> Node:

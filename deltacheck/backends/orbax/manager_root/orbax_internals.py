@@ -143,6 +143,12 @@ class ItemPlace:
         return not step.exists()
 
 
+def is_foreign(place: ItemPlace) -> bool:
+    """Return whether plain Orbax has saved an item that is a tree."""
+    path = place.directory
+    return (path / "_METADATA").exists() and not (path / "zarr.json").exists()
+
+
 def await_directories(timeout_seconds: float = 30.0) -> None:
     """Wait until Orbax has created the directories of the save that it is beginning.
 

@@ -229,39 +229,52 @@ def on_devices(
     Raises:
         ValueError: A sharding does not fit the shape of a leaf; the message names it.
     """
-    device_arrays = {path: _put(path, array, shardings[path]) for path, array in host.items()}
-    # One jitted call takes arrays of one set of devices. Uncommitted arrays stay uncommitted only
-    # if no committed one is among them.
+    device_arrays = _put(host, shardings)
+    # Uncommitted arrays stay uncommitted only if no committed one is among them.
     groups: dict[Any, list[str]] = {}
     for path, array in device_arrays.items():
-        groups.setdefault((frozenset(array.devices()), array.committed), []).append(path)
-    for (devices, _), paths in groups.items():
-        # On the processor, device_put may use the NumPy memory itself, even with may_alias=False
-        # (observed in JAX 0.10.2). Such a buffer cannot be donated, and it would change with the
-        # memory. The output of a jitted function owns its buffer.
-        if any(device.platform == "cpu" for device in devices):
-            targets = tuple(shardings[path] for path in paths)
-            copies = jax.jit(_copies, out_shardings=targets)(
-                tuple(device_arrays[path] for path in paths)
-            )
-            device_arrays |= dict(zip(paths, copies, strict=True))
+        if any(device.platform == "cpu" for device in array.devices()):
+            key = (array.shape, array.dtype, array.sharding, array.committed)
+            groups.setdefault(key, []).append(path)
+    # On the processor, device_put may use the NumPy memory itself, even with may_alias=False
+    # (observed in JAX 0.10.2). Such a buffer cannot be donated, and it would change with the
+    # memory. The output of a jitted function owns its buffer.
+    for paths in groups.values():
+        copy = jax.jit(jnp.copy, out_shardings=shardings[paths[0]])
+        for path in paths:
+            device_arrays[path] = copy(device_arrays[path])
     for array in device_arrays.values():
         array.block_until_ready()  # the caller may change the host memory after this
     return {path: device_arrays[path] for path in host}
 
 
-def _put(path: str, array: NDArray[Any], sharding: Sharding | None) -> jax.Array:
+def _put(
+    host: Mapping[str, NDArray[Any]], shardings: Mapping[str, Sharding | None]
+) -> dict[str, jax.Array]:
+    placed = [path for path in host if shardings[path] is not None]
+    others = [path for path in host if shardings[path] is None]
     try:
-        device_array: jax.Array = jax.device_put(array, sharding)
+        # In one call for all: a call takes longer than the copy of a small leaf.
+        device_arrays = dict(zip(others, jax.device_put([host[p] for p in others]), strict=True))
+        device_arrays |= zip(
+            placed,
+            jax.device_put([host[p] for p in placed], [shardings[p] for p in placed]),
+            strict=True,
+        )
+    except ValueError:
+        for path in placed:
+            _put_alone(path, host[path], shardings[path])
+        raise
+    return device_arrays
+
+
+def _put_alone(path: str, array: NDArray[Any], sharding: Sharding | None) -> None:
+    try:
+        jax.device_put(array, sharding)
     except ValueError as error:
         raise ValueError(
             f"leaf {path!r} of shape {array.shape} cannot be placed as {sharding}: {error}"
         ) from error
-    return device_array
-
-
-def _copies(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.copy(value) for value in values)
 
 
 def jax_has(dtype: str) -> bool:

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import jax
 
 from deltacheck.backends.orbax.state import leaves
-from deltacheck.backends.orbax.state.load import ArrayRequest, Read, make, places_of, sharding_of
+from deltacheck.backends.orbax.state.load import Read, make
+from deltacheck.backends.orbax.state.targets import ArrayRequest, places_of, sharding_of
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec

@@ -1,0 +1,421 @@
+"""Match the target of a restore with a step, and name the arrays to make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from deltacheck.backends.matching import match_targets, raise_mismatches, tree_differences
+from deltacheck.backends.orbax.state import leaves, pieces
+from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata
+from deltacheck.backends.orbax.state.saved_shardings import concrete, saved_shardings
+from deltacheck.errors import ContractNotMet, TreeMismatch
+from deltacheck.leaf import tree
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, Node
+from deltacheck.store.manifest import Manifest
+
+NUMPY_TAGS = (NUMPY_ARRAY, NUMPY_SCALAR)
+_REMEDY = (
+    "Restore without a target to get the tree as it was saved, or a part of it, such as the"
+    " parameters, with DeltaRestoreArgs({'params': target}, partial_restore=True) (in Orbax v1:"
+    " the option pytree.loading.partial_load)"
+)
+_CAST = (
+    ". To convert to the dtypes of the target: DeltaRestoreArgs(target, cast=True) (in Orbax v1:"
+    " v1.context(root, cast=True))"
+)
+_RESIZE = (
+    ". A restore neither pads nor cuts arrays: restore them as they were saved, and use jnp.pad or"
+    " a slice"
+)
+_NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRequest:
+    """An array to make.
+
+    ``owner`` is the leaf that holds its bytes. ``tag`` is as in the tree; ``None`` makes a JAX
+    array. ``dtype`` is the element type; ``None``: the saved one.
+    """
+
+    owner: str
+    tag: str | None
+    sharding: Sharding | None
+    dtype: np.dtype[Any] | None = None
+
+
+class Part(NamedTuple):
+    """The part of a step to restore.
+
+    The fields are ``target``, ``leaves``, ``partial_restore`` and ``cast`` of ``load``.
+    """
+
+    target: Any = None
+    leaves: str | Iterable[str] | None = None
+    partly: bool = False
+    cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a step that a target asks for.
+
+    Attributes:
+        target: The target; ``None``: the whole tree as it was saved.
+        skipped: The paths at which the target has ``...``, or ``None`` in the place of a leaf or a
+            subtree. The result has the same there.
+        omitted: The leaves of the step that are not asked for.
+        cast: Each leaf gets the dtype of the target.
+        exact: A cast must keep every value.
+    """
+
+    target: Any
+    skipped: Set[str]
+    omitted: Set[str]
+    cast: bool = False
+    exact: bool = False
+
+    @classmethod
+    def of(cls, part: Part, manifest: Manifest, contract: str | None = None) -> Selection:
+        """Return the selection of a part of a step.
+
+        Args:
+            part: The part. Its target has no abstract mesh.
+            manifest: The step.
+            contract: The contract that the restore requires.
+        """
+        target, partly = part.target, part.partly
+        if target is None:
+            return cls(None, frozenset(), frozenset())
+        numbers = tree.scalars(manifest.tree)
+        saved = places_of(manifest.tree).keys() | numbers.keys()
+        requested: set[str] = set()
+        skipped: set[str] = set()
+
+        def note(path: str, leaf: Any) -> None:
+            is_skipped = leaf is ... or (leaf is None and numbers.get(path, 0) is not None)
+            (skipped if is_skipped else requested).add(path)
+
+        leaves.map_leaves(note, target)
+        omitted = {
+            path
+            for path in saved - requested
+            if partly or any(is_below(path, place) for place in skipped)
+        }
+        return cls(target, skipped, omitted, part.cast, contract == "exact")
+
+    @property
+    def is_all(self) -> bool:
+        """True if all leaves of the step are asked for."""
+        return not self.omitted
+
+
+def is_below(path: str, place: str) -> bool:
+    """Return ``True`` if a leaf is at a place of a tree, or in the subtree there."""
+    return not place or path == place or path.startswith(f"{place}/")
+
+
+def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
+    """Return, for every array of a tree, the leaf that holds its bytes and its tag."""
+    places: dict[str, tuple[str, str | None]] = {}
+
+    def place(path: str, owner: str, tag: str | None) -> None:
+        places[path] = (owner, tag)
+
+    tree.unflatten(skeleton, place)
+    return places
+
+
+def as_saved(
+    path: str, place: tuple[str, str | None], manifest: Manifest, placements: Mapping[str, Sharding]
+) -> ArrayRequest:
+    """Return an array in the form that it was saved in.
+
+    It is a NumPy array if JAX would round it to fewer bits.
+    """
+    owner, tag = place
+    if tag not in NUMPY_TAGS and not leaves.jax_has(manifest.spec(owner).dtype):
+        return ArrayRequest(owner, NUMPY_ARRAY, None)
+    return ArrayRequest(owner, tag, placements.get(path))
+
+
+def as_targeted(
+    target: Any,
+    places: Mapping[str, tuple[str, str | None]],
+    manifest: Manifest,
+    placements: Mapping[str, Sharding],
+    selection: Selection,
+) -> dict[str, ArrayRequest]:
+    """Return every array of the target in the form that the target has.
+
+    Args:
+        target: The target, with leaves ``in_saved_form``.
+        places: The arrays of the step (``places_of``).
+        manifest: The step.
+        placements: The shardings that the caller gives, by path.
+        selection: The part of the step that the target asks for.
+
+    Raises:
+        TreeMismatch: The two trees differ.
+        ContractNotMet: A cast would change values, and the restore must be exact.
+    """
+    flat = tree.flatten(target, leaves.describe_target, leaves.expand)
+    arrays = tree.array_nodes(flat.skeleton)
+    raise_mismatches(
+        tree_differences(
+            manifest, flat, arrays, omitted=selection.omitted, skipped=selection.skipped
+        ),
+        _REMEDY,
+    )
+    for path, leaf in flat.leaves.items():
+        saved = places[path][1]
+        # The data of two implementations can have equal shapes, but their keys differ.
+        if saved != leaf.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(leaf.tag):
+            raise TreeMismatch(
+                f"leaf {path!r} is a {saved} in step {manifest.step}, a {leaf.tag} in the target."
+                f" {_REMEDY}"
+            )
+    requested, remedy, casts = flat, _REMEDY, _casts(flat, places, manifest)
+    if casts and selection.cast:
+        if selection.exact:
+            _require_exact(casts, places, manifest)
+        requested = flat._replace(
+            leaves={
+                path: leaf._replace(dtype=manifest.spec(places[path][0]).dtype)
+                if path in casts
+                else leaf
+                for path, leaf in flat.leaves.items()
+            }
+        )
+    elif casts:
+        remedy += _CAST
+    if any(leaf.shape != manifest.spec(places[p][0]).shape for p, leaf in flat.leaves.items()):
+        remedy += _RESIZE
+    stored_path = match_targets(
+        manifest, requested, arrays, omitted=selection.omitted, remedy=remedy
+    )
+    free = {
+        path
+        for path, leaf in flat.arrays.items()
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+    }
+    placements = {**saved_shardings(manifest, free - placements.keys()), **placements}
+    requests = {}
+    for path, target_leaf in flat.leaves.items():
+        tag = target_leaf.tag
+        # A scalar of NumPy stays one. JAX would round other 64-bit arrays.
+        if tag != NUMPY_SCALAR and not leaves.jax_has(target_leaf.dtype):
+            tag = NUMPY_ARRAY
+        requests[path] = ArrayRequest(
+            stored_path[path],
+            tag,
+            placements.get(path) or sharding_of(flat.arrays[path]),
+            casts.get(path),
+        )
+    return requests
+
+
+def _casts(
+    flat: tree.Flat, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
+) -> dict[str, np.dtype[Any]]:
+    """Return the dtypes of arrays of a target that were saved with another one, by path."""
+    return {
+        path: dtype_named(leaf.dtype).numpy
+        for path, leaf in flat.leaves.items()
+        if leaf.dtype != manifest.spec(places[path][0]).dtype
+        # The bits of a key have no value that another dtype could keep.
+        and not (leaves.is_key_tag(leaf.tag) or leaves.is_key_tag(places[path][1]))
+    }
+
+
+def _require_exact(
+    casts: Mapping[str, np.dtype[Any]],
+    places: Mapping[str, tuple[str, str | None]],
+    manifest: Manifest,
+) -> None:
+    """Raise ``ContractNotMet`` if a cast does not keep every value of a dtype."""
+    for path, dtype in casts.items():
+        saved = manifest.spec(places[path][0]).element.numpy
+        # NumPy takes the 53 bits of a float64 for enough.
+        is_wide = saved.kind in "iu" and saved.itemsize == 8 and dtype.kind not in "iu"
+        if is_wide or not np.can_cast(saved, dtype):
+            raise ContractNotMet(
+                f"leaf {path!r} is {saved} in step {manifest.step}, and {dtype} of the target"
+                " does not hold every value of it. Restore it without contract='exact', or"
+                " without a cast"
+            )
+
+
+def in_saved_form(
+    path: str,
+    leaf: Any,
+    places: Mapping[str, tuple[str, str | None]],
+    manifest: Manifest,
+    selection: Selection,
+) -> Any:
+    """Return a target's leaf, or the form of the saved leaf if a Python number meets a 0-d array.
+
+    Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and
+    ``eval_shape`` makes an array of it from the start. Each must be a target for the others.
+    """
+    if isinstance(leaf, type):  # as in Orbax: the leaf as it was saved, if it is of this type
+        return _of_type(path, leaf, places, manifest)
+    if isinstance(leaf, bool | int | float | complex) and path in places:
+        owner, tag = places[path]
+        element = manifest.spec(owner).element.numpy
+        if manifest.spec(owner).shape == () and not leaves.is_key_tag(tag):
+            if is_number_cast(leaf, element, selection):
+                return np.zeros((), element)[()]
+            return (
+                leaves.abstract((), element)
+                if tag not in NUMPY_TAGS
+                # Indexing with ``()`` gives a scalar, and with ``...`` a 0-d array.
+                else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
+            )
+    if isinstance(leaf, jax.ShapeDtypeStruct) and path in places:
+        return _key_of_data(leaf, places[path], manifest)
+    if leaves.describe_target(leaf) is not None and leaf.shape == ():
+        number = tree.scalars(manifest.tree).get(path)
+        if number is not None and (
+            _fits(number, leaf.dtype)
+            or (selection.cast and not selection.exact and type(number) in _NUMBERS)
+        ):
+            return number
+    return leaf
+
+
+def array_as(leaf: Any, array: Any, selection: Selection) -> Any:
+    """Return a restored array, as a Python number if it is cast to the one of a target."""
+    if (
+        type(leaf) in _NUMBERS
+        and isinstance(array, np.generic)
+        and is_number_cast(leaf, array.dtype, selection)
+    ):
+        return type(leaf)(array)
+    return array
+
+
+def is_number_cast(leaf: Any, element: np.dtype[Any], selection: Selection) -> bool:
+    """Return ``True`` if a Python number of a target is made of a saved 0-d array."""
+    return selection.cast and (
+        not selection.exact or bool(jnp.issubdtype(element, _NUMBERS[type(leaf)]))
+    )
+
+
+def _key_of_data(leaf: Any, place: tuple[str, str | None], manifest: Manifest) -> Any:
+    """Return typed keys as a target, if ``leaf`` is the abstract data of keys that were saved.
+
+    ``ocp.utils.to_shape_dtype_struct`` makes such targets of keys. Orbax restores keys for them.
+    """
+    owner, tag = place
+    spec = manifest.spec(owner)
+    if not leaves.is_key_tag(tag) or (leaf.shape, leaf.dtype) != (spec.shape, spec.element.numpy):
+        return leaf
+    shape, sharding = spec.shape[:-1], leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        # Keys have no axis for their data.
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[: len(shape)]))  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(shape, leaves.key_dtype(tag), sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def _of_type(
+    path: str, kind: type, places: Mapping[str, tuple[str, str | None]], manifest: Manifest
+) -> Any:
+    """Return a target for a leaf of which only the type is given."""
+    if path not in places:
+        number = tree.scalars(manifest.tree).get(path)
+        if number is not None and type(number) is not kind:
+            raise TreeMismatch(
+                f"leaf {path!r} is a {type(number).__name__} in step {manifest.step}, a"
+                f" {kind.__name__} in the target. {_REMEDY}"
+            )
+        return number
+    owner, tag = places[path]
+    spec = manifest.spec(owner)
+    if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
+        if leaves.is_key_tag(tag):
+            return leaves.abstract(spec.shape[:-1], leaves.key_dtype(tag))
+        return leaves.abstract(spec.shape, spec.element.numpy)
+    if issubclass(kind, np.ndarray):
+        return NumpyMetadata(
+            spec.shape, spec.element.numpy, StorageMetadata("numpy.ndarray", "", spec.raw_bytes)
+        )
+    raise TreeMismatch(
+        f"leaf {path!r} is an array in step {manifest.step}, a {kind.__name__} in the target."
+        f" {_REMEDY}"
+    )
+
+
+def _fits(number: object, dtype: Any) -> bool:
+    """Return ``True`` if a Python number has the kind of ``dtype``, which holds it exactly."""
+    if type(number) not in _NUMBERS or not jnp.issubdtype(dtype, _NUMBERS[type(number)]):
+        return False
+    try:
+        array = np.asarray(number, dtype)
+    except OverflowError:
+        return False
+    # The second comparison is true for NaN only.
+    return array.item() == number or number != number
+
+
+def number_as(path: str, leaf: Any, number: Any, selection: Selection) -> Any:
+    """Return a restored number in the form that the target has.
+
+    Raises:
+        TreeMismatch: A cast is not possible.
+    """
+    target_leaf = leaves.describe_target(leaf)
+    try:
+        if target_leaf is None:
+            is_cast = selection.cast and not selection.exact and type(number) in _NUMBERS
+            return type(leaf)(number) if is_cast and type(leaf) in _NUMBERS else number
+        # In two steps: NumPy refuses a Python integer that is too large for the dtype.
+        array = np.asarray(number).astype(leaf.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TreeMismatch(
+            f"leaf {path!r} is {number!r}, which cannot be cast to the target's {leaf!r}: {error}."
+            f" {_REMEDY}"
+        ) from error
+    if target_leaf.tag in NUMPY_TAGS:
+        return array[()] if target_leaf.tag == NUMPY_SCALAR else array
+    sharding = sharding_of(leaf)
+    if sharding is not None and pieces.spans_processes(sharding):
+        return pieces.spread(array, sharding)
+    return leaves.on_devices({"": array}, {"": sharding_of(leaf)})[""]
+
+
+def on_mesh(target: Any) -> Any:
+    """Return a target whose shardings have devices, and no layout."""
+    if target is None:
+        return None
+
+    def on_devices(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if leaf.format is not None and getattr(leaf.format, "layout", None) is not None:
+            raise ValueError(
+                f"leaf {path!r} of the target has a layout in memory, {leaf.format.layout}, which a"
+                " restore does not set. Give a sharding only, and use jax.device_put afterwards"
+            )
+        sharding = concrete(leaf.sharding, path)
+        if sharding is leaf.sharding:
+            return leaf
+        return leaf.update(sharding=sharding)  # type: ignore[no-untyped-call]
+
+    return leaves.map_leaves(on_devices, target)
+
+
+def sharding_of(leaf: object) -> Sharding | None:
+    """Return the sharding that a target requires; ``None`` if it requires none."""
+    if isinstance(leaf, jax.Array):
+        # An uncommitted array lies on the default device by chance, and requires no device.
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
