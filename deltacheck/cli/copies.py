@@ -126,6 +126,7 @@ def export(  # noqa: PLR0913 - one argument per option
     The file is a safetensors, torch or npz file, or a folder for Orbax or Hugging Face.
     """
     from deltacheck.restore.export import select
+    from deltacheck.restore.resolve import require_leaves
 
     # An explicit format wins, so that a file may have any name.
     form = to or _SUFFIXES.get(out.suffix if out else "")
@@ -142,6 +143,9 @@ def export(  # noqa: PLR0913 - one argument per option
         model = _Model(out or Path(f"step-{manifest.step}"), shard_size or "5GB", files)
         _export_model(root, manifest, model, leaves or [], strip, as_json)
         return
+    # Of patterns, whatever the step has is written.
+    names = None if leaves is None else [name for name in leaves if not set(name) & set("*?[")]
+    require_leaves(root, manifest, names)
     try:
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:

@@ -14,7 +14,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine, load
 from deltacheck.cli import main
-from deltacheck.cli.output import MISUSE
+from deltacheck.cli.output import MISUSE, NOT_FOUND, OK
 from deltacheck.maintain.compaction import reclaim
 from deltacheck.policy.retention import History
 from deltacheck.save import root_writer
@@ -160,6 +160,10 @@ def test_a_removed_leaf_is_an_error_that_names_the_newest_step_with_it(
         state = engine.restore()
         engine.save(STEPS, state).wait(timeout=60)
         assert_same(run[-1], engine.restore(STEPS))
+    out = str(root.parent / "step.npz")
+    assert main(["export", str(root), "3", "--out", out]) == NOT_FOUND
+    assert main(["export", str(root), "3", "--out", out, "--leaves", "rng"]) == NOT_FOUND
+    assert main(["export", str(root), "3", "--out", out, "--leaves", "model/*"]) == OK
     weights = opened.restore(3, leaves=["model/w0", "model/head"])
     for name in ("w0", "head"):
         expected = run[3]["model"][name]
