@@ -39,13 +39,20 @@ class TreeMismatch(DeltacheckError, ValueError):
 
 
 class StepNotFound(DeltacheckError, LookupError):
-    """The requested step, tag or leaf does not exist in this root.
+    """The requested step or tag does not exist in this root.
 
     The message names what exists. ``Checkpoints.steps`` and ``deltacheck ls`` list the steps.
     """
 
 
-class LeafPruned(StepNotFound):
+class LeafNotFound(StepNotFound):
+    """The step has no such leaf, or none that matches a pattern.
+
+    The message names similar leaves. ``deltacheck show`` lists all of them.
+    """
+
+
+class LeafPruned(LeafNotFound):
     """The retention has removed a leaf from a step, which keeps other leaves.
 
     Restore the leaves that the step has, or restore ``newest_step`` of the error.

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck.errors import StepNotFound
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied
@@ -21,7 +20,12 @@ from deltacheck.maintain.blame import Blame
 from deltacheck.maintain.branch import Branched
 from deltacheck.restore import damage
 from deltacheck.restore.content import as_array, bounded_slices
-from deltacheck.restore.resolve import require_contract, require_leaves, resolve_leaves
+from deltacheck.restore.resolve import (
+    require_contract,
+    require_leaves,
+    resolve_leaves,
+    select_paths,
+)
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -154,8 +158,9 @@ class Checkpoints:
 
         Args:
             step: A step number or a tag; ``None``: the newest step.
-            leaves: Paths of the leaves to restore. Fewer leaves: less to read and less memory.
-                ``None``, without ``slices``: the whole tree.
+            leaves: Paths of leaves, subtrees (``"model"``) or patterns (``"*/exp_avg"``; ``*`` also
+                matches ``/``), as for ``--leaves`` of the command. Fewer leaves: less to read and
+                less memory. ``None``, without ``slices``: the whole tree.
             slices: Boxes to restore, by leaf path: one slice of step 1 or one integer for each
                 axis, where an integer keeps its axis with length 1. Missing slices take the whole
                 axis. If a path is also in ``leaves``, the box is returned.
@@ -170,12 +175,14 @@ class Checkpoints:
                 ``Checkpoints.digest`` return digests. ``None``: accept what the root has.
 
         Returns:
-            Without ``leaves`` and ``slices`` the tree that was saved, with NumPy arrays in their
-            own dtypes (those that NumPy lacks from ml_dtypes). Tied leaves are one array. Otherwise
-            a dict of arrays by leaf path.
+            Without ``leaves`` and ``slices`` the nested tree that was saved, with NumPy arrays in
+            their own dtypes (those that NumPy lacks from ml_dtypes). Tied leaves are one array.
+            Otherwise a flat dict of arrays by leaf path (``"model/weight"``), without Python
+            values, and also if all leaves are named.
 
         Raises:
-            StepNotFound: The root does not have the step, or the step does not have a leaf.
+            StepNotFound: The root does not have the step.
+            LeafNotFound: The step does not have a leaf.
             ContractNotMet: Some leaves were saved under a weaker contract; names them.
             ReplayNeeded: A leaf is stored as gradients.
             Damaged: Content, a manifest or the digest of the step is not the expected one; names
@@ -183,7 +190,8 @@ class Checkpoints:
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
             ValueError: A slice is invalid, or ``contract`` is not a contract.
         """
-        paths = list(leaves or ())  # once: a fallback may try several steps
+        # Once: a fallback may try several steps.
+        names = [leaves] if isinstance(leaves, str) else list(leaves or ())
 
         def restore_step(manifest: Manifest) -> Any:
             # Before any content is read: the manifest names the digests of all content, so its own
@@ -194,7 +202,7 @@ class Checkpoints:
                     require_leaves(self._root, manifest)
                     require_contract(manifest, contract)
                     return self._tree(manifest, max_bytes)
-                return self._leaves(manifest, paths, dict(slices or {}), contract, max_bytes)
+                return self._leaves(manifest, names, dict(slices or {}), contract, max_bytes)
 
         with applied(self._limits):
             if fallback:
@@ -209,14 +217,17 @@ class Checkpoints:
     def _leaves(
         self,
         manifest: Manifest,
-        paths: list[str],
+        names: list[str],
         slices: Slices,
         contract: str | None,
         max_bytes: int | None,
     ) -> dict[str, NDArray[Any]]:
         """Restore some leaves, and boxes of some, by path."""
-        requested = list(dict.fromkeys([*paths, *slices]))
         tree_owners = tree.array_paths(manifest.tree)
+        inputs = () if manifest.replay is None else manifest.replay.inputs
+        require_leaves(self._root, manifest, names)
+        paths = select_paths({**tree_owners, **dict.fromkeys(inputs, "")}, names, manifest.step)
+        requested = list(dict.fromkeys([*paths, *slices]))
         # The inputs of a replay are in no tree; each is its own owner.
         owners = {path: tree_owners.get(path, path) for path in requested}
         # Tied leaves have one contract: that of the leaf that holds their bytes.
@@ -295,23 +306,22 @@ class Checkpoints:
 
         Args:
             step: A step number or a tag; ``None``: the newest step.
-            leaves: Paths of stored leaves; ``None``: all of them.
+            leaves: Paths, subtrees or patterns of stored leaves; ``None``: all of them.
 
         Returns:
             The result for each leaf, by path.
 
         Raises:
-            StepNotFound: The root does not have the step, or the step does not store a leaf.
+            StepNotFound: The root does not have the step.
+            LeafNotFound: The step does not store a leaf.
             Damaged: A table on the way is damaged. ``ChainBroken`` is one kind of it.
             BudgetExceeded: The tables take more than ``limits`` allows.
         """
         manifest = self.manifest(step)
-        stored_paths = filter(manifest.names_of, [*manifest.leaves, *manifest.tiles])
-        paths = list(stored_paths) if leaves is None else list(leaves)
-        # All paths are checked before the first table is read.
-        for path in paths:
-            if not manifest.names_of(path):
-                raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
+        stored_paths = list(filter(manifest.names_of, [*manifest.leaves, *manifest.tiles]))
+        names = [leaves] if isinstance(leaves, str) else leaves
+        # All names are checked before the first table is read.
+        paths = stored_paths if names is None else select_paths(stored_paths, names, manifest.step)
         with applied(self._limits):
             return blame.blame(self._root, manifest, paths)
 

@@ -98,6 +98,20 @@ def test_leaves_and_slices_go_together(saved: tuple[Path, list[dict[str, Any]]])
     }
 
 
+@pytest.mark.parametrize("names", ["model", ["model"], ["model/*"], ["*.bias", "model"]])
+def test_subtrees_and_patterns_name_leaves_as_on_the_command_line(
+    saved: tuple[Path, list[dict[str, Any]]], names: Any
+) -> None:
+    opened = deltacheck.open(saved[0])
+    paths = {path for path in opened.manifest(2).arrays if path.startswith("model/")}
+    assert len(paths) > 1
+    assert opened.restore(2, leaves=names).keys() == paths
+    assert opened.blame(2, leaves=names).keys() <= paths
+    for restore in (opened.restore, opened.blame):
+        with pytest.raises(errors.LeafNotFound, match=r"no leaf 'mod\*x'; near it: '"):
+            restore(2, leaves="mod*x")
+
+
 def test_a_slice_reads_only_the_chunks_that_it_needs(
     saved: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

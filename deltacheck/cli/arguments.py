@@ -5,8 +5,10 @@ A word that is a number, ``latest`` or ``@TAG`` names a step. Any other word is 
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -45,7 +47,9 @@ Leaves: TypeAlias = Annotated[
     typer.Option(
         "--leaves",
         metavar="PATTERN",
-        help="Only leaves whose path matches the pattern (* also matches /). May be repeated.",
+        help=(
+            "Only these leaves: a path, a subtree or a pattern (* also matches /). May be repeated."
+        ),
     ),
 ]
 
@@ -187,6 +191,16 @@ def _parse_step(word: str) -> int | str | None:
     if word == LATEST:
         return None
     return word.removeprefix(TAG) if word.startswith(TAG) else int(word)
+
+
+def require_new(out: Path, force: bool) -> None:
+    """Raise ``FileExistsError`` if the file of ``--out`` exists, unless it is to be replaced."""
+    if out.exists() and not force:
+        raise FileExistsError(
+            errno.EEXIST,
+            "the file exists; replace it with --force, or name another with --out",
+            str(out),
+        )
 
 
 def open_root(words: list[str] | None, item: str | None = None) -> Root:

@@ -256,8 +256,8 @@ def _summarize_contracts(contracts: list[Row]) -> str:
         for kind in ("bounded", "reused")
     ]
     return (
-        f"{len(steps)} steps have leaves that are not exact: {', '.join(counts)}. verify ROOT STEP"
-        " lists the leaves of one step"
+        f"{output.count(len(steps), 'step')} with leaves that are not exact: {', '.join(counts)}."
+        " verify ROOT STEP lists the leaves of one step"
     )
 
 
@@ -363,7 +363,8 @@ def _print_repaired(result: Repaired, dry_run: bool) -> None:
         output.print_line("nothing to do: no damage found")
     elif result.steps:
         output.print_line(
-            f"{len(result.steps)} steps {would}repaired ({', '.join(map(str, result.steps))}),"
+            f"{output.count(len(result.steps), 'step')} {would}repaired"
+            f" ({', '.join(map(str, result.steps))}),"
             f" {output.size(result.stored_bytes)} written. Run gc to remove the segments that no"
             " step needs any more"
         )

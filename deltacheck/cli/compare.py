@@ -119,16 +119,16 @@ def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, lis
     Of leaves that are tied in both steps, only the one that holds the bytes is listed.
 
     Raises:
-        StepNotFound: If a pattern matches no leaf of either step.
+        LeafNotFound: If a pattern matches no leaf of either step.
     """
-    from deltacheck.errors import StepNotFound
-    from deltacheck.restore import export
+    from deltacheck.errors import LeafNotFound
+    from deltacheck.restore import resolve
 
     for pattern in patterns:
         if not any(
-            export.matches(path, pattern) for path in before.owners.keys() | after.owners.keys()
+            resolve.matches(path, pattern) for path in before.owners.keys() | after.owners.keys()
         ):
-            raise StepNotFound(
+            raise LeafNotFound(
                 f"neither step {before.manifest.step} nor step {after.manifest.step} has a leaf"
                 f" that matches {pattern!r}"
             )
@@ -138,7 +138,7 @@ def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, lis
         path for side in (before, after) for path, owner in side.owners.items() if path == owner
     }
     for path in sorted(owners):
-        if not patterns or any(export.matches(path, pattern) for pattern in patterns):
+        if not patterns or any(resolve.matches(path, pattern) for pattern in patterns):
             paths[_outcome(path, before, after)].append(path)
     return paths
 

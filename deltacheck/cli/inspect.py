@@ -497,7 +497,8 @@ def _print_step(
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
     output.print_line(f"digest {digest}")
     output.print_line(
-        f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored"
+        f"{output.count(len(manifest.specs), 'leaf', 'leaves')} of"
+        f" {output.size(manifest.raw_bytes)}; this step stored"
         f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
         f" {output.size(needed_bytes)}"
     )
@@ -576,9 +577,9 @@ def blame(
     as_json: Json = False,
 ) -> None:
     """Show the step that last changed each part of a leaf."""
-    from deltacheck.errors import StepNotFound
+    from deltacheck.errors import LeafNotFound
     from deltacheck.maintain.blame import blame as blame_leaves
-    from deltacheck.restore.export import matches
+    from deltacheck.restore.resolve import matches
 
     root, manifest = open_step(words, item)
     # Leaves that are computed at a restore have no bytes of their own, and so no origin.
@@ -589,7 +590,7 @@ def blame(
         if not leaves or any(matches(path, pattern) for pattern in leaves)
     ]
     if not paths:
-        raise StepNotFound(
+        raise LeafNotFound(
             f"step {manifest.step} stores no leaf that matches"
             f" {' or '.join(map(repr, leaves or ()))}"
         )

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
+from deltacheck.evaluate.workload import NoWorkload
 from deltacheck.leaf.external_errors import remedy, translated
 from deltacheck.report.formatting import escape_unprintable, format_bytes
 
@@ -36,6 +37,8 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.StepNotFound, NOT_FOUND),
     (errors.NotACheckpointRoot, NOT_FOUND),
     (errors.Damaged, DAMAGED),
+    # The command line names the factory.
+    (NoWorkload, MISUSE),
     (errors.DeltacheckError, REFUSED),
     (OSError, REFUSED),
     (MemoryError, REFUSED),
@@ -179,9 +182,9 @@ def size(count: float) -> str:
     return format_bytes(count)
 
 
-def count(number: int, noun: str) -> str:
-    """Format a number of things: ``1 step``, ``2 steps``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Format a number of things: ``1 step``, ``2 steps``. Default plural: the noun and an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def share(fraction: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -14,10 +15,12 @@ from deltacheck.cli.output import Column, Row
 from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
-    from deltacheck.profile.planner import Machine, Plan, Run
+    from deltacheck.profile.planner import Machine, Plan, Run, Strategy
     from deltacheck.profile.rates import Rates
 
 # The fields of ``Machine``, in the order of the options below.
+# The policies of ``--compare``, the lossless one first.
+_COMPARED = ("exact", "model_exact", "auto")
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
 
@@ -40,6 +43,16 @@ def plan(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help=(
+                "Compare exact, model_exact and auto: the checkpoints of RUN are saved again under"
+                " each, into a temporary folder."
+            ),
+        ),
+    ] = False,
     mtbf_hours: Annotated[
         float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
     ] = 24.0,
@@ -157,7 +170,14 @@ def plan(  # noqa: PLR0913 - one argument per option
     from deltacheck.profile import planner
     from deltacheck.profile.rates import scaled
 
-    if profile is not None:
+    unsteady: dict[str, str] = {}
+    others: dict[str, Rates] = {}
+    if compare and (profile is not None or policy is not None):
+        raise typer.BadParameter("--compare takes neither --profile nor --policy")
+    if compare:
+        names = [_limits(name, max_chain_depth, max_restore_ratio) for name in _COMPARED]
+        observed, others = _observe_policies(words, item, names, interval_steps, unsteady)
+    elif profile is not None:
         observed = _observe_profile(profile, policy or "exact")
     elif policy is None:
         observed = _observe_root(words, item)
@@ -178,21 +198,35 @@ def plan(  # noqa: PLR0913 - one argument per option
     speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
     machine = _machine(probe, speeds)
     rates = observed.rates
-    prediction = planner.plan(
-        rates if state_bytes is None else scaled(rates, state_bytes),
-        machine,
-        run,
-        max_chain_depth=max_chain_depth,
-        # 0 means "no limit" on the command line, which the planner writes as ``None``.
-        max_restore_ratio=max_restore_ratio or None,
-        max_restore_seconds=max_restore_seconds,
-        interval_steps=interval_steps,
-    )
+
+    def predict(rates: Rates, interval_steps: int | None) -> Plan:
+        return planner.plan(
+            rates if state_bytes is None else scaled(rates, state_bytes),
+            machine,
+            run,
+            max_chain_depth=max_chain_depth,
+            # 0 means "no limit" on the command line, which the planner writes as ``None``.
+            max_restore_ratio=max_restore_ratio or None,
+            max_restore_seconds=max_restore_seconds,
+            interval_steps=interval_steps,
+        )
+
+    asked = interval_steps is not None
+    prediction = predict(rates, interval_steps)
+    if compare:
+        # One interval for all rows: the one that was asked for, or the best one of exact saves.
+        interval_steps = prediction.ways[0].interval_steps
+        prediction = predict(rates, interval_steps)
+    ways = {
+        name: predict(policy_rates, interval_steps).ways[0] for name, policy_rates in others.items()
+    }
     if as_json:
         output.print_json(
             {
                 "source": observed.source,
-                "policy": policy or ("exact" if profile else None),
+                "policy": policy or ("exact" if profile or compare else None),
+                "compared": [asdict(way) | {"name": name} for name, way in ways.items()],
+                "unsteady": unsteady,
                 "observed_interval_steps": rates.interval_steps,
                 "run": asdict(run),
                 "machine": asdict(machine),
@@ -201,7 +235,12 @@ def plan(  # noqa: PLR0913 - one argument per option
             }
         )
     else:
-        _print(prediction, rates, machine, run)
+        _print(prediction, rates, machine, run, ways, asked)
+        for name, reason in unsteady.items():
+            output.warn(f"{name} is not in the table: {reason}")
+        if not compare and profile is None:
+            output.print_line("")
+            output.print_line("other policies: add --compare")
 
 
 def verdict(prediction: Plan) -> str:
@@ -278,6 +317,33 @@ def _observe_replay(
     return _Observation(source, rates, _step_seconds_of(source, item))
 
 
+def _observe_policies(
+    words: list[str] | None,
+    item: str | None,
+    names: Sequence[str],
+    interval_steps: int | None,
+    unsteady: dict[str, str],
+) -> tuple[_Observation, dict[str, Rates]]:
+    """Save recorded checkpoints again under policies, of which the first is exact.
+
+    Returns:
+        The first policy, and the rates of each policy by its name without limits. A policy without
+        a steady save is missing, with its reason in ``unsteady``.
+    """
+    from deltacheck.cli.profiling import measured_rates, run_steps
+
+    source = str(parse(words).root)
+    try:
+        step_set = run_steps(source, item, interval_steps)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    reasons: dict[str, str] = {}
+    measured = measured_rates(source, item, names, step_set=step_set, unsteady=reasons)
+    unsteady |= {name.partition(":")[0]: reason for name, reason in reasons.items()}
+    rates = {name.partition(":")[0]: policy_rates for name, (policy_rates, _) in measured.items()}
+    return _Observation(source, rates[_COMPARED[0]], _step_seconds_of(source, item)), rates
+
+
 def _step_seconds_of(source: str, item: str | None) -> float | None:
     """Return the time of a training step as the saves of a root show it, if they do."""
     from deltacheck.errors import NotACheckpointRoot
@@ -319,7 +385,14 @@ def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
     return Machine(**speeds)
 
 
-def _print(prediction: Plan, rates: Rates, machine: Machine, run: Run) -> None:
+def _print(
+    prediction: Plan,
+    rates: Rates,
+    machine: Machine,
+    run: Run,
+    ways: Mapping[str, Strategy],
+    asked: bool,
+) -> None:
     output.print_line(verdict(prediction))
     for reason in prediction.reasons:
         output.print_line(f"  {reason}")
@@ -327,14 +400,15 @@ def _print(prediction: Plan, rates: Rates, machine: Machine, run: Run) -> None:
     processes = f"{run.processes} process{'es' if run.processes > 1 else ''}"
     output.print_line(
         f"state {output.size(prediction.state_bytes)}, {processes}, a step takes"
-        f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; saves were"
-        f" observed {rates.interval_steps:g} steps apart"
+        f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; interval of"
+        f" the observed saves: {output.count(round(rates.interval_steps), 'step')}"
     )
     speeds = ", ".join(f"{name} {output.size(getattr(machine, name))}/s" for name in _MACHINE)
     output.print_line(f"machine: {speeds}")
     output.print_line(
         f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
-        f" (Daly); recommended: every {prediction.ways[0].interval_steps} steps, max_chain_depth"
+        f" (Daly); {'planned' if asked else 'recommended'}:"
+        f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
         f" {prediction.max_chain_depth}"
     )
     output.print_line(
@@ -345,15 +419,24 @@ def _print(prediction: Plan, rates: Rates, machine: Machine, run: Run) -> None:
     output.print_line("")
     columns = (
         Column("METHOD", "name", left=True),
-        Column("EVERY", "interval_steps", lambda steps: f"{steps} steps"),
+        Column("STEPS", "interval_steps"),
         Column("BYTES", "bytes", output.size),
         Column("BLOCKS", "blocking_seconds", _format_seconds),
-        Column("DURABLE IN", "durable_seconds", _format_seconds),
+        Column("DURABLE", "durable_seconds", _format_seconds),
         Column("RESTORE", "restore_seconds", _format_seconds),
         Column("TIME LOST", "waste", lambda share: f"{share:.3%}"),
     )
-    rows: list[Row] = [asdict(method) for method in prediction.ways]
+    # The last way has an interval of its own, and is among the reasons.
+    deltas, *whole = prediction.ways[:3]
+    rows: list[Row] = [asdict(way) | {"name": name} for name, way in ways.items()]
+    rows = [*(rows or [asdict(deltas)]), *map(asdict, whole)]
+    for row in rows:
+        row["name"] = _SHORT_NAMES.get(str(row["name"]), row["name"])
     output.print_table(columns, rows)
+
+
+# Rows of 80 columns.
+_SHORT_NAMES = {"whole, written behind training": "whole, in background"}
 
 
 def _format_seconds(duration: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Run
+from deltacheck.cli.arguments import Item, Json, Run, require_new
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -95,12 +94,7 @@ def profile(  # noqa: PLR0913 - one argument per option
     from deltacheck.errors import StepNotFound
 
     # This is checked before the run is read, because that may take long.
-    if out.exists() and not force:
-        raise FileExistsError(
-            errno.EEXIST,
-            "the file exists; replace it with --force, or name another with --out",
-            str(out),
-        )
+    require_new(out, force)
     # Every checkpoint is observed, however far apart they are.
     profiler = Profiler(
         interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
@@ -234,6 +228,7 @@ def measured_rates(
     names: Sequence[str],
     run_profile: Profile | None = None,
     step_set: Container[int] | None = None,
+    unsteady: dict[str, str] | None = None,
 ) -> dict[str, tuple[Rates, int]]:
     """Save recorded checkpoints again under policies.
 
@@ -243,19 +238,30 @@ def measured_rates(
         names: The policies, as ``simulate`` names them.
         run_profile: The profile for policies that need one, ``None`` to make it.
         step_set: The steps to save, ``None`` for all.
+        unsteady: Receives the reason for each policy that has no steady save, instead of an error.
 
     Returns:
         The rates of each policy, with the measured mean, and the number of saves behind it.
+
+    Raises:
+        StepNotFound: A policy has no steady save, and ``unsteady`` is ``None``.
     """
+    from deltacheck.errors import StepNotFound
     from deltacheck.evaluate.offline.measured import rates_under
     from deltacheck.evaluate.offline.policy_replay import replay
 
     policies = policies_of(names, run_profile, source, item)
     with tempfile.TemporaryDirectory(prefix="deltacheck-measure-") as folder:
         replays = replay(steps_of(source, item, step_set), policies, Path(folder))
-        return {
-            result.policy: (rates_under(result), result.sizes.steady_saves) for result in replays
-        }
+        rates = {}
+        for result in replays:
+            try:
+                rates[result.policy] = rates_under(result), result.sizes.steady_saves
+            except StepNotFound as error:
+                if unsteady is None:
+                    raise
+                unsteady[result.policy] = str(error)
+        return rates
 
 
 def policies_of(

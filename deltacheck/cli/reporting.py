@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, RootOnly, parse
+from deltacheck.cli.arguments import Item, Json, RootOnly, parse, require_new
 
 if TYPE_CHECKING:
     from deltacheck.report.data import Record
@@ -30,12 +30,14 @@ def report(
             help="Profile of the run. Default: profile.json of the root, if it exists.",
         ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Write a page about bytes, changes, drift, contracts and the cost of a restore."""
     from deltacheck.report.data import collect
 
+    require_new(out, force)
     try:
         from deltacheck.report import figures, page
     except ImportError as error:
@@ -63,8 +65,8 @@ def report(
         )
     else:
         output.print_line(
-            f"{out}: {len(drawings)} figures of {len(record.steps)} steps,"
-            f" {output.size(out.stat().st_size)}"
+            f"{out}: {output.count(len(drawings), 'figure')} of"
+            f" {output.count(len(record.steps), 'step')}, {output.size(out.stat().st_size)}"
         )
         for image in images:
             output.print_line(str(image))

@@ -20,7 +20,7 @@ from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import processes
 from deltacheck.evaluate.processes import Event, WorkerPool
 from deltacheck.evaluate.records import PLAN, Ending, Kill, Plan, Task
-from deltacheck.evaluate.workload import FOLDER
+from deltacheck.evaluate.workload import FOLDER, NoWorkload
 
 _WORKER = "deltacheck.evaluate.worker"
 
@@ -96,6 +96,7 @@ class Session:
 
         Raises:
             EvaluationFailed: The worker failed.
+            NoWorkload: The factory does not exist, or makes no workload.
         """
         reports = Reports()
         with self._worker(task) as process:
@@ -104,7 +105,10 @@ class Session:
                 on_report(reports)
         # A worker that failed has reported the problem or left it in its log.
         if process.returncode != 0:
-            raise EvaluationFailed(self._reason(process, reports))
+            # A factory that does not exist is a mistake in the command line.
+            is_run = reports.other_events.get("failed", {}).get("workload", True)
+            failure = EvaluationFailed if is_run else NoWorkload
+            raise failure(self._reason(process, reports))
         return reports
 
     def run_until_killed(

@@ -421,7 +421,8 @@ def main(folder: Path) -> None:
             _perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
     except Exception as error:
         is_expected = isinstance(error, DeltacheckError)
-        report("failed", problem=str(error) if is_expected else f"{type(error).__name__}: {error}")
+        problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        report("failed", problem=problem, workload=not isinstance(error, NoWorkload))
         raise  # the traceback goes to the log
 
 

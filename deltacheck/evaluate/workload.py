@@ -125,7 +125,7 @@ def create_workload(factory: Factory, seed: int) -> Workload:
     ]
     if missing:
         raise NoWorkload(
-            f"the factory returned a {type(run).__name__} without {', '.join(missing)}; see"
+            f"the factory returned type {type(run).__name__} without {', '.join(missing)}; see"
             " deltacheck.evaluate.Workload"
         )
     return run

@@ -211,7 +211,8 @@ def plan(
         max_restore_seconds: The limit of a restore; the chain is shortened until it is met.
             Smaller: more keyframes to write, faster restores; larger: the opposite. ``None``: no
             limit.
-        interval_steps: The interval to judge; ``None`` to find the best one.
+        interval_steps: The interval to judge, of deltas and of whole checkpoints; ``None`` to find
+            the best one of each.
 
     Raises:
         ValueError: If the state is empty, or if not even a keyframe can be restored within
@@ -271,7 +272,7 @@ def plan(
         restore_seconds(projected, machine, run, depth, max_restore_ratio),
         run,
     )
-    baselines = _whole(projected, machine, run, capture, deltas)
+    baselines = _whole(projected, machine, run, capture, deltas, interval_steps)
     saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(projected)
     # A gain below 1 % is within the error of the model.
     saves_time = deltas.waste < 0.99 * min(way.waste for way in baselines[:2])
@@ -349,22 +350,27 @@ def _strategy(
 
 
 def _whole(
-    rates: Rates, machine: Machine, run: Run, capture: float, deltas: Strategy
+    rates: Rates,
+    machine: Machine,
+    run: Run,
+    capture: float,
+    deltas: Strategy,
+    interval_steps: int | None = None,
 ) -> tuple[Strategy, ...]:
     """Return the strategies that deltas are compared with: whole checkpoints of the raw state.
 
-    Two of them have their own best interval. The third has the interval at which whole checkpoints
-    take as many bytes as the deltas.
+    Two of them have the given interval, or each its own best one. The third has the interval at
+    which whole checkpoints take as many bytes as the deltas.
     """
     state = rates.state_bytes
     writing = state / machine.write
     # A whole checkpoint is not decoded, only copied into place.
     restore = state / machine.read + state / run.processes / machine.copy
-    asynchronous_steps = max(
+    asynchronous_steps = interval_steps or max(
         _best_steps(daly_interval(capture, run.mtbf_seconds), run.step_seconds),
         math.ceil((capture + writing) / run.step_seconds),
     )
-    synchronous_steps = _best_steps(daly_interval(writing, run.mtbf_seconds), run.step_seconds)
+    best_synchronous_steps = _best_steps(daly_interval(writing, run.mtbf_seconds), run.step_seconds)
     # Equal bytes per step: a checkpoint that is n times larger may be written every n intervals.
     equal_bytes_steps = max(1, round(deltas.interval_steps * state / deltas.bytes))
     return (
@@ -378,7 +384,13 @@ def _whole(
             run,
         ),
         _strategy(
-            "whole, training waits", synchronous_steps, state, writing, writing, restore, run
+            "whole, training waits",
+            interval_steps or best_synchronous_steps,
+            state,
+            writing,
+            writing,
+            restore,
+            run,
         ),
         _strategy(
             "whole, as many bytes as the deltas",
@@ -453,7 +465,7 @@ def _reasons(
     # The laws of growth were measured within a factor of four, see planning.md.
     if not 0.25 <= factor <= 4:
         reasons.append(
-            f"observed were {rates.interval_steps:g} steps, not {projected.interval_steps:g}: the"
-            " bytes are an extrapolation"
+            f"the saves that were observed have an interval of {rates.interval_steps:g}, not of"
+            f" {projected.interval_steps:g} steps: the bytes are an extrapolation"
         )
     return tuple(reasons)

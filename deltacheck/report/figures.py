@@ -261,8 +261,11 @@ def changes(record: Record) -> Drawing:
                 )
                 tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
     if names and columns:
-        # Fractions span several orders of magnitude, from a few words to all.
-        norm = LogNorm(_LEAST_CHANGE, 1)
+        # Fractions span several orders of magnitude, from a few words to all. The scale begins at
+        # the decade of the smallest one, so that colours tell the groups of a run apart.
+        fractions = values[~np.isnan(values)]
+        decade = 10.0 ** math.floor(math.log10(fractions.min())) if fractions.size else 0.1
+        norm = LogNorm(min(decade, 0.1), 1)
         image = axes.imshow(
             values,
             cmap="cividis_r",

@@ -16,18 +16,17 @@ import os
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
 from deltacheck.codec.base import U8
-from deltacheck.errors import StepNotFound, UnsupportedLeaf
+from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import limits, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.leaf_kinds import Leaf
-from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.resolve import matches, no_leaf, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
@@ -63,7 +62,8 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
 
     Args:
         manifest: The step.
-        patterns: Leaf paths or ``fnmatch`` patterns, in which ``*`` also matches ``/``. Empty: all.
+        patterns: Leaf paths, subtrees or ``fnmatch`` patterns, in which ``*`` also matches ``/``.
+            Empty: all.
         strip: A prefix to remove from keys that begin with it.
 
     Returns:
@@ -71,13 +71,13 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
         leaves has its own key.
 
     Raises:
-        StepNotFound: A pattern matches no leaf.
+        LeafNotFound: A pattern matches no leaf.
         ValueError: Two leaves would have the same key, or a key would be empty.
     """
     owners = tree.array_paths(manifest.tree)
     for pattern in patterns:
         if not any(matches(path, pattern) for path in owners):
-            raise StepNotFound(f"step {manifest.step} has no leaf that matches {pattern!r}")
+            raise no_leaf(manifest.step, pattern, owners)
     keys: dict[str, str] = {}
     for path, owner in sorted(owners.items()):
         if patterns and not any(matches(path, pattern) for pattern in patterns):
@@ -91,11 +91,6 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
             )
         keys[key] = owner
     return dict(sorted(keys.items()))
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Return True if a leaf path equals or matches an ``fnmatch`` pattern."""
-    return path == pattern or fnmatchcase(path, pattern)
 
 
 def batches(

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
-from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, LeafPruned, StepNotFound
+from deltacheck.errors import (
+    BudgetExceeded,
+    ContractNotMet,
+    Damaged,
+    LeafNotFound,
+    LeafPruned,
+    StepNotFound,
+)
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
@@ -52,7 +60,7 @@ def resolve_leaves(
         The leaves by path.
 
     Raises:
-        StepNotFound: The step does not have a leaf; names similar paths. ``LeafPruned``: retention
+        LeafNotFound: The step does not have a leaf; names similar paths. ``LeafPruned``: retention
             has removed it.
         ReplayNeeded: A leaf is stored as gradients.
         ChainBroken: A segment is missing or does not continue a chain; names leaf and step.
@@ -69,11 +77,7 @@ def resolve_leaves(
     require_leaves(root, manifest, [path for path in requested if path not in specs])
     for path in requested:
         if path not in specs and path not in inputs:
-            similar = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
-            raise StepNotFound(
-                f"step {manifest.step} has no leaf {path!r}; near it:"
-                f" {', '.join(map(repr, similar))}"
-            )
+            raise no_leaf(manifest.step, path, specs)
     boxes = boxes or {}
     size = sum(
         specs[path].raw_bytes
@@ -366,6 +370,44 @@ def _newest_with(root: Root, leaf: str) -> int | None:
 def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
     """Return the chains that leaves are read from, by the path that each is stored under."""
     return {chain.spec.path: chain for leaf in leaves for chain in leaf.stored_chains()}
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Return True if a leaf path is named by a path, a subtree or an ``fnmatch`` pattern.
+
+    ``*`` also matches ``/``. The empty name is the whole tree.
+    """
+    is_below = not pattern or path == pattern or path.startswith(f"{pattern}/")
+    return is_below or fnmatchcase(path, pattern)
+
+
+def select_paths(known_paths: Collection[str], names: Iterable[str], step: int) -> list[str]:
+    """Return the paths that paths, subtrees and patterns name, each once, in the order of names.
+
+    Args:
+        known_paths: The leaves of the step.
+        names: As ``matches`` takes them.
+        step: The step, for the message.
+
+    Raises:
+        LeafNotFound: A name matches no leaf; names similar paths.
+    """
+    selected: dict[str, None] = {}
+    for name in names:
+        # A path needs no walk through all leaves of a large state.
+        named = [name] if name in known_paths else [p for p in known_paths if matches(p, name)]
+        if not named:
+            raise no_leaf(step, name, known_paths)
+        selected |= dict.fromkeys(named)
+    return list(selected)
+
+
+def no_leaf(step: int, name: str, known_paths: Iterable[str]) -> LeafNotFound:
+    """Return the error for a leaf that a step does not have."""
+    similar = sorted(known_paths, key=lambda path: (-_common_prefix(path, name), path))[:3]
+    return LeafNotFound(
+        f"step {step} has no leaf {name!r}; near it: {', '.join(map(repr, similar))}"
+    )
 
 
 def _common_prefix(a: str, b: str) -> int:

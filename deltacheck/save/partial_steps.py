@@ -12,8 +12,7 @@ import msgspec
 
 from deltacheck.leaf.contracts import weakest_of
 from deltacheck.leaf.tree import array_nodes, without_arrays
-from deltacheck.restore.export import matches
-from deltacheck.restore.resolve import needed_by, proven_chains
+from deltacheck.restore.resolve import matches, needed_by, proven_chains
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside

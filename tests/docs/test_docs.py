@@ -68,7 +68,7 @@ def script(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=named)
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -94,7 +94,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -31,7 +31,7 @@ from deltacheck.evaluate.records import (
     Saved,
 )
 from deltacheck.evaluate.run import best_saves, evaluate
-from deltacheck.evaluate.session import EvaluationFailed, kills
+from deltacheck.evaluate.session import kills
 from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.tree import flatten
@@ -601,7 +601,7 @@ def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(
     assert (
         workload.load_factory(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"
     )  # its name is not taken for that of what it imports
-    with pytest.raises(workload.NoWorkload, match="a Half without state, load, evaluate"):
+    with pytest.raises(workload.NoWorkload, match="type Half without state, load, evaluate"):
         workload.create_workload(workload.load_factory(f"{tmp_path / 'json.py'}:make"), 1)
 
 
@@ -749,7 +749,7 @@ def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
 
 @pytest.mark.usefixtures("single_threaded")
 def test_an_evaluation_that_cannot_begin_reports_the_reason_alone(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationFailed, match=r"^json has no function 'absent'$"):
+    with pytest.raises(workload.NoWorkload, match=r"^json has no function 'absent'$"):
         evaluate(replace(PLAN, factory="json:absent"), tmp_path)
 
 

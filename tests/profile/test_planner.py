@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -411,6 +412,34 @@ def test_the_command_plans_from_a_root(
     assert shown.startswith("deltas ")
     assert "(Young), " in shown
     assert "whole, training waits" in shown
+
+
+def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
+    roots: dict[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", str(roots[12]), *SPEEDS, "--step-seconds", "1", "--interval-steps", "12"]
+    assert main([*line, "--compare"]) == 0
+    shown = capsys.readouterr()
+    table = shown.out[shown.out.index("METHOD") :].splitlines()
+    rows = [re.split(r" {2,}", row) for row in table]
+    assert [row[0] for row in rows] == [
+        "METHOD",
+        "exact",
+        "whole, in background",
+        "whole, training waits",
+    ]
+    assert {row[1] for row in rows[1:]} == {"12"}
+    assert max(map(len, table)) <= 80
+    # A run that is too short for a lossy policy says so, and the row is missing.
+    assert "model_exact is not in the table" in shown.err
+    assert main([*line, "--compare", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (exact,) = document["compared"]
+    # The headline, the table, and what is then measured agree.
+    assert exact == document["ways"][0] | {"name": "exact"}
+    assert exact["bytes"] == pytest.approx(stored_bytes(roots[12]), rel=0.05)
+    assert set(document["unsteady"]) == {"model_exact", "auto"}
+    assert main([*line, "--compare", "--policy", "exact"]) == 2
 
 
 def test_the_command_plans_from_a_profile(

@@ -72,7 +72,7 @@ def test_a_missing_step_is_named_together_with_those_that_exist(tmp_path: Path) 
         engine.wait()
         with pytest.raises(errors.StepNotFound, match=r"has no step 5\. Steps that it has: 10"):
             engine.restore(5)
-        with pytest.raises(errors.StepNotFound, match="no leaf 'y'; near it: 'x'"):
+        with pytest.raises(errors.LeafNotFound, match="no leaf 'y'; near it: 'x'"):
             deltacheck.open(tmp_path).restore(leaves=["y"])
 
 

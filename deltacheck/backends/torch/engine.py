@@ -440,7 +440,7 @@ class Engine:
         self._await_arrival()
         self._session.delete(step)
 
-    def restore(
+    def restore(  # noqa: PLR0913 - one argument per option
         self,
         step: int | str | None = None,
         into: object = None,
@@ -451,6 +451,7 @@ class Engine:
         fallback: bool = False,
         expected_digest: str | None = None,
         overlap: bool = False,
+        leaves: str | Iterable[str] | None = None,
     ) -> Any:
         """Restore a committed step, every byte verified. The next save continues its chains.
 
@@ -474,13 +475,19 @@ class Engine:
                 in the places of their state dicts, and their next step waits. Training begins
                 sooner, but damage may be found after it has begun. Not with ``process_group`` or
                 ``memory``. Default: return when all is restored.
+            leaves: Restore only these: leaf paths, subtrees (``"model"``) or patterns
+                (``"*/exp_avg"``; ``*`` also matches ``/``). Less to read; the next save goes on as
+                if nothing had been restored. Not with ``into``, ``optimizer``, ``overlap`` or
+                ``process_group``. Default: the whole tree.
 
         Returns:
             ``into`` with restored numbers and text, or new containers. It is the ``state`` of a
-                ``RestoreHandle`` if ``overlap`` is true.
+                ``RestoreHandle`` if ``overlap`` is true. With ``leaves`` a flat dict of tensors on
+                the host by leaf path (``"model/weight"``), without numbers and text.
 
         Raises:
             StepNotFound: There is no such step.
+            LeafNotFound: The step has none of the leaves that a name of ``leaves`` means.
             ContractNotMet: A leaf has a weaker contract; the message names the leaves.
             ReplayNeeded: The step holds gradients and there is no ``optimizer``.
             ReplayDiffers: The replay does not give the saved state.
@@ -489,13 +496,23 @@ class Engine:
             ChainBroken: A segment that the step needs is missing.
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
             UnsupportedLeaf: A value is of a class that this process has not named.
-            ValueError: ``overlap`` cannot be given with another argument or option.
+            ValueError: ``overlap`` or ``leaves`` cannot be given with another argument or option.
         """
+        if leaves is not None and (into is not None or optimizer is not None or overlap):
+            raise ValueError("leaves= cannot be given with into=, optimizer= or overlap=True")
+        names = (leaves,) if isinstance(leaves, str) else leaves
         # A failed one is the usual reason for another restore.
         if self._arrival is not None:
             self._arrival.join()
         request = RestoreRequest(
-            step, into, contract, optimizer, max_bytes, fallback, expected_digest
+            step,
+            into,
+            contract,
+            optimizer,
+            max_bytes,
+            fallback,
+            expected_digest,
+            None if names is None else tuple(names),
         )
         arrival: Arrival | None = None
         if overlap:

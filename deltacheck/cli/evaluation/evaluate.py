@@ -169,7 +169,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     # from.
     if len(plan.checkpoints()) < 3:
         raise typer.BadParameter(
-            f"--steps {plan.steps} leaves {len(plan.checkpoints())} checkpoints; give at least"
+            f"--steps {plan.steps} leaves"
+            f" {output.count(len(plan.checkpoints()), 'checkpoint')}; give at least"
             f" {3 * plan.every + 1}"
         )
     start = time.time()

@@ -105,6 +105,30 @@ def test_module_and_optimizer_state_dicts_continue_training_bit_for_bit(tmp_path
         assert_same(wanted, state())
 
 
+def test_some_leaves_are_restored_flat_and_the_next_save_goes_on_as_before(tmp_path: Path) -> None:
+    tied = torch.randn(40, 30, dtype=torch.bfloat16)
+    state = {"model": {"embed": tied, "head": tied, "scale": np.float32(2)}, "step": 3}
+    with Engine(tmp_path) as engine:
+        engine.save(0, {**state, "m": torch.zeros(5)}).wait()
+        engine.save(1, {**state, "m": torch.ones(5)}).wait()
+        restored = engine.restore(0, leaves=["model", "m*"])
+        assert list(restored) == ["model/embed", "model/head", "model/scale", "m"]
+        assert restored["model/embed"] is restored["model/head"]
+        assert torch.equal(restored["model/head"], tied)
+        assert restored["model/scale"] == np.float32(2)
+        assert torch.equal(restored["m"], torch.zeros(5))
+        assert list(engine.restore(leaves="m")) == ["m"]
+        assert engine.restored_step == 1
+        report = engine.save(2, {**state, "m": torch.ones(5)}).result()
+        assert report is not None
+        # Compared with save 1, and not with what was restored.
+        assert {leaf.kind for leaf in report.leaves} == {LeafKind.UNCHANGED}
+        with pytest.raises(errors.LeafNotFound, match="no leaf 'step'; near it"):
+            engine.restore(leaves=["step"])
+        with pytest.raises(ValueError, match="leaves= cannot be given with into="):
+            engine.restore(into=state, leaves=["m"])
+
+
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     weight = torch.randn(300, 400)
     with Engine(tmp_path) as engine:

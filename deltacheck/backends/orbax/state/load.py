@@ -24,7 +24,6 @@ from deltacheck.backends.orbax.state.targets import (
     as_saved,
     as_targeted,
     in_saved_form,
-    is_below,
     number_as,
     on_mesh,
     places_of,
@@ -38,9 +37,8 @@ from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.export import matches
 from deltacheck.restore.fill import Request, StepReader
-from deltacheck.restore.resolve import require_contract, require_leaves, resolve_leaves
+from deltacheck.restore.resolve import require_contract, require_leaves, select_paths
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
@@ -207,17 +205,9 @@ def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]
     # The inputs of a replay are in no tree, but can be read by name.
     inputs = manifest.replay.inputs if manifest.replay is not None else ()
     step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
-    selected: dict[str, None] = {}
-    for name in names:
-        require_leaves(root, manifest, [name])
-        matching_paths = (
-            [name] if name in step_paths else [path for path in step_paths if is_below(path, name)]
-        )
-        matching_paths = matching_paths or [path for path in step_paths if matches(path, name)]
-        if not matching_paths:
-            resolve_leaves(root, manifest, [name])  # raises, naming what is near
-        selected |= dict.fromkeys(matching_paths)
-    return list(selected)
+    names = list(names)
+    require_leaves(root, manifest, names)
+    return select_paths(step_paths, names, manifest.step)
 
 
 def _restore_leaves(

@@ -334,7 +334,7 @@ def _of_type(
         number = tree.scalars(manifest.tree).get(path)
         if number is not None and type(number) is not kind:
             raise TreeMismatch(
-                f"leaf {path!r} is a {type(number).__name__} in step {manifest.step}, a"
+                f"leaf {path!r} has type {type(number).__name__} in step {manifest.step},"
                 f" {kind.__name__} in the target. {_REMEDY}"
             )
         return number
@@ -349,7 +349,7 @@ def _of_type(
             spec.shape, spec.element.numpy, StorageMetadata("numpy.ndarray", "", spec.raw_bytes)
         )
     raise TreeMismatch(
-        f"leaf {path!r} is an array in step {manifest.step}, a {kind.__name__} in the target."
+        f"leaf {path!r} is an array in step {manifest.step}, of type {kind.__name__} in the target."
         f" {_REMEDY}"
     )
 

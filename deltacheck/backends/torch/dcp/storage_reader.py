@@ -332,7 +332,7 @@ def _index(manifest: Manifest) -> _Index:
     state = tree.unflatten(manifest.tree, place)
     if not isinstance(state, dict):
         raise UnsupportedLeaf(
-            f"step {manifest.step} is a {type(state).__name__}, and DCP loads dicts; restore it"
+            f"step {manifest.step} has type {type(state).__name__}, and DCP loads dicts; restore it"
             " with deltacheck.open"
         )
     try:

@@ -110,8 +110,11 @@ class ProcessGroupSession(SingleProcessSession):
         with self.group.sharing_failure():
             self.saver.check_usable()
             self.saver.wait()
-            if request.fallback or request.optimizer is not None:
-                raise ValueError("a process group restores without fallback= and optimizer=")
+            if request.fallback or (request.optimizer, request.leaves) != (None, None):
+                raise ValueError(
+                    "a process group restores without fallback=, optimizer= and leaves=; for some"
+                    " leaves use deltacheck.open(root).restore(leaves=...)"
+                )
         target = None
         if request.target is not None:
             # Saves under way may still read the tensors that are about to be filled.

@@ -32,7 +32,13 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
-from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.restore.resolve import (
+    require_contract,
+    require_leaves,
+    resolve_leaves,
+    select_paths,
+)
+from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
@@ -70,6 +76,7 @@ class RestoreRequest:
     max_bytes: int | None
     fallback: bool
     expected_digest: str | None
+    leaves: tuple[str, ...] | None = None
 
 
 class SingleProcessSession:
@@ -249,6 +256,8 @@ class SingleProcessSession:
 
     def _load(self, root: Root, manifest: Manifest, request: RestoreRequest) -> Any:
         """Return the state of a step, verified, and make the step the base of the next save."""
+        if request.leaves is not None:
+            return _some_leaves(root, manifest, request, request.leaves)
         require_contract(manifest, request.contract)
         target = None if request.target is None else leaves.flatten(request.target)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
@@ -319,6 +328,26 @@ class SingleProcessSession:
     def release(self) -> None:
         """Give the root back. No save is under way."""
         self.writer.release()
+
+
+def _some_leaves(
+    root: Root, manifest: Manifest, request: RestoreRequest, names: Iterable[str]
+) -> dict[str, object]:
+    """Return some leaves of a step by path. The next save goes on as before."""
+    nodes = tree.array_nodes(manifest.tree)
+    names = list(names)
+    require_leaves(root, manifest, names)
+    paths = select_paths(nodes, names, manifest.step)
+    owners = list(dict.fromkeys(nodes[path].owner for path in paths))
+    require_contract(manifest, request.contract, owners)
+    resolved = resolve_leaves(root, manifest, owners, max_bytes=request.max_bytes)
+    loaded = load_leaves(resolved, max_bytes=request.max_bytes)
+    # Tied leaves are one tensor, as in the whole tree.
+    values = {
+        node: leaves.place(loaded[node.owner], node.tag)
+        for node in dict.fromkeys(nodes[path] for path in paths)
+    }
+    return {path: values[nodes[path]] for path in paths}
 
 
 def _require_overlap(request: RestoreRequest, places: Sequence[OptimizerPlace]) -> None:
