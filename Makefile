@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,6 +34,8 @@ help:  ## list the targets
 venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
 
 build install: $(VENV)/.stamp-install  ## build the native module and install the package, editable, with everything it is tested with
+
+libraries: $(LIBRARIES)/.stamp  ## download the sources of libzstd and c-blosc by hash, which every build needs
 
 demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
 	$(BIN)/python -m deltacheck.evaluate.demo $(ARGS)

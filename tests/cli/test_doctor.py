@@ -91,7 +91,7 @@ FREE = "file_system.free_bytes"
         ("encoder.instruction_set", "plain", "instruction set", "degraded", "DELTACHECK_ISA"),
         ("encoder.core_quota", 2.0, "threads", "degraded", "2 at a time"),
         ("encoder.cores", 1, "threads", "degraded", "1 core"),
-        ("encoder.zstd", False, "zstd", "degraded", "ZSTD_SOURCE_DIR"),
+        ("encoder.zstd", False, "zstd", "degraded", "make libraries"),
         ("encoder.blosc", False, "c-blosc", "degraded", "2 to 3 times"),
         ("devices.built", False, "CUDA", "degraded", "DELTACHECK_CUDA=ON"),
         ("devices.problem", "old driver", "CUDA", "degraded", "1 GPU, but old driver"),

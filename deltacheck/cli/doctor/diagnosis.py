@@ -155,7 +155,7 @@ def zstd(facts: Facts) -> Line:
         "degraded",
         "missing: TensorStore compresses the streams",
         cost="saves are larger and take about a third more processor time",
-        remedy="build with DELTACHECK_ZSTD_SOURCE_DIR, as `make build` does",
+        remedy="run `make libraries`, then install deltacheck again",
     )
 
 
@@ -168,7 +168,7 @@ def blosc(facts: Facts) -> Line:
         "degraded",
         "missing: TensorStore reads keyframes",
         cost="keyframes are read 2 to 3 times slower",
-        remedy="build with DELTACHECK_BLOSC_SOURCE_DIR, as `make build` does",
+        remedy="run `make libraries`, then install deltacheck again",
     )
 
 
