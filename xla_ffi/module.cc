@@ -35,7 +35,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 6;
+constexpr int kInterface = 7;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -392,7 +392,7 @@ uint32_t relative_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
 
 nb::tuple relative_codes_arrays(const Array<const float>& values,
                                 const Array<const uint16_t>& weights, double step, uint64_t seed,
-                                const Array<uint8_t>& out) {
+                                const Array<uint8_t>& out, bool dithered) {
   const uint64_t count = values.size();
   const uint32_t code_bytes = relative_bytes(out.size(), weights.size(), count);
   const auto* from = reinterpret_cast<const uint8_t*>(values.data());
@@ -401,21 +401,21 @@ nb::tuple relative_codes_arrays(const Array<const float>& values,
   LatticeErrors errors{};
   {
     nb::gil_scoped_release released;
-    errors = relative_codes(from, beside, count, step, seed, code_bytes, to);
+    errors = relative_codes(from, beside, count, step, seed, code_bytes, dithered, to);
   }
   return nb::make_tuple(errors.refused, errors.largest, errors.squared);
 }
 
 uint64_t relative_values_arrays(const Array<const uint8_t>& codes,
                                 const Array<const uint16_t>& weights, double step, uint64_t seed,
-                                const Array<float>& out) {
+                                const Array<float>& out, bool dithered) {
   const uint64_t count = out.size();
   const uint32_t code_bytes = relative_bytes(codes.size(), weights.size(), count);
   const uint8_t* from = codes.data();
   const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
   auto* to = reinterpret_cast<uint8_t*>(out.data());
   nb::gil_scoped_release released;
-  return relative_values(from, beside, count, step, seed, code_bytes, to);
+  return relative_values(from, beside, count, step, seed, code_bytes, dithered, to);
 }
 
 // Returns the form of codes after a check of its range.
@@ -519,12 +519,12 @@ NB_MODULE(_native, m) {
         "squared weights).");
   m.def("relative_codes", relative_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(),
+        nb::arg("out").noconvert(), nb::arg("dithered"),
         "Return (refused, largest error, sum of squared errors). out: the bytes of codes.");
   m.def("relative_values", relative_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(),
-        "Return the number of codes that no value has; their values are the weights.");
+        nb::arg("out").noconvert(), nb::arg("dithered"),
+        "Return the number of codes that no value has.");
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
         nb::arg("band"), nb::arg("out").noconvert(),

@@ -18,21 +18,22 @@ Weights = NDArray[np.generic]
 MOST_CELLS = 1 << 16
 
 
-def most_cells(weights: Weights, step: float) -> float:
+def most_cells(weights: Weights, step: float, *, dithered: bool = False) -> float:
     """Return the largest number of cells that a master of one of the weights can lie in.
 
-    1 means that the weights themselves are as close as the lattice, so that codes are needless. No
-    codes can be made if the number is above ``MOST_CELLS``. Infinities and NaN do not count.
+    1 means that the weights are as close as the lattice, so that codes are needless. No codes can
+    be made if the number is above ``MOST_CELLS``. Infinities and NaN do not count.
 
     Args:
         weights: bfloat16, or its bits as uint16.
         step: As given to ``codes``.
+        dithered: As given to ``codes``.
     """
     magnitudes = np.asarray(weights).reshape(-1).view(np.uint16) & np.uint16(0x7FFF)
     largest = magnitudes.max(initial=np.uint16(0))
     if largest >= 0x7F80:
         largest = magnitudes[magnitudes < 0x7F80].max(initial=np.uint16(0))
-    return float(reference_codes.cell_counts(np.array([largest], np.uint16), step)[0])
+    return float(reference_codes.cell_counts(np.array([largest], np.uint16), step, dithered)[0])
 
 
 def codes(
@@ -41,6 +42,7 @@ def codes(
     seed: int,
     *,
     weights: Weights,
+    dithered: bool = False,
     out: Codes | None = None,
     start: int = 0,
 ) -> Coded:
@@ -49,7 +51,9 @@ def codes(
     The lattice is that of ``lattice.codes``. A weight that is ``x`` rounded limits ``x`` to the
     ``k = ceil(width / step) + 1`` cells within half a unit in its last place, ``width``. The code
     is the number of the cell modulo ``k``. If ``width <= step``, it is 0 and stands for the weight
-    itself. ``k`` depends on the weight's exponent only. So a weight that moves to its neighbour
+    itself; dithered: if ``2 width <= step``, it is 0 and stands for a point of the weight's cell
+    that the seed draws (subtractive dither: Roberts, "Picture coding using pseudo-random noise",
+    1962). ``k`` depends on the weight's exponent only. So a weight that moves to its neighbour
     changes no code, and codes change as often as those of ``lattice.codes``, or less (coset codes:
     Slepian & Wolf, "Noiseless coding of correlated information sources", 1973).
 
@@ -63,6 +67,9 @@ def codes(
             codes, which change less often; smaller: a smaller error.
         seed: 0 to 2^64 - 1, one for each tensor.
         weights: bfloat16, or its bits as uint16, in the shape of ``values``.
+        dithered: True: a value that is coded again and again, each time with another seed, keeps
+            its mean, and some more values have codes; false: a value that moves by less than half a
+            unit of its weight between two codings comes back as if it had not.
         out: uint8 or uint16 in the shape of ``values``; ``None``: a new array of uint8, or of
             uint16 if ``most_cells`` is above 256.
         start: Number of the first element in its tensor, if ``values`` are a part.
@@ -75,18 +82,19 @@ def codes(
     weight_bits = lattice.bits_of(weights, values.shape)
     dtype: type[np.uint8] | type[np.uint16]
     if out is None:
-        dtype = np.uint8 if most_cells(weight_bits, step) <= 1 << 8 else np.uint16
+        cells = most_cells(weight_bits, step, dithered=dithered)
+        dtype = np.uint8 if cells <= 1 << 8 else np.uint16
     else:
         dtype = _code_type("out", out)
     out = memory.checked_out(out, values, dtype)
     native = extension()
     if native is not None:
         errors = native.relative_codes(
-            values.reshape(-1), weight_bits, step, first, memory.as_bytes("out", out)
+            values.reshape(-1), weight_bits, step, first, memory.as_bytes("out", out), dithered
         )
         return Coded(out, *errors)
     result, refused_count, largest, squared = reference_codes.relative_codes(
-        values.reshape(-1), weight_bits, step, first, np.dtype(dtype)
+        values.reshape(-1), weight_bits, step, first, np.dtype(dtype), dithered
     )
     out.reshape(-1)[:] = result
     return Coded(out, refused_count, largest, squared)
@@ -98,6 +106,7 @@ def values(
     seed: int,
     *,
     weights: Weights,
+    dithered: bool = False,
     out: F32 | None = None,
     start: int = 0,
 ) -> F32:
@@ -108,6 +117,7 @@ def values(
         step: As given to ``codes``.
         seed: As given to ``codes``.
         weights: As given to ``codes``.
+        dithered: As given to ``codes``.
         out: float32 in the shape of ``codes``; ``None``: a new array.
         start: As given to ``codes``.
 
@@ -121,10 +131,12 @@ def values(
     native = extension()
     if native is not None:
         bad = native.relative_values(
-            memory.as_bytes("codes", codes), weight_bits, step, first, out.reshape(-1)
+            memory.as_bytes("codes", codes), weight_bits, step, first, out.reshape(-1), dithered
         )
     else:
-        result, bad = reference_codes.relative_values(codes.reshape(-1), weight_bits, step, first)
+        result, bad = reference_codes.relative_values(
+            codes.reshape(-1), weight_bits, step, first, dithered
+        )
         out.reshape(-1)[:] = result
     if bad:
         raise ValueError(
@@ -132,6 +144,31 @@ def values(
             " weights"
         )
     return out
+
+
+def drawn(seed: int, *, weights: Weights, out: F32 | None = None, start: int = 0) -> F32:
+    """Return a point of the cell of each weight, which the seed draws.
+
+    These are the dithered values of a lattice that no weight is coarser than: all codes are 0.
+
+    Args:
+        seed: As given to ``codes``.
+        weights: As given to ``codes``.
+        out: As given to ``values``.
+        start: As given to ``codes``.
+
+    Raises:
+        ValueError: A weight is not finite, or the arguments do not fit.
+    """
+    return values(
+        np.zeros(weights.shape, np.uint8),
+        lattice.MOST_STEP,
+        seed,
+        weights=weights,
+        dithered=True,
+        out=out,
+        start=start,
+    )
 
 
 def _code_type(name: str, array: Any) -> type[np.uint8] | type[np.uint16]:

@@ -47,7 +47,7 @@ class Decision:
     """The form in which one leaf is stored.
 
     Attributes:
-        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``relative``,
+        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``dithered``,
             ``octaves`` or ``zeros``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, or whose cells bound a lattice.
@@ -154,7 +154,7 @@ def decide(
                 "lattice", terms, spacing=spacing, seed=_seed(master, situation.phases)
             )
             if hidden.weights == "exact":
-                decisions[master] = replace(lattice, how="relative", of=weight)
+                decisions[master] = replace(lattice, how="dithered", of=weight)
                 decisions.pop(weight, None)
             else:
                 decisions[master] = lattice

@@ -65,16 +65,19 @@ def compute(
                 out=out,
                 start=first,
             )
-        case "relative":
+        case "relative" | "dithered":
             assert codes is not None
             values = relative.values(
                 codes,
                 derived.spacing,
                 derived.seed,
                 weights=sources[derived.of],
+                dithered=derived.how == "dithered",
                 out=out,
                 start=first,
             )
+        case "drawn":
+            values = relative.drawn(derived.seed, weights=sources[derived.of], out=out, start=first)
         case _:
             assert codes is not None
             values = octaves.values(

@@ -28,6 +28,7 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 # The names of features and stages are permanent: existing roots hold them.
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
+DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and have digests by lane
@@ -39,6 +40,7 @@ MERGED = "merged"  # of segments with deltas that replace several earlier ones
 FEATURES = (
     DERIVED,
     RELATIVE,
+    DITHERED,
     REPLAY,
     TILES,
     TILES_COMPACT,
@@ -182,8 +184,9 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
-            ``of``; ``zeros``; ``lattice``, ``relative`` or ``octaves``: from the codes stored under
-            the leaf's own path.
+            ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
+            ``relative``, ``dithered`` or ``octaves``: from the codes stored under the leaf's own
+            path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
@@ -630,10 +633,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def features(self) -> tuple[str, ...]:
         """The features that its content needs: a reader that ignored one would misread it."""
         forms = [rule for cut in self.tiles.values() for rule in cut.forms]
+        rules = {rule.how for rule in (*self.derived.values(), *forms)}
         is_derived = bool(self.derived or self.contracts or forms)
         needed = {
             DERIVED: is_derived,
-            RELATIVE: any(rule.how == "relative" for rule in (*self.derived.values(), *forms)),
+            RELATIVE: "relative" in rules,
+            DITHERED: not rules.isdisjoint(("dithered", "drawn")),
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
             TILES_COMPACT: bool(self.lane_digests),

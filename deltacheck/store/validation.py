@@ -266,18 +266,20 @@ def _check_derived(
     codes: tuple[str | None, ...] = {
         "lattice": ("int32",),
         "relative": ("uint8", "uint16"),
+        "dithered": ("uint8", "uint16"),
         "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
     }.get(derived.how, (None,))
-    on_lattice = derived.how in ("lattice", "relative")
+    on_lattice = derived.how in ("lattice", "relative", "dithered")
+    is_relative = derived.how in ("relative", "dithered", "drawn")
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        derived.how in ("cast", "same", "zeros", "lattice", "relative", "octaves")
+        (derived.how in ("cast", "same", "zeros", "lattice", "octaves") or is_relative)
         and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
-        and (derived.how not in ("cast", "same", "relative") or bool(derived.of))
+        and (not (derived.how in ("cast", "same") or is_relative) or bool(derived.of))
         and (
             derived.how != "cast"
             or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
@@ -286,7 +288,12 @@ def _check_derived(
             not on_lattice
             or (derived.dtype == "float32" and 2.0**-149 <= derived.spacing < 2.0**128)
         )
-        and (not on_lattice or not derived.of or specs[derived.of].dtype == "bfloat16")
+        and (derived.how != "drawn" or derived.dtype == "float32")
+        and (
+            not (on_lattice or is_relative)
+            or not derived.of
+            or specs[derived.of].dtype == "bfloat16"
+        )
         and (
             derived.how != "octaves"
             or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7)

@@ -185,18 +185,38 @@ def test_a_step_that_no_weight_is_finer_than_needs_no_codes():
     assert coded.largest_error == np.abs(restored.astype(np.float64) - x).max() > 0
 
 
+def test_dithered_values_keep_their_mean_through_restores_and_plain_ones_do_not():
+    random = np.random.default_rng(0)
+    start = (random.standard_normal(20_000) * 0.02).astype(np.float32)
+    step, gain, rounds = 1e-3, np.float32(1e-6), 40
+    assert relative.most_cells(rounded(start), step, dithered=True) == 1
+    gained = {}
+    for dithered in (False, True):
+        x = start
+        for seed in range(rounds):
+            x = x + gain
+            weights = rounded(x)
+            coded = relative.codes(x, step, seed, weights=weights, dithered=dithered)
+            assert coded.largest_error <= step / 2
+            x = relative.values(coded.codes, step, seed, weights=weights, dithered=dithered)
+        gained[dithered] = float((x - start).mean(dtype=np.float64)) / (rounds * float(gain))
+    assert gained[True] == pytest.approx(1, abs=0.1)
+    assert gained[False] < 0.5
+
+
 @kernels
 def test_any_weight_that_is_finite_is_kept_whatever_the_code(kernels):
     _native.use_instruction_set(kernels)
     weights = np.arange(65536, dtype=np.uint16)
     weights = weights[(weights & 0x7F80) != 0x7F80]
     for step in (LEAST_STEP * 3, 1e-7, 1e-3, 1e30, MOST_STEP):
-        counts = reference_codes.cell_counts(weights, step)
-        known = weights[counts <= 65536]
-        for share in (0.0, 0.5, 1.0):
-            codes = np.floor((counts[counts <= 65536] - 1) * share).astype(np.uint16)
-            held = relative.values(codes, step, 7, weights=known)
-            assert np.array_equal(rounded(held).view(np.uint16), known)
+        for dithered in (False, True):
+            counts = reference_codes.cell_counts(weights, step, dithered)
+            known = weights[counts <= 65536]
+            for share in (0.0, 0.5, 1.0):
+                codes = np.floor((counts[counts <= 65536] - 1) * share).astype(np.uint16)
+                held = relative.values(codes, step, 7, weights=known, dithered=dithered)
+                assert np.array_equal(rounded(held).view(np.uint16), known)
 
 
 @kernels
@@ -263,17 +283,23 @@ def test_bits_are_those_of_the_reference_on_any_kernels(kernels):
             (np.uint8, 1e-3),
             (np.uint16, 1e-6),
             (np.uint8, 1e30),
+            (np.uint16, 1e30),
         ):
-            coded = relative.codes(x, step, 77, weights=weights, out=np.empty(count, dtype))
-            codes, *errors = reference_codes.relative_codes(x, weights, step, 77, np.dtype(dtype))
+            dithered = dtype == np.uint16 or step == 1e-3
+            coded = relative.codes(
+                x, step, 77, weights=weights, dithered=dithered, out=np.empty(count, dtype)
+            )
+            codes, *errors = reference_codes.relative_codes(
+                x, weights, step, 77, np.dtype(dtype), dithered
+            )
             assert np.array_equal(coded.codes, codes)
             assert list(coded[1:]) == errors
-            counts = reference_codes.cell_counts(weights, step)
+            counts = reference_codes.cell_counts(weights, step, dithered)
             kept = ((weights & 0x7F80) != 0x7F80) & (counts <= 65536)
             random_codes = random.integers(0, 1 << 16, count) % np.minimum(counts, 65536)
             some = random_codes[kept].astype(np.uint16)
-            restored = relative.values(some, step, 77, weights=weights[kept])
-            expected, bad = reference_codes.relative_values(some, weights[kept], step, 77)
+            restored = relative.values(some, step, 77, weights=weights[kept], dithered=dithered)
+            expected, bad = reference_codes.relative_values(some, weights[kept], step, 77, dithered)
             assert bad == 0
             assert np.array_equal(bits(restored), bits(expected))
 
@@ -329,10 +355,10 @@ def test_codes_of_another_type_are_refused():
 def test_the_extension_refuses_what_would_be_written_out_of_bounds():
     x, weights, codes = np.zeros(4, np.float32), np.zeros(4, np.uint16), np.zeros(4, np.uint8)
     for call, message in (
-        (lambda: _native.relative_codes(x, weights, 1.0, 0, codes[:3].copy()), "out"),
-        (lambda: _native.relative_codes(x, weights[:3].copy(), 1.0, 0, codes), "weights"),
-        (lambda: _native.relative_values(codes, weights, 1.0, 0, x[:3].copy()), "weights"),
-        (lambda: _native.relative_values(codes[:3].copy(), weights, 1.0, 0, x), "out"),
+        (lambda: _native.relative_codes(x, weights, 1.0, 0, codes[:3].copy(), True), "out"),
+        (lambda: _native.relative_codes(x, weights[:3].copy(), 1.0, 0, codes, True), "weights"),
+        (lambda: _native.relative_values(codes, weights, 1.0, 0, x[:3].copy(), True), "weights"),
+        (lambda: _native.relative_values(codes[:3].copy(), weights, 1.0, 0, x, True), "out"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -44,8 +44,10 @@ void check_relative(Reader* reader, double step, uint64_t seed, uint32_t code_by
       again(count * 4);
   for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
   for (size_t i = 0; i < weights.size(); ++i) weights.data()[i] = reader->take<uint8_t>();
+  const bool dithered = seed & 1;
   const auto decode = [&](uint8_t* out) {
-    return relative_values(codes.data(), weights.data(), count, step, seed, code_bytes, out);
+    return relative_values(codes.data(), weights.data(), count, step, seed, code_bytes, dithered,
+                           out);
   };
   use_instruction_set("plain");
   const uint64_t expected = decode(again.data());
@@ -60,8 +62,8 @@ void check_relative(Reader* reader, double step, uint64_t seed, uint32_t code_by
       promise(std::isfinite(value), "a relative value is finite");
     }
   }
-  const LatticeErrors errors =
-      relative_codes(values.data(), weights.data(), count, step, seed, code_bytes, codes.data());
+  const LatticeErrors errors = relative_codes(values.data(), weights.data(), count, step, seed,
+                                              code_bytes, dithered, codes.data());
   promise(errors.refused <= count && errors.largest >= 0, "values are coded or refused");
   promise(errors.refused > 0 || decode(again.data()) == 0, "what is coded has a value");
 }

@@ -179,6 +179,13 @@ def write_relative(root: Path) -> None:
     write_inexact(root, run, Policy.model_exact(moments="bounded"))
 
 
+def write_dithered(root: Path) -> None:
+    run = AdamRun((64, 96), parameters=2, rate=1e-6)
+    # No weight of the second one is coarser than half the lattice, so its masters are drawn.
+    run.masters[1] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
+    write_inexact(root, run, Policy.model_exact(moments="bounded"))
+
+
 def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
     run.advance(100)
     inexact: set[int] = set()
@@ -363,6 +370,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "manager": write_manager,
     "policy": write_policy,
     "relative": write_relative,
+    "dithered": write_dithered,
     "derived": write_derived,
     "gradients": write_log,
     "tiled": write_tiled,

@@ -667,6 +667,13 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "relative codes of no spacing": ("relative relative", {"spacing": 0.0}),
     "relative codes of another type": ("relative relative", {"how": "lattice"}),
     "relative codes on a coarser lattice": ("relative relative", {"spacing": 1e-3}),
+    "dithered codes relative to nothing": ("dithered dithered", {"of": ""}),
+    "dithered codes of another type": ("dithered dithered", {"how": "lattice"}),
+    "dithered values without codes": ("dithered drawn", {"how": "dithered", "spacing": 1e-5}),
+    "values drawn from nothing": ("dithered drawn", {"of": ""}),
+    "values drawn from no bfloat16": ("dithered drawn", {"of": "optimizer/state/1/exp_avg"}),
+    "drawn values of another type": ("dithered drawn", {"dtype": "bfloat16"}),
+    "values drawn beside codes": ("dithered dithered", {"how": "drawn"}),
     "fractions that no octave has": ("policy octaves", {"fraction_bits": 8}),
     "fractions of another type of codes": ("policy octaves", {"fraction_bits": 0}),
     "an infinite scale": ("policy octaves", {"scale": 1e39}),
@@ -682,9 +689,13 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
 
     def edit(manifest: dict[str, Any]) -> None:
-        wanted = {"lattice": "master", "relative": "master", "octaves": "exp_avg_sq"}.get(
-            how[0] if how else "", "w0"
-        )
+        wanted = {
+            "lattice": "master",
+            "relative": "master",
+            "dithered": "0/master",
+            "drawn": "1/master",
+            "octaves": "exp_avg_sq",
+        }.get(how[0] if how else "", "w0")
         leaf = next(leaf for leaf in manifest["derived"] if leaf.endswith(wanted))
         manifest["derived"][leaf].update(about)
 
@@ -719,9 +730,10 @@ def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize("features", [["derived"], ["relative"]])
-def test_relative_codes_need_their_feature(features: list[str], tmp_path: Path) -> None:
-    root = forge.unpack("relative", tmp_path)
+@pytest.mark.parametrize("name", ["relative", "dithered"])
+@pytest.mark.parametrize("feature", ["derived", ""])
+def test_relative_codes_need_their_feature(name: str, feature: str, tmp_path: Path) -> None:
+    root, features = forge.unpack(name, tmp_path), [feature or name]
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
     forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=features))
     with pytest.raises(errors.Damaged, match=r"features .* do not match"):

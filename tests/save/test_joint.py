@@ -199,7 +199,9 @@ def test_a_rank_opens_only_the_segments_of_those_who_wrote_its_tiles(
     opened = []
     before = type(root.store).segment
     monkeypatch.setattr(
-        type(root.store), "segment", lambda self, ref: opened.append(ref.id) or before(self, ref)
+        type(root.store),
+        "segment",
+        lambda self, ref, table=None: opened.append(ref.id) or before(self, ref, table),
     )
     resolve_leaves(root, manifest, [BIG], boxes={BIG: (slice(0, 10), slice(0, 10))})
     assert len(opened) == 3

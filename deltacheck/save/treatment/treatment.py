@@ -357,7 +357,7 @@ def _capture_of(
     match decision.how:
         case "cast":
             return partial(weights.capture_cast, path, decision)
-        case "relative":
+        case "dithered":
             return partial(weights.capture_relative, path, decision)
         case "lattice":
             return partial(weights.capture_lattice, path, decision)

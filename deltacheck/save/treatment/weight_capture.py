@@ -29,17 +29,20 @@ class WeightCapture:
     def capture_relative(self, path: str, decision: Decision) -> Any:
         """Store a master as lattice codes relative to its weight, which is stored exactly.
 
-        Nothing is stored of it if the weight is as close everywhere. It is stored exactly if a
-        value does not fit or lies outside the cell of its weight.
+        Nothing is stored of it if the weight is as close everywhere: a restore then draws it from
+        the cell of its weight. It is stored exactly if a value does not fit or lies outside the
+        cell of its weight.
         """
         group = self._group
         live, weights = group.live(path), group.live(decision.of)
-        cells = relative.most_cells(weights, decision.spacing)
+        cells = relative.most_cells(weights, decision.spacing, dithered=True)
         if cells > relative.MOST_CELLS:
             return self.capture_lattice(path, replace(decision, how="lattice"))
-        coded = relative.codes(live, decision.spacing, decision.seed, weights=weights)
+        coded = relative.codes(
+            live, decision.spacing, decision.seed, weights=weights, dithered=True
+        )
         if cells == 1:
-            decision = replace(decision, how="cast")
+            decision = replace(decision, how="drawn")
         return self._bounded(path, decision, coded)
 
     def capture_lattice(self, path: str, decision: Decision) -> Any:
@@ -62,8 +65,8 @@ class WeightCapture:
             return group.exactly(path)
         save.run.spacings[path] = decision.spacing
         promise = Promise(decision.terms, error)
-        if decision.how == "cast":
-            save.promise(path, group.derived(path, decision, spacing=0.0, seed=0), promise)
+        if decision.how == "drawn":
+            save.promise(path, group.derived(path, decision, spacing=0.0), promise)
             return Coded(None, None)
         save.promise(path, group.derived(path, decision), promise)
         spec = LeafSpec.of(path, group.spec(path).shape, coded.codes.dtype.name)
