@@ -6,7 +6,10 @@ Every rank imports this module, so it does not import pytest.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -270,3 +279,79 @@ def strided(rank: int, size: int, port: int, root: str, save: bool) -> Any:
     found = digests(held)
     dist.destroy_process_group()
     return placed, found
+
+
+class FailsInLoad(DefaultLoadPlanner):
+    """Fails, or is killed, on rank 1 when it places a tensor."""
+
+    kill = False
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no place on rank 1")
+        return super().resolve_tensor(read_item)
+
+
+def storages(folder: str, kind: str) -> tuple[Any, Any]:
+    """Return functions that make a writer and a reader of DCP's file storage or of ours."""
+    if kind == "files":
+        return partial(FileSystemWriter, folder), partial(FileSystemReader, folder)
+    root = str(Path(folder) / "root")
+    return partial(DeltaStorageWriter, root), partial(DeltaStorageReader, root)
+
+
+def load_failures(rank: int, size: int, port: int, folder: str, kind: str) -> Any:
+    """A load that fails on rank 1, one after it, and a save by another process."""
+    join(rank, size, port)
+    writer, reader = storages(folder, kind)
+    mine = state(size)
+    change(mine, 1)
+    first = str(Path(folder) / "step-1")
+    dcp.save(mine, checkpoint_id=first, storage_writer=writer())
+    told: dict[str, Any] = {}
+    target = blank(size)
+    try:
+        dcp.load(target, checkpoint_id=first, storage_reader=reader(), planner=FailsInLoad())
+    except CheckpointException as error:
+        told["failed"] = {
+            number: type(failure[0]).__name__ for number, failure in error.failures.items()
+        }
+    dcp.load(target, checkpoint_id=first, storage_reader=reader())
+    told["after"] = digests(target) == digests(mine)
+    if kind != "files":
+        # The process that saves has to get the root.
+        writer().close()
+        dist.barrier()
+    change(mine, 2)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # That of ``launch``, which ends with its parent, may otherwise start no process.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    second = str(Path(folder) / "step-2")
+    dcp.async_save(
+        mine,
+        checkpoint_id=second,
+        storage_writer=writer(),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    ).result()
+    dcp.load(target, checkpoint_id=second, storage_reader=reader())
+    told["by a process"] = digests(target) == digests(mine)
+    dist.barrier()
+    dist.destroy_process_group()
+    return told
+
+
+def killed_load(rank: int, size: int, port: int, folder: str, kind: str) -> Any:
+    """A load in which rank 1 is killed: the error of the other."""
+    join(rank, size, port)
+    writer, reader = storages(folder, kind)
+    first = str(Path(folder) / "step-1")
+    dcp.save(state(size), checkpoint_id=first, storage_writer=writer())
+    planner = FailsInLoad()
+    planner.kill = True
+    try:
+        dcp.load(blank(size), checkpoint_id=first, storage_reader=reader(), planner=planner)
+    except (CheckpointException, RuntimeError) as error:
+        return type(error).__name__
+    return ""

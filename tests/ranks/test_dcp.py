@@ -66,6 +66,25 @@ def test_a_rank_killed_before_the_commit_leaves_no_step_and_the_run_resumes(
     assert deltacheck.open(root).verify(deep=True) == []
 
 
+# The sequences of tests/backends/torch/test_dcp_contract.py that need ranks or processes.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["files", "deltas"])
+def test_a_load_that_fails_on_a_rank_fails_on_all_and_can_be_repeated(
+    kind: str, tmp_path: Path
+) -> None:
+    for told in launch(jobs.load_failures, 2, str(tmp_path), kind, seconds=300):
+        assert told == {"failed": {1: "ValueError"}, "after": True, "by a process": True}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["files", "deltas"])
+def test_a_rank_killed_in_a_load_ends_the_load_of_the_others(kind: str, tmp_path: Path) -> None:
+    error, _ = launch(jobs.killed_load, 2, str(tmp_path), kind, seconds=300, lost={1})
+    assert error
+    if kind == "deltas":
+        assert deltacheck.open(tmp_path / "root").verify(deep=True) == []
+
+
 @pytest.mark.timeout(600)
 def test_a_training_under_fsdp2_goes_on_bit_for_bit_and_restores_on_other_numbers_of_ranks(
     tmp_path: Path,

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names
+from deltacheck.backends.torch.dcp.foreign_options import refuse
 from deltacheck.backends.torch.dcp.stream import Restored, keep
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
@@ -95,9 +96,11 @@ class DeltaStorageReader(StorageReader):
         max_bytes: Refuse to allocate more than this on a rank; ``None``: the memory of the machine.
         expected_digest: Refuse a step whose manifest has another digest.
         storage: Access to an object store; ``None``: from the environment.
+        **other: None. An option that only ``FileSystemReader`` has is refused by name.
 
     Raises:
         NotACheckpointRoot: There is no root.
+        TypeError: There is no such option.
     """
 
     def __init__(
@@ -111,7 +114,9 @@ class DeltaStorageReader(StorageReader):
         max_bytes: int | None = None,
         expected_digest: str | None = None,
         storage: ObjectStore | None = None,
+        **other: Any,
     ) -> None:
+        refuse("DeltaStorageReader", other)
         super().__init__()
         # Absolute, because saves find a restored step by the path of its root.
         self._root: Root = open_root(place.of(root, storage).absolute())

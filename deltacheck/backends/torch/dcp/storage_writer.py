@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
+import threading
+import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +23,7 @@ from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names, stream
 from deltacheck.backends.torch.dcp.decisions import tree_of_numbers
+from deltacheck.backends.torch.dcp.foreign_options import refuse
 from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, stream_of
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
@@ -39,6 +43,9 @@ from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # The tree of a rank's part. The coordinator has the tree of all ranks.
 _NO_TREE: Node = {"t": "dict", "k": []}
@@ -61,6 +68,21 @@ class _Content(NamedTuple):
     keys: names.Keys
     dtype: str
     shape: tuple[int, ...] | None
+
+
+def _in_turn(
+    method: Callable[Concatenate[DeltaStorageWriter, _P], _R],
+) -> Callable[Concatenate[DeltaStorageWriter, _P], _R]:
+    """Let a call of a save fail if another save has begun, and end its turn after the last one."""
+
+    @functools.wraps(method)
+    def call(writer: DeltaStorageWriter, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # A rank that does not commit gets no call after it has written.
+        last = "finish" if writer._is_coordinator else "write_data"
+        with writer._stream.turns.call(writer._save, is_last=method.__name__ == last):
+            return method(writer, *args, **kwargs)
+
+    return call
 
 
 @typed
@@ -107,12 +129,16 @@ class DeltaStorageWriter(StorageWriter):
         exit_timeout_seconds: The longest wait at interpreter exit. Longer: a slow storage gets the
             last receipt through; shorter: a dead one lets the process end.
         storage: The access to an object store. Default: from the environment.
+        overwrite: ``True``: a save of a step that exists replaces it once it is complete.
+            ``False``: such a save fails, and the step stays as it is.
         metrics: Numbers kept with the step, such as ``{"loss": loss, "gradient_norm": norm}``. A
             policy learns from these two whether training is stable. Of each, the largest value of
             all ranks counts, and NaN wins. They are of one step, so make a writer for each save.
             Default: none; the policy then judges by rates, step counts and moments alone.
+        **other: None. An option that only ``FileSystemWriter`` has is refused with its alternative.
 
     Raises:
+        TypeError: There is no such option.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -133,9 +159,13 @@ class DeltaStorageWriter(StorageWriter):
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
+        overwrite: bool = True,
         metrics: Mapping[str, float] | None = None,
+        **other: Any,
     ) -> None:
+        refuse("DeltaStorageWriter", other)
         super().__init__()
+        self._overwrite = overwrite
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
@@ -151,7 +181,10 @@ class DeltaStorageWriter(StorageWriter):
             exit_timeout_seconds=exit_timeout_seconds,
         )
         self._default_step = None if step is None else names.step_of(step)
-        self._next_step: int | None = None  # from a checkpoint_id
+        # From checkpoint ids, by thread: asynchronous saves may share a writer.
+        self._next_steps: dict[int, int] = {}
+        self._save = ""  # an id of the save under way
+        self._is_coordinator = False
         self._step = -1
         self._planned_save: _PlannedSave | None = None
 
@@ -176,13 +209,15 @@ class DeltaStorageWriter(StorageWriter):
         Raises:
             ValueError: The name does not end in a number.
         """
-        self._next_step = None if checkpoint_id is None else names.step_of(checkpoint_id)
+        self._next_steps.pop(threading.get_ident(), None)
+        if checkpoint_id is not None:
+            self._next_steps[threading.get_ident()] = names.step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save.
+        """Begin a save. It waits for a save of another thread to the same root.
 
         Args:
-            is_coordinator: Ignored. The coordinator takes the root when it has compared the plans.
+            is_coordinator: True on the rank that commits.
             *args: Ignored.
             **kwargs: ``use_collectives``, which must not be false. Others are ignored.
 
@@ -195,15 +230,19 @@ class DeltaStorageWriter(StorageWriter):
                 " use_collectives=True"
             )
         # A ``checkpoint_id`` counts for one save only; the writer may be used again without one.
-        step, self._next_step = self._next_step, None
-        step = self._default_step if step is None else step
+        step = self._next_steps.pop(threading.get_ident(), self._default_step)
         if step is None:
             raise ValueError(
                 "the step is not known: give save() a checkpoint_id that is or ends in the step's"
                 " number, or the writer a step="
             )
+        save = uuid.uuid4().hex
+        self._stream.turns.begin(save)
+        # Only now, because the save before may be of this writer.
+        self._save, self._is_coordinator = save, is_coordinator
         self._step, self._planned_save = step, None
 
+    @_in_turn
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan with the setup and the tensors of this rank, for the coordinator.
 
@@ -228,6 +267,7 @@ class DeltaStorageWriter(StorageWriter):
         intent = Intent(self._step, setup, holdings, self._metrics)
         return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
 
+    @_in_turn
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Cut the leaves into tiles and assign each tile to a rank.
 
@@ -241,7 +281,8 @@ class DeltaStorageWriter(StorageWriter):
             RankFailed: The ranks have other options, or their parts do not fit together.
             RootBusy: Another process writes to the root.
             UnsupportedLeaf: A tensor cannot be kept exactly.
-            SaveFailed: DCP sent cached plans of another root.
+            SaveFailed: DCP sent cached plans of another root, or the step exists and may not be
+                replaced.
         """
         intents = _intents(plans, self._step)
         setups = {rank: intent.setup for rank, intent in intents.items()}
@@ -258,7 +299,9 @@ class DeltaStorageWriter(StorageWriter):
             rank: intent.holdings for rank, intent in intents.items() if intent.holdings is not None
         }
         metrics = worst_metrics(intent.metrics for intent in intents.values())
-        tasks = self._stream.plan(self._step, boxes_by_rank, local_holdings, tree, metrics)
+        tasks = self._stream.plan(
+            self._step, boxes_by_rank, local_holdings, tree, metrics, overwrite=self._overwrite
+        )
         self._planned_save = _PlannedSave(kinds, tree, roots)
         # Weak: DCP keeps a plan alive for as long as it may refer to it as a cached one.
         self._stream.plans = [weakref.ref(plan) for plan in plans]
@@ -267,6 +310,7 @@ class DeltaStorageWriter(StorageWriter):
             for plan, task in zip(plans, tasks, strict=True)
         ]
 
+    @_in_turn
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the tiles of this rank. They are durable when this returns.
 
@@ -316,6 +360,7 @@ class DeltaStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
+    @_in_turn
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the step exist. DCP calls this on the coordinator once every part is durable.
 

@@ -23,6 +23,7 @@ from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.dcp.decisions import agreement, shared_signals
+from deltacheck.backends.torch.dcp.turns import Turns
 from deltacheck.codec.base import U8
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.leaf import sharding
@@ -128,13 +129,14 @@ class _Planned(NamedTuple):
 class Stream:
     """The saves of one process to one root. ``stream_of`` makes one for each root.
 
-    The calls of one save come one after the other; saves do not overlap.
+    The calls of one save come one after the other, and saves take turns.
     """
 
     def __init__(self, path: Place, options: SaveOptions) -> None:
         self.path = path
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
+        self.turns = Turns()
         self._probe: Probe | None = None
         self.capture = Capture(
             options.shadow, options.host_cache_bytes, in_order=options.policy.is_exact
@@ -206,13 +208,15 @@ class Stream:
         local_holdings: Mapping[int, Holdings],
         tree: Node,
         metrics: Mapping[str, float],
+        *,
+        overwrite: bool,
     ) -> list[Task]:
         """Take the root, and return the task of each rank. The coordinator calls this.
 
         ``boxes_by_rank``: the boxes that each rank saves of each leaf. ``local_holdings``: those
         that ranks hold, by rank, as far as they have changed. ``tree``: the structure of all ranks.
-        ``metrics``: those of the step.
-        Raises ``RankFailed`` if they do not fit together, and ``RootBusy``.
+        ``metrics``: those of the step. ``overwrite``: the step may exist.
+        Raises ``RankFailed`` if they do not fit together, ``RootBusy`` and ``SaveFailed``.
         """
         previous = self._planned
         local_by_rank = previous.local_holdings | dict(local_holdings)
@@ -250,6 +254,11 @@ class Stream:
         # After all that may refuse the save, which then leaves no files, and before any rank has
         # written.
         self.lead()
+        if not overwrite and step in self._root_writer.root.steps():
+            raise SaveFailed(
+                f"step {step} exists in {self.path}, and overwrite=False: save under another"
+                " number, or with overwrite=True, which replaces it once the new one is complete"
+            )
         # The number of a failed save is not used again: even if this process wrote nothing for it,
         # others may have.
         self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
