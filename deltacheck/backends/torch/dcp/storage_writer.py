@@ -76,7 +76,7 @@ def _in_turn(
     """Let a call of a save fail if another save has begun, and end its turn after the last one."""
 
     @functools.wraps(method)
-    def call(writer: DeltaStorageWriter, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(writer: DeltaStorageWriter, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A rank that does not commit gets no call after it has written.
         last = "finish" if writer._is_coordinator else "write_data"
         with writer._stream.turns.call(writer._save, is_last=method.__name__ == last):
