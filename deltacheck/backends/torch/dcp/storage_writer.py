@@ -79,7 +79,7 @@ def _in_turn(
     def call(writer: DeltaStorageWriter, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A rank that does not commit gets no call after it has written.
         last = "finish" if writer._is_coordinator else "write_data"
-        with writer._stream.turns.call(writer._save, is_last=method.__name__ == last):
+        with stream.turns_of(writer._path).call(writer._save, is_last=method.__name__ == last):
             return method(writer, *args, **kwargs)
 
     return call
@@ -237,7 +237,7 @@ class DeltaStorageWriter(StorageWriter):
                 " number, or the writer a step="
             )
         save = uuid.uuid4().hex
-        self._stream.turns.begin(save)
+        stream.turns_of(self._path).begin(save)
         # Only now, because the save before may be of this writer.
         self._save, self._is_coordinator = save, is_coordinator
         self._step, self._planned_save = step, None

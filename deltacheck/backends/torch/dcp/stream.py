@@ -136,7 +136,6 @@ class Stream:
         self.path = path
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
-        self.turns = Turns()
         self._probe: Probe | None = None
         self.capture = Capture(
             options.shadow, options.host_cache_bytes, in_order=options.policy.is_exact
@@ -402,6 +401,7 @@ class Stream:
 # By root. A restored step stays here until the next save to its root.
 _streams: dict[str, Stream] = {}
 _restored: dict[str, Restored] = {}
+_turns: dict[str, Turns] = {}
 # ``async_save`` makes and uses writers on threads of DCP.
 _lock = threading.Lock()
 
@@ -409,6 +409,12 @@ _lock = threading.Lock()
 def keep(path: Place, restored: Restored) -> None:
     """Let the next save of this process to a root continue from a restored step."""
     _restored[str(path)] = restored
+
+
+def turns_of(path: Place) -> Turns:
+    """Return the turns of the saves to a root."""
+    with _lock:
+        return _turns.setdefault(str(path), Turns())
 
 
 def stream_of(path: Place, options: SaveOptions) -> Stream:
