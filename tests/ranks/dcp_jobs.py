@@ -306,40 +306,40 @@ def load_failures(rank: int, size: int, port: int, folder: str, kind: str) -> An
     """A load that fails on rank 1, one after it, and a save by another process."""
     join(rank, size, port)
     writer, reader = storages(folder, kind)
-    mine = state(size)
-    change(mine, 1)
+    saved = state(size)
+    change(saved, 1)
     first = str(Path(folder) / "step-1")
-    dcp.save(mine, checkpoint_id=first, storage_writer=writer())
-    told: dict[str, Any] = {}
+    dcp.save(saved, checkpoint_id=first, storage_writer=writer())
+    results: dict[str, Any] = {}
     target = blank(size)
     try:
         dcp.load(target, checkpoint_id=first, storage_reader=reader(), planner=FailsInLoad())
     except CheckpointException as error:
-        told["failed"] = {
+        results["failed"] = {
             number: type(failure[0]).__name__ for number, failure in error.failures.items()
         }
     dcp.load(target, checkpoint_id=first, storage_reader=reader())
-    told["after"] = digests(target) == digests(mine)
+    results["after"] = digests(target) == digests(saved)
     if kind != "files":
         # The process that saves has to get the root.
         writer().close()
         dist.barrier()
-    change(mine, 2)
+    change(saved, 2)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     # That of ``launch``, which ends with its parent, may otherwise start no process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     second = str(Path(folder) / "step-2")
     dcp.async_save(
-        mine,
+        saved,
         checkpoint_id=second,
         storage_writer=writer(),
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     ).result()
     dcp.load(target, checkpoint_id=second, storage_reader=reader())
-    told["by a process"] = digests(target) == digests(mine)
+    results["by a process"] = digests(target) == digests(saved)
     dist.barrier()
     dist.destroy_process_group()
-    return told
+    return results
 
 
 def killed_load(rank: int, size: int, port: int, folder: str, kind: str) -> Any:

@@ -72,8 +72,8 @@ def test_a_rank_killed_before_the_commit_leaves_no_step_and_the_run_resumes(
 def test_a_load_that_fails_on_a_rank_fails_on_all_and_can_be_repeated(
     kind: str, tmp_path: Path
 ) -> None:
-    for told in launch(jobs.load_failures, 2, str(tmp_path), kind, seconds=300):
-        assert told == {"failed": {1: "ValueError"}, "after": True, "by a process": True}
+    for results in launch(jobs.load_failures, 2, str(tmp_path), kind, seconds=300):
+        assert results == {"failed": {1: "ValueError"}, "after": True, "by a process": True}
 
 
 @pytest.mark.timeout(600)

@@ -59,9 +59,9 @@ class Storage:
         writer = self.writer(**options)
         dcp.save(state, checkpoint_id=self.id(step), storage_writer=writer, planner=planner)
 
-    def load(self, into: Any, step: int, planner: Any = None) -> Any:
-        dcp.load(into, checkpoint_id=self.id(step), storage_reader=self.reader(), planner=planner)
-        return into
+    def load(self, blank: Any, step: int, planner: Any = None) -> Any:
+        dcp.load(blank, checkpoint_id=self.id(step), storage_reader=self.reader(), planner=planner)
+        return blank
 
 
 @pytest.fixture(params=["files", "deltas"])
@@ -108,9 +108,9 @@ def test_one_writer_and_one_reader_serve_many_steps(storage: Storage) -> None:
         dcp.save(state(step), checkpoint_id=storage.id(step), storage_writer=writer)
     reader = storage.reader()
     for step in (3, 1, 2):
-        into = state(0)
-        dcp.load(into, checkpoint_id=storage.id(step), storage_reader=reader)
-        assert same(into, state(step))
+        blank = state(0)
+        dcp.load(blank, checkpoint_id=storage.id(step), storage_reader=reader)
+        assert same(blank, state(step))
 
 
 def test_a_step_is_saved_again_unless_overwrite_is_false(storage: Storage) -> None:
@@ -191,11 +191,13 @@ class RenamedBack(DefaultLoadPlanner):
 
 def test_a_planner_of_ones_own_renames_values_and_changes_what_it_loads(storage: Storage) -> None:
     storage.save(state(1), 1, Renamed())
-    into = {"model": {"w": torch.zeros(4, 3)}}
-    storage.load(into, 1, RenamedBack())
-    assert torch.equal(into["model"]["w"], torch.full((4, 3), 2.0))
-    found = _load_state_dict_from_keys(checkpoint_id=storage.id(1), storage_reader=storage.reader())
-    assert found.keys() == {"new_model", "new_list", "new_step", "new_name"}
+    blank = {"model": {"w": torch.zeros(4, 3)}}
+    storage.load(blank, 1, RenamedBack())
+    assert torch.equal(blank["model"]["w"], torch.full((4, 3), 2.0))
+    loaded = _load_state_dict_from_keys(
+        checkpoint_id=storage.id(1), storage_reader=storage.reader()
+    )
+    assert loaded.keys() == {"new_model", "new_list", "new_step", "new_name"}
 
 
 def test_a_partial_load_keeps_what_the_step_does_not_have(storage: Storage) -> None:
@@ -206,8 +208,8 @@ def test_a_partial_load_keeps_what_the_step_does_not_have(storage: Storage) -> N
 
     with pytest.raises(CheckpointException, match="Missing key"):
         storage.load(target(), 1)
-    into = storage.load(target(), 1, DefaultLoadPlanner(allow_partial_load=True))
-    assert same(into, target() | {"model": {"w": torch.ones(3), "new": torch.full((2,), 7.0)}})
+    blank = storage.load(target(), 1, DefaultLoadPlanner(allow_partial_load=True))
+    assert same(blank, target() | {"model": {"w": torch.ones(3), "new": torch.full((2,), 7.0)}})
     assert same(storage.load({"step": 0}, 1), {"step": 3})
 
 
@@ -221,10 +223,10 @@ def test_what_is_described_is_the_same(storage: Storage) -> None:
     storage.save(state(1), 1)
     reader = storage.reader()
     reader.reset(storage.id(1))
-    found = reader.read_metadata()
+    metadata = reader.read_metadata()
     tensors = {
         name: (tuple(entry.size), entry.properties.dtype, len(entry.chunks))
-        for name, entry in found.state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if hasattr(entry, "size")
     }
     assert tensors == {
@@ -232,9 +234,14 @@ def test_what_is_described_is_the_same(storage: Storage) -> None:
         "model.b": ((3,), torch.int64, 1),
         "list.0": ((), torch.float32, 1),
     }
-    assert found.state_dict_metadata.keys() - tensors.keys() == {"list.1.x", "step", "name", "none"}
-    assert found.planner_data["model.w"] == ("model", "w")
-    assert found.planner_data["list.0"] == ("list", 0)
+    assert metadata.state_dict_metadata.keys() - tensors.keys() == {
+        "list.1.x",
+        "step",
+        "name",
+        "none",
+    }
+    assert metadata.planner_data["model.w"] == ("model", "w")
+    assert metadata.planner_data["list.0"] == ("list", 0)
 
 
 class Counter:
@@ -252,9 +259,9 @@ class Counter:
 
 def test_a_stateful_value_is_saved_and_loaded_by_its_methods(storage: Storage) -> None:
     storage.save({"counter": Counter(5)}, 1)
-    into = {"counter": Counter(0)}
-    storage.load(into, 1)
-    assert into["counter"].count == 5
+    blank = {"counter": Counter(0)}
+    storage.load(blank, 1)
+    assert blank["counter"].count == 5
 
 
 @pytest.mark.parametrize(
@@ -271,9 +278,9 @@ def test_a_stateful_value_is_saved_and_loaded_by_its_methods(storage: Storage) -
 )
 def test_a_tensor_of_each_kind_comes_back(storage: Storage, value: torch.Tensor) -> None:
     storage.save({"value": value}, 1)
-    into = {"value": torch.zeros_like(value)}
-    storage.load(into, 1)
-    assert bits(into["value"]) == bits(value)
+    blank = {"value": torch.zeros_like(value)}
+    storage.load(blank, 1)
+    assert bits(blank["value"]) == bits(value)
 
 
 def test_a_save_that_fails_leaves_the_earlier_step(storage: Storage) -> None:
@@ -294,19 +301,19 @@ def test_a_save_that_fails_leaves_the_earlier_step(storage: Storage) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_process_without_a_group_saves_and_loads(storage: Storage) -> None:
     dcp.save(state(1), checkpoint_id=storage.id(1), storage_writer=storage.writer(), no_dist=True)
-    into = state(0)
-    dcp.load(into, checkpoint_id=storage.id(1), storage_reader=storage.reader(), no_dist=True)
-    assert same(into, state(1))
+    blank = state(0)
+    dcp.load(blank, checkpoint_id=storage.id(1), storage_reader=storage.reader(), no_dist=True)
+    assert same(blank, state(1))
 
 
 @pytest.mark.parametrize("storage", ["deltas"], indirect=True)
 @pytest.mark.parametrize("writers", [1, 6])
 def test_asynchronous_saves_that_overlap_follow_each_other(storage: Storage, writers: int) -> None:
     # DCP's writer keeps the folder of the save under way, so one of them cannot serve two.
-    own = [storage.writer() for _ in range(writers)]
+    shared = [storage.writer() for _ in range(writers)]
     futures = [
         dcp.async_save(
-            state(step), checkpoint_id=storage.id(step), storage_writer=own[step % writers]
+            state(step), checkpoint_id=storage.id(step), storage_writer=shared[step % writers]
         )
         for step in range(1, 7)
     ]
