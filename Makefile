@@ -53,10 +53,10 @@ experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes
 CRASH_POINTS ?= 300
 ERROR_POINTS ?= 150
 EXHAUSTIVE ?=
-# Of a training with each kind of data loader.
-DATA_KILLS ?= 100
+# Of a training with each kind of data loader; 100 take some minutes.
+DATA_KILLS ?= 10
 
-crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail, kill trainings under each data loader (CRASH_POINTS=300 ERROR_POINTS=150 DATA_KILLS=100, or EXHAUSTIVE=1; minutes)
+crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail, kill trainings under each data loader (CRASH_POINTS=300 ERROR_POINTS=150 DATA_KILLS=10, or EXHAUSTIVE=1; minutes)
 	$(BIN)/python -m tests.faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
 	$(BIN)/python -m tests.faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
 	$(BIN)/python -m tests.support.data_kills --kills $(DATA_KILLS) $(ARGS)

@@ -217,14 +217,14 @@ def _write_kept(
     replaced: Mapping[str, Path],
 ) -> None:
     """Write the files that a step keeps, but for those that are replaced."""
-    wanted = {name: owner for name, owner in files.items() if name not in replaced}
-    for name, owner in wanted.items():
+    owners = {name: owner for name, owner in files.items() if name not in replaced}
+    for name, owner in owners.items():
         # A name with a part ``..`` describes no model.
         if PurePosixPath(name).is_absolute():
             raise Damaged(
                 f"a file of the step has the name {name!r}, which leaves its folder", leaf=owner
             )
-    leaves = resolve(root, manifest, wanted)
+    leaves = resolve(root, manifest, owners)
     for name, leaf in leaves.items():
         if leaf.spec.raw_bytes > MAX_FILE_BYTES:
             raise Damaged(

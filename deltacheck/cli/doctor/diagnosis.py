@@ -64,16 +64,16 @@ def diagnose(facts: Facts) -> list[Line]:
 def package_line(package: Package) -> Line | None:
     """Judge a package. Requirements of the base install need no line if nothing is wrong."""
     name, installed, minimum = package.name, package.installed, package.minimum
-    wanted = f"pip install '{name}>={minimum}'" if minimum else f"pip install {name}"
+    command = f"pip install '{name}>={minimum}'" if minimum else f"pip install {name}"
     if installed is None and package.extra is None:
-        return Line(name, "broken", "not installed", remedy=wanted)
+        return Line(name, "broken", "not installed", remedy=command)
     if installed is None:
         text = f"not installed; the extra [{package.extra}] needs it"
         return Line(name, "ok", text)
     if minimum is not None and _release(installed) < _release(minimum):
-        return Line(name, "broken", f"{installed}, older than {minimum}", remedy=wanted)
-    shown = package.extra is not None or name in ("deltacheck", "numpy", "tensorstore")
-    return Line(name, "ok", installed) if shown else None
+        return Line(name, "broken", f"{installed}, older than {minimum}", remedy=command)
+    is_printed = package.extra is not None or name in ("deltacheck", "numpy", "tensorstore")
+    return Line(name, "ok", installed) if is_printed else None
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -278,22 +278,23 @@ def memory(facts: Facts) -> Line:
 
 def clock(facts: Facts) -> Line:
     """Judge the clock, against the newest step and against the file system."""
-    behind = 0.0 if facts.steps.time is None else facts.steps.time - facts.now
-    ahead = 0.0 if facts.file_system is None else facts.file_system.trial.clock_ahead_seconds
+    lag_seconds = 0.0 if facts.steps.time is None else facts.steps.time - facts.now
+    lead_seconds = 0.0 if facts.file_system is None else facts.file_system.trial.clock_ahead_seconds
     cost = "ls, log and plan show wrong times; restores, gc and retention do not use the clock"
-    if behind > _CLOCK_SECONDS:
+    if lag_seconds > _CLOCK_SECONDS:
         return Line(
             "clock",
             "degraded",
-            f"{behind:.0f} s behind the newest step",
+            f"{lag_seconds:.0f} s behind the newest step",
             cost=cost,
             remedy="set the clock (NTP)",
         )
-    if abs(ahead) > _CLOCK_SECONDS:
+    if abs(lead_seconds) > _CLOCK_SECONDS:
         return Line(
             "clock",
             "degraded",
-            f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} the file server",
+            f"{abs(lead_seconds):.0f} s"
+            f" {'behind' if lead_seconds > 0 else 'ahead of'} the file server",
             cost=cost,
             remedy="set both clocks (NTP)",
         )
@@ -305,21 +306,21 @@ def clock(facts: Facts) -> Line:
 
 def steps(facts: Facts) -> Line:
     """Judge the root and its newest step."""
-    described = facts.steps
-    if described.problem:
+    steps = facts.steps
+    if steps.problem:
         remedy = (
             "choose a new or empty folder"
-            if described.kind == "none"
+            if steps.kind == "none"
             else f"deltacheck verify {shlex.quote(facts.root)}"
         )
-        return Line("root", "broken", described.problem, remedy=remedy)
-    if described.kind == "none":
+        return Line("root", "broken", steps.problem, remedy=remedy)
+    if steps.kind == "none":
         return Line("root", "ok", "none yet")
-    if described.newest is None:
+    if steps.newest is None:
         return Line("root", "ok", "no steps yet")
-    count = f"{described.count} step{'' if described.count == 1 else 's'}"
-    size = format_bytes(described.raw_bytes)
-    return Line("root", "ok", f"{count}, the newest is {described.newest}, a state of {size}")
+    count = f"{steps.count} step{'' if steps.count == 1 else 's'}"
+    size = format_bytes(steps.raw_bytes)
+    return Line("root", "ok", f"{count}, the newest is {steps.newest}, a state of {size}")
 
 
 def access(facts: Facts, file_system: FileSystem) -> Line:

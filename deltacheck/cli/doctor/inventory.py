@@ -91,14 +91,14 @@ def collect(
 
 def packages() -> tuple[Package, ...]:
     """Return the packages that deltacheck uses, with the versions that are installed."""
-    listed = {"deltacheck": Package("deltacheck", deltacheck.__version__)}
+    packages = {"deltacheck": Package("deltacheck", deltacheck.__version__)}
     for name, minimum, extra in _requirements():
         if extra is None or _FRAMEWORKS.get(name) == extra:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                listed[name] = Package(name, metadata.version(name), minimum, extra)
+                packages[name] = Package(name, metadata.version(name), minimum, extra)
                 continue
-            listed[name] = Package(name, None, minimum, extra)
-    return tuple(listed.values())
+            packages[name] = Package(name, None, minimum, extra)
+    return tuple(packages.values())
 
 
 def _requirements() -> list[tuple[str, str | None, str | None]]:
@@ -139,8 +139,8 @@ def encoder() -> Encoder:
 
 def devices() -> Devices:
     """Describe the GPUs, and run the test of the CUDA encoder on each if torch is installed."""
-    listed = Path("/proc/driver/nvidia/gpus")
-    count = len(list(listed.iterdir())) if listed.is_dir() else 0
+    folder = Path("/proc/driver/nvidia/gpus")
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
     if find_spec("deltacheck._native_cuda") is None:
         return Devices(count, False, "", None)
     try:
@@ -158,14 +158,14 @@ def _device_tests() -> dict[str, str] | None:
     except metadata.PackageNotFoundError:
         return None
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", _DEVICE_TEST],
             capture_output=True,
             text=True,
             check=True,
             timeout=_DEVICE_TEST_SECONDS,
         )
-        results: dict[str, str] = json.loads(done.stdout)
+        results: dict[str, str] = json.loads(result.stdout)
     # Whatever ends the process, a save would meet it too, so it counts as a failed test.
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
