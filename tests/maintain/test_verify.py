@@ -62,9 +62,9 @@ def test_a_deep_check_reads_each_table_and_applies_each_delta_once(
         applied[f"{item.chain.key[0].id} {item.chain.spec.path}"] += 1
         original(item)
 
-    def init(self: Segment, path: Path, ref: Any, where: Any) -> None:
+    def init(self: Segment, path: Path, ref: Any, *others: Any) -> None:
         opened[ref.id] += 1
-        begin(self, path, ref, where)
+        begin(self, path, ref, *others)
 
     monkeypatch.setattr(read, "_check_link", check)
     monkeypatch.setattr(Segment, "__init__", init)

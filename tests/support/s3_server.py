@@ -127,6 +127,7 @@ class _Faulty:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._faults: list[Fault] = []
         self._seen: list[tuple[str, str, str]] = []
 
@@ -138,14 +139,14 @@ class _Faulty:
             method = "LIST"
         fault = self._due(method, path)
         if fault is None:
-            return self._app(environ, start_response)
+            return self._pass(environ, start_response)
         if fault.kind == "late":
             time.sleep(fault.seconds)
-            return self._app(environ, start_response)
+            return self._pass(environ, start_response)
         if fault.kind == "unconditional":
             for name in ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"):
                 environ.pop(name, None)
-            return self._app(environ, start_response)
+            return self._pass(environ, start_response)
         if fault.kind.isdigit():
             with contextlib.suppress(ValueError, OSError):
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -178,12 +179,23 @@ class _Faulty:
             return _drop(environ)
         return [body]
 
+    def _pass(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "GET":
+            return self._app(environ, start_response)
+        status, headers, body = self._answer(environ)
+        start_response(status, headers)
+        return [body]
+
     def _answer(self, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
         kept: list[Any] = []
-        found = self._app(
-            environ, lambda status, headers, info=None: kept.extend((status, headers))
-        )
-        body = b"".join(found)
+        # One write at a time: moto looks at the condition of a write before it writes, and S3 does
+        # both at once.
+        is_write = environ["REQUEST_METHOD"] != "GET"
+        with self._writing if is_write else contextlib.nullcontext():
+            found = self._app(
+                environ, lambda status, headers, info=None: kept.extend((status, headers))
+            )
+            body = b"".join(found)
         return kept[0], kept[1], body
 
     def _due(self, method: str, path: str) -> Fault | None:
