@@ -150,7 +150,7 @@ def test_the_tables_name_policies_causes_and_errors(
         (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
         (["lossy"], 5, "contract"),
         (["nowhere"], 3, "nowhere"),
-        (["root", "--factory", "nothing.py:make"], 5, "nothing.py"),
+        (["root", "--factory", "nothing.py:make"], 2, "nothing.py"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(

@@ -98,7 +98,7 @@ class Writes(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "inner")
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)  # a kill may have left it
             (folder / "of-callback.json").write_text("[]")
 
 
