@@ -147,7 +147,7 @@ class Logbook:
 
         Args:
             make: Return the update with copies of its inputs, from its number. If it raises
-                ``UnsupportedLeaf``, the next save stores the state itself.
+                ``UnsupportedLeaf``, or memory is short, the next save stores the state itself.
         """
         if self._base is None or not self.listens:
             return
@@ -159,8 +159,9 @@ class Logbook:
             return
         try:
             self._base.updates.append(make(len(self._base.updates)))
-        except UnsupportedLeaf as error:
-            # Training must not stop for an update that cannot be stored.
+        # A device without memory left raises a RuntimeError. Training must not stop for an update
+        # that cannot be stored.
+        except (UnsupportedLeaf, RuntimeError, MemoryError) as error:
             self.spoil(str(error))
 
     def spoil(self, reason: str) -> None:

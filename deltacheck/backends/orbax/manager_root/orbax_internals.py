@@ -20,6 +20,7 @@ import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.root import MANAGER_STORE
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
 _COMMIT_FILE = "commit_success.txt"
@@ -146,7 +147,12 @@ class ItemPlace:
 def is_foreign(place: ItemPlace) -> bool:
     """Return whether plain Orbax has saved an item that is a tree."""
     path = place.directory
-    return (path / "_METADATA").exists() and not (path / "zarr.json").exists()
+    if not (path / "_METADATA").exists() or (path / "zarr.json").exists():
+        return False
+    # Items of ours have ``_METADATA``, too, but no arrays beside it, only a store at most: one that
+    # lacks its manifest is damaged.
+    entries = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    return (path / "manifest.ocdbt").exists() or bool(entries - {MANAGER_STORE})
 
 
 def await_directories(timeout_seconds: float = 30.0) -> None:
