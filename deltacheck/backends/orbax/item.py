@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -517,6 +518,10 @@ class Gate:
         """
         return self._decide(reason) != "open"
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until the gate is open or abandoned. Return ``False`` if it is neither in time."""
+        return self._changed.wait(timeout)
+
     def _decide(self, verdict: str) -> str:
         with self._lock:
             self._verdict = self._verdict or verdict
@@ -578,6 +583,7 @@ class Commit:
         self.gate = gate
         self.place = place
         self.after: Callable[[], None] | None = None  # called when the save has ended
+        self._is_cancelled = False
         if gate is not None:
             # Orbax runs this coroutine once it has created the directories of the step.
             self._opening = _open(gate)
@@ -585,11 +591,13 @@ class Commit:
                 self._opening, name="deltacheck-gate"
             )
 
-    def abandon(self, reason: str) -> None:
-        """Give the save up if its directory does not exist yet."""
-        if self.gate is not None and self.gate.abandon(reason):
-            # Orbax's thread may wait minutes for the directory, and never runs the coroutine.
-            self._opening.close()
+    def abandon(self, reason: str) -> bool:
+        """Give the save up if its directory does not exist yet; return whether it is given up."""
+        if self.gate is None or not self.gate.abandon(reason):
+            return False
+        # Orbax's thread may wait minutes for the directory, and never runs the coroutine.
+        self._opening.close()
+        return True
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for the commit; without ``timeout``, as long as the save makes progress.
@@ -599,18 +607,29 @@ class Commit:
         try:
             deadline = Deadline.after(timeout)
             if self.gate is not None:
-                self._directory_created.result(
-                    self.gate.timeout_seconds if timeout is None else timeout
-                )
+                self._await_gate(self.gate, timeout)
             self.handle.result(deadline.left)
         finally:
             if self.after is not None and self.handle.done():
                 self.after()
 
+    def _await_gate(self, gate: Gate, timeout: float | None) -> None:
+        """Wait until the gate is decided; raise what kept Orbax from creating the directory."""
+        deadline = Deadline.after(gate.timeout_seconds if timeout is None else timeout)
+        # Not on Orbax's thread alone: that goes on waiting after the save was given up.
+        while not gate.wait(min(0.1, deadline.left or 0.0)):
+            try:
+                self._directory_created.result(0.0)
+            except TimeoutError:
+                if not deadline.left:
+                    raise
+        if self._is_cancelled:
+            raise CancelledError
+
     def cancel(self) -> None:
         """Give the save up if its directory does not exist yet."""
-        self.abandon("it was cancelled")
         if self.gate is not None:
+            self._is_cancelled = self.abandon("it was cancelled")
             self._directory_created.cancel()
 
 

@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import (
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
+from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
 
 __all__ = ["context"]
@@ -132,47 +134,90 @@ class _Session:
         self.delta = delta
         self.cast = cast
         self._lock = threading.Lock()
-        self._pending: set[Commit] = set()
+        self._pending: set[_Save] = set()
 
     def begin(self, directory: Any, checkpointable: Any) -> _Finish:
-        """Begin a save, and return the awaitable of its end."""
+        """Begin a save, and return the awaitable of its end.
+
+        If an earlier save of an item of the same name is under way, wait for its end first: only
+        then it is known whether that step exists, and the next one may build on it.
+        """
         is_of_manager = v1_internals.is_of_manager(directory)
+        for earlier in self._under_way():
+            if earlier.directory.path.name == directory.path.name:
+                earlier.wait(self.delta._options.io_timeout_seconds)
         commit = self.delta._begin_save(
             directory.path, DeltaSaveArgs(checkpointable), creating=is_of_manager
         )
+        save = _Save(commit, directory, is_of_manager)
         with self._lock:
-            self._pending.add(commit)
-        return _Finish(self, directory, commit)
+            self._pending.add(save)
+        return _Finish(self, save)
 
-    async def finish(self, directory: Any, commit: Commit) -> None:
+    async def finish(self, save: _Save) -> None:
         """Wait until a save is durable, and remove the segments that no step needs."""
+        v1_internals.at_end_of_tasks(partial(self._forget, save))
         try:
-            try:
-                await directory.await_creation()
-            except BaseException:
-                commit.abandon("Orbax could not create its directory")
-                raise
-            # On threads: the event loop is Orbax's.
-            await asyncio.to_thread(commit.result)
-            await asyncio.to_thread(self.delta.finalize, directory.path)
-        finally:
-            self.forget(commit)
+            await save.directory.await_creation()
+        except BaseException:
+            save.commit.abandon(_NOT_CREATED)
+            raise
+        # On threads: the event loop is Orbax's.
+        await asyncio.to_thread(save.commit.result)
+        await asyncio.to_thread(self.delta.finalize, save.directory.path)
 
-    def forget(self, commit: Commit) -> None:
-        """Take a save off the list of those under way."""
-        with self._lock:
-            self._pending.discard(commit)
+    def give_up(self, save: _Save) -> None:
+        """Give up a save whose rest Orbax does not run."""
+        save.commit.abandon("Orbax gave it up")
+        self._forget(save)
 
     def close(self) -> None:
         """Finish the saves under way and give the root back."""
-        with self._lock:
-            pending = list(self._pending)
-        for commit in pending:
+        for save in self._under_way():
+            save.wait(self.delta._options.io_timeout_seconds)
             try:
-                commit.result()
+                save.commit.result()
             except (DeltacheckError, TimeoutError) as error:
                 log.error("while closing: %s", error)
         self.delta.close()
+
+    def _forget(self, save: _Save) -> None:
+        with self._lock:
+            self._pending.discard(save)
+        save.ended.set()
+
+    def _under_way(self) -> list[_Save]:
+        with self._lock:
+            return list(self._pending)
+
+
+@dataclass(frozen=True, eq=False)
+class _Save:
+    """A save under way.
+
+    Attributes:
+        commit: Its commit.
+        directory: The item's directory, a ``PathAwaitingCreation`` of Orbax.
+        is_of_manager: A ``Checkpointer`` saves. It waits for its earlier saves itself.
+        ended: Set once Orbax has committed the step or given it up.
+    """
+
+    commit: Commit
+    directory: Any
+    is_of_manager: bool
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until Orbax has committed the step or given it up, ``timeout`` seconds at most."""
+        deadline = Deadline.after(timeout)
+        while not self.is_of_manager and deadline.left and not self.ended.wait(0.05):
+            # If the creation fails, Orbax does not run the rest of the save.
+            if v1_internals.is_creation_ended(self.directory) and not self.directory.path.exists():
+                self.commit.abandon(_NOT_CREATED)
+                break
+
+
+_NOT_CREATED = "Orbax could not create its directory"
 
 
 class _Finish:
@@ -181,19 +226,14 @@ class _Finish:
     If Orbax gives the save up before that, the save is given up, too.
     """
 
-    def __init__(self, session: _Session, directory: Any, commit: Commit) -> None:
-        self.commit_futures = [commit]  # for Orbax, which cancels these
-        self._start: Callable[[], Any] = partial(session.finish, directory, commit)
-        self._drop = weakref.finalize(self, _give_up, session, commit)
+    def __init__(self, session: _Session, save: _Save) -> None:
+        self.commit_futures = [save.commit]  # for Orbax, which cancels these
+        self._start: Callable[[], Any] = partial(session.finish, save)
+        self._drop = weakref.finalize(self, session.give_up, save)
 
     def __await__(self) -> Generator[Any, None, None]:
         self._drop.detach()
         return self._start().__await__()  # type: ignore[no-any-return]
-
-
-def _give_up(session: _Session, commit: Commit) -> None:
-    commit.abandon("Orbax gave it up")
-    session.forget(commit)
 
 
 class _Handler:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from orbax.checkpoint import v1
@@ -85,6 +87,30 @@ def is_of_manager(directory: Any) -> bool:
     create it after all handlers have begun.
     """
     return bool(type(directory).__module__ == CompatibilityCheckpointHandler.__module__)
+
+
+def is_creation_ended(directory: Any) -> bool:
+    """Return whether Orbax has created a directory that a function saves into, or has failed to."""
+    creation = getattr(getattr(directory, "_base_path", None), "_awaitable", None)
+    return inspect.iscoroutine(creation) and (
+        inspect.getcoroutinestate(creation) == inspect.CORO_CLOSED
+    )
+
+
+def at_end_of_tasks(call: Callable[[], object]) -> None:
+    """Call a function once all tasks of the running event loop have ended.
+
+    Orbax runs the background of each save in an event loop of its own. The last task there is the
+    one that commits the step.
+    """
+    tasks = asyncio.all_tasks()
+
+    def ended(_: asyncio.Task[Any]) -> None:
+        if all(task.done() for task in tasks):
+            call()
+
+    for task in tasks:
+        task.add_done_callback(ended)
 
 
 def is_partial_save(checkpointable: object) -> bool:
