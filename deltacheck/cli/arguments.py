@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import errno
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -201,6 +204,20 @@ def require_new(out: Path, force: bool) -> None:
             "the file exists; replace it with --force, or name another with --out",
             str(out),
         )
+
+
+@contextmanager
+def working_folder(keep: Path | None, prefix: str) -> Iterator[Path]:
+    """Yield the folder that ``--keep`` names, or a temporary one, which is removed at the end."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix=prefix) as name:
+            yield Path(name)
+        return
+    keep.mkdir(parents=True, exist_ok=True)
+    # Files of an earlier call would mix with those of this one.
+    if any(keep.iterdir()):
+        raise typer.BadParameter(f"{keep} is not empty; --keep takes a new or empty folder")
+    yield keep.resolve()
 
 
 def open_root(words: list[str] | None, item: str | None = None) -> Root:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, Run
+from deltacheck.cli.arguments import Item, Json, Run, working_folder
 from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import policies_of, steps_as, steps_of, workload_folder
 
@@ -72,7 +70,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
 
     names = policy or [_EXACT, "model_exact"]
     policies = policies_of(names, None if profile is None else Profile.read(profile), source, item)
-    with _scratch(keep) as folder:
+    with working_folder(keep, "deltacheck-simulate-") as folder:
         if factory is None:
             replays = replay(steps_of(source, item), policies, folder)
             _show(source, replays, None, (), as_json)
@@ -96,18 +94,6 @@ def simulate(  # noqa: PLR0913 - one argument per option
                 like,
             )
         _show(source, replays, step, verdicts, as_json)
-
-
-@contextmanager
-def _scratch(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="deltacheck-simulate-") as name:
-            yield Path(name)
-        return
-    keep.mkdir(parents=True, exist_ok=True)
-    if any(keep.iterdir()):
-        raise typer.BadParameter(f"{keep} is not empty; --keep takes a new or empty folder")
-    yield keep.resolve()
 
 
 def _show(

@@ -148,26 +148,32 @@ def _cores(count: int) -> str:
 
 def zstd(facts: Facts) -> Line:
     """Judge the entropy stage."""
-    if facts.encoder.zstd:
-        return Line("zstd", "ok", "built in")
-    return Line(
+    return _library(
         "zstd",
-        "degraded",
-        "missing: TensorStore compresses the streams",
-        cost="saves are larger and take about a third more processor time",
-        remedy="run `make libraries`, then install deltacheck again",
+        facts.encoder.zstd,
+        "TensorStore compresses the streams",
+        "saves are larger and take about a third more processor time",
     )
 
 
 def blosc(facts: Facts) -> Line:
     """Judge the decoder of keyframes."""
-    if facts.encoder.blosc:
-        return Line("c-blosc", "ok", "built in")
-    return Line(
+    return _library(
         "c-blosc",
+        facts.encoder.blosc,
+        "TensorStore reads keyframes",
+        "keyframes are read 2 to 3 times slower",
+    )
+
+
+def _library(name: str, is_built_in: bool, instead: str, cost: str) -> Line:
+    if is_built_in:
+        return Line(name, "ok", "built in")
+    return Line(
+        name,
         "degraded",
-        "missing: TensorStore reads keyframes",
-        cost="keyframes are read 2 to 3 times slower",
+        f"missing: {instead}",
+        cost=cost,
         remedy="run `make libraries`, then install deltacheck again",
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Json
+from deltacheck.cli.arguments import Json, working_folder
 from deltacheck.cli.evaluation.evaluation_tables import print_evaluation
 from deltacheck.cli.output import Row
 
@@ -174,7 +174,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             f" {3 * plan.every + 1}"
         )
     start = time.time()
-    with _folder(keep) as folder, _progress() as progress:
+    with working_folder(keep, "deltacheck-eval-") as folder, _progress() as progress:
         # The machine is described before the runs: afterwards its load would be ours.
         description = machine.describe(folder)
         evidence = run(plan, folder, progress)
@@ -247,20 +247,6 @@ def document(
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    """Yield the folder to work in. A temporary folder is removed at the end."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="deltacheck-eval-") as name:
-            yield Path(name)
-        return
-    keep.mkdir(parents=True, exist_ok=True)
-    # Files of an earlier evaluation would mix with those of this one.
-    if any(keep.iterdir()):
-        raise typer.BadParameter(f"{keep} is not empty; --keep takes a new or empty folder")
-    yield keep.resolve()
 
 
 @contextlib.contextmanager

@@ -113,7 +113,9 @@ class SingleProcessSession:
             self.live = self._live_root(options)
             # A memory tier may hold newer steps than the durable root, and each number is used
             # once.
-            next_seq = max(opened.next_seq, self.live.next_seq())
+            next_seq = opened.next_seq
+            if self.live is not self.root:
+                next_seq = max(next_seq, self.live.next_seq())
             self.saver = Saver(self.live.store, TorchCodec(), options, Numbers(next_seq))
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
