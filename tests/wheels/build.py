@@ -1,0 +1,164 @@
+"""Build a source distribution and wheels: `python -m tests.wheels.build FOLDER`.
+
+The wheels are built from the source distribution, one for Python 3.11 and one for the stable ABI of
+Python 3.12. auditwheel gives each the oldest manylinux tag that its symbols permit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from tests.gpu_kit.build import REPOSITORY, build_wheel, find_python, nvcc_release, pip_of
+
+# The first Python of the stable ABI: its wheel serves every later one.
+STABLE = (3, 12)
+KNOWN = ("3.11", "3.12", "3.13", "3.14")
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+MOST_BYTES = {False: 15 << 20, True: 40 << 20}  # without and with the CUDA encoder
+
+
+def main() -> None:
+    """Build the release's files."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--pythons", default="", help="versions to build for (default: see docs)")
+    parser.add_argument("--cuda", default="AUTO", help="ON, OFF, or AUTO: if there is nvcc")
+    parser.add_argument(
+        "--tools", type=Path, default=REPOSITORY / "build/wheels/tools", help="with auditwheel"
+    )
+    options = parser.parse_args()
+    with_cuda = wants_cuda(options.cuda, has_nvcc=_nvcc() is not None)
+    if with_cuda:
+        print(f"with the CUDA encoder, by nvcc {nvcc_release()}", flush=True)
+    versions = chosen(options.pythons.split(), OWN, available())
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("deltacheck-*.whl"), *folder.glob("deltacheck-*.tar.gz")):
+        old.unlink()
+    source = build_source(folder, options.tools)
+    work = options.tools.parent
+    settings = {
+        "DELTACHECK_CUDA": "ON" if with_cuda else "OFF",
+        "DELTACHECK_STATIC_RUNTIME": "ON",
+    }
+    for version in versions:
+        start = time.monotonic()
+        raw = work / "raw"
+        shutil.rmtree(raw, ignore_errors=True)
+        pip = pip_of(find_python(version), work / f"venv-{version}")
+        build_wheel(pip, source, raw, settings)
+        wheel = repair(next(raw.glob("*.whl")), folder, options.tools)
+        size = wheel.stat().st_size
+        seconds = time.monotonic() - start
+        print(f"{wheel.name}: {size / 2**20:.1f} MiB, made in {seconds:.0f} s", flush=True)
+        if problem := size_problem(wheel.name, size, with_cuda=with_cuda):
+            sys.exit(problem)
+
+
+def wants_cuda(wish: str, *, has_nvcc: bool) -> bool:
+    """Return whether wheels get the CUDA encoder.
+
+    Raises:
+        SystemExit: The wish is none of ON, OFF and AUTO, or ON without nvcc.
+    """
+    wish = wish.upper()
+    if wish not in ("ON", "OFF", "AUTO"):
+        sys.exit(f"DELTACHECK_CUDA is {wish}, but must be ON, OFF or AUTO")
+    if wish == "ON" and not has_nvcc:
+        sys.exit("DELTACHECK_CUDA is ON, but there is no nvcc: set CUDACXX, or DELTACHECK_CUDA=OFF")
+    return has_nvcc and wish != "OFF"
+
+
+def chosen(wishes: list[str], own: str, present: Collection[str]) -> list[str]:
+    """Return the Pythons to build with: one for each wheel, in order.
+
+    Args:
+        wishes: Versions that were asked for. Empty: 3.11, the first of the stable ABI that is
+            present, and ``own``.
+        own: Version of the running Python.
+        present: Versions that are on this machine.
+    """
+    versions = wishes or [version for version in KNOWN if version in present or version == own]
+    ordered = sorted(set(versions), key=_parsed)
+    stable = [version for version in ordered if _parsed(version) >= STABLE]
+    return [version for version in ordered if version not in stable[1:]]
+
+
+def available() -> list[str]:
+    """Return the Pythons on this machine for which a wheel can be built or tested."""
+    versions = []
+    for version in KNOWN:
+        with contextlib.suppress(SystemExit):
+            find_python(version)
+            versions.append(version)
+    return versions
+
+
+def size_problem(name: str, size: int, *, with_cuda: bool) -> str:
+    """Return one sentence if a wheel is too large, and an empty text otherwise."""
+    most = MOST_BYTES[with_cuda]
+    if size <= most:
+        return ""
+    kind = "with" if with_cuda else "without"
+    return (
+        f"{name} has {size / 2**20:.1f} MiB, and a wheel {kind} the CUDA encoder may have"
+        f" {most >> 20} MiB"
+    )
+
+
+def build_source(folder: Path, tools: Path) -> Path:
+    """Write the source distribution, which holds the sources of libzstd and c-blosc."""
+    build = "import sys; from scikit_build_core.build import build_sdist as b; b(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, str(folder)],
+        cwd=REPOSITORY,
+        env=_environment(tools),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return next(folder.glob("deltacheck-*.tar.gz"))
+
+
+def repair(wheel: Path, folder: Path, tools: Path) -> Path:
+    """Let auditwheel check a wheel, give it its manylinux tag and write it to a folder.
+
+    Raises:
+        SystemExit: The wheel needs a library that no manylinux tag permits.
+    """
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder)]
+    done = subprocess.run(
+        [*command, str(wheel)], env=_environment(tools), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"auditwheel refuses {wheel.name}: {done.stderr.strip()}")
+    tag = wheel.name.split("-")[-3]
+    [repaired] = [path for path in folder.glob("*.whl") if f"-{tag}-" in path.name]
+    if not re.search(r"-manylinux_\d+_\d+_\w+\.whl$", repaired.name):
+        sys.exit(f"{repaired.name} has no manylinux tag")
+    return repaired
+
+
+def _nvcc() -> str | None:
+    return os.environ.get("CUDACXX") or shutil.which("nvcc")
+
+
+def _environment(tools: Path) -> dict[str, str]:
+    path = f"{tools / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PYTHONPATH": str(tools), "PATH": path}
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+if __name__ == "__main__":
+    main()
