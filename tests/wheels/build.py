@@ -21,8 +21,8 @@ from tests.gpu_kit.build import REPOSITORY, build_wheel, find_python, nvcc_relea
 
 # The first Python of the stable ABI: its wheel serves every later one.
 STABLE = (3, 12)
-KNOWN = ("3.11", "3.12", "3.13", "3.14")
-OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+KNRUNNING = ("3.11", "3.12", "3.13", "3.14")
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 MOST_BYTES = {False: 15 << 20, True: 40 << 20}  # without and with the CUDA encoder
 
 
@@ -39,11 +39,11 @@ def main() -> None:
     with_cuda = wants_cuda(options.cuda, has_nvcc=_nvcc() is not None)
     if with_cuda:
         print(f"with the CUDA encoder, by nvcc {nvcc_release()}", flush=True)
-    versions = chosen(options.pythons.split(), OWN, available())
+    versions = chosen(options.pythons.split(), RUNNING, available())
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("deltacheck-*.whl"), *folder.glob("deltacheck-*.tar.gz")):
-        old.unlink()
+    for earlier in (*folder.glob("deltacheck-*.whl"), *folder.glob("deltacheck-*.tar.gz")):
+        earlier.unlink()
     source = build_source(folder, options.tools)
     work = options.tools.parent
     settings = {
@@ -78,16 +78,18 @@ def wants_cuda(wish: str, *, has_nvcc: bool) -> bool:
     return has_nvcc and wish != "OFF"
 
 
-def chosen(wishes: list[str], own: str, present: Collection[str]) -> list[str]:
+def chosen(wishes: list[str], running: str, present: Collection[str]) -> list[str]:
     """Return the Pythons to build with: one for each wheel, in order.
 
     Args:
         wishes: Versions that were asked for. Empty: 3.11, the first of the stable ABI that is
-            present, and ``own``.
-        own: Version of the running Python.
+            present, and ``running``.
+        running: Version of the Python that runs this program.
         present: Versions that are on this machine.
     """
-    versions = wishes or [version for version in KNOWN if version in present or version == own]
+    versions = wishes or [
+        version for version in KNRUNNING if version in present or version == running
+    ]
     ordered = sorted(set(versions), key=_parsed)
     stable = [version for version in ordered if _parsed(version) >= STABLE]
     return [version for version in ordered if version not in stable[1:]]
@@ -96,7 +98,7 @@ def chosen(wishes: list[str], own: str, present: Collection[str]) -> list[str]:
 def available() -> list[str]:
     """Return the Pythons on this machine for which a wheel can be built or tested."""
     versions = []
-    for version in KNOWN:
+    for version in KNRUNNING:
         with contextlib.suppress(SystemExit):
             find_python(version)
             versions.append(version)
@@ -105,13 +107,13 @@ def available() -> list[str]:
 
 def size_problem(name: str, size: int, *, with_cuda: bool) -> str:
     """Return one sentence if a wheel is too large, and an empty text otherwise."""
-    most = MOST_BYTES[with_cuda]
-    if size <= most:
+    limit = MOST_BYTES[with_cuda]
+    if size <= limit:
         return ""
     kind = "with" if with_cuda else "without"
     return (
         f"{name} has {size / 2**20:.1f} MiB, and a wheel {kind} the CUDA encoder may have"
-        f" {most >> 20} MiB"
+        f" {limit >> 20} MiB"
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_kit.build import REPOSITORY, find_python, pip_of
-from tests.wheels.build import OWN, available
+from tests.wheels.build import RUNNING, available
 
 SMOKE = Path(__file__).with_name("smoke.py")
 
@@ -54,8 +54,8 @@ def accepts(wheel: str, version: str) -> bool:
     """Return whether a Python takes a wheel of this name."""
     tag, abi = wheel.split("-")[2:4]
     oldest = (int(tag[2]), int(tag[3:]))
-    own = tuple(map(int, version.split(".")))
-    return own >= oldest if abi == "abi3" else own == oldest
+    python = tuple(map(int, version.split(".")))
+    return python >= oldest if abi == "abi3" else python == oldest
 
 
 def difference(report: Mapping[str, Any], editable: Mapping[str, Any]) -> str:
@@ -64,9 +64,9 @@ def difference(report: Mapping[str, Any], editable: Mapping[str, Any]) -> str:
     if not shared:
         return "no framework is installed in both environments, so no file was compared"
     for name in sorted(shared):
-        ours, theirs = report["digests"][name], editable["digests"][name]
-        for file in sorted(ours.keys() | theirs.keys()):
-            if ours.get(file) != theirs.get(file):
+        digests, expected = report["digests"][name], editable["digests"][name]
+        for file in sorted(digests.keys() | expected.keys()):
+            if digests.get(file) != expected.get(file):
                 return f"{name}: {file} differs from the editable build's"
     return ""
 
@@ -79,15 +79,15 @@ def try_wheel(wheel: Path, version: str, work: Path) -> dict[str, Any]:
     """
     folder = work / f"venv-{version}"
     pip = pip_of(find_python(version), folder)
-    own = version == OWN
+    has_frameworks = version == RUNNING
     command = [*pip, "install", "--quiet", "--constraint", str(REPOSITORY / "constraints.txt")]
-    subprocess.run([*command, str(wheel) if own else f"{wheel}[jax]"], check=True)
+    subprocess.run([*command, str(wheel) if has_frameworks else f"{wheel}[jax]"], check=True)
     python = str(folder / "bin/python")
-    if own:
+    if has_frameworks:
         [site] = folder.glob("lib/python*/site-packages")
         (site / "frameworks.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {"PATH": str(folder / "bin"), "HOME": str(work), "LANG": "C.UTF-8"}
-    report = smoke(python, work, environment, ["torch", "jax"] if own else ["jax"])
+    report = smoke(python, work, environment, ["torch", "jax"] if has_frameworks else ["jax"])
     if not Path(report["package"]).is_relative_to(folder):
         sys.exit(f"the smoke suite has imported {report['package']}, not the wheel")
     shutil.rmtree(folder)

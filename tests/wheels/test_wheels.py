@@ -18,7 +18,7 @@ from tests.wheels.check import accepts, difference
 
 
 @pytest.mark.parametrize(
-    ("wishes", "own", "present", "expected"),
+    ("wishes", "running", "present", "expected"),
     [
         ([], "3.11", ["3.11", "3.12", "3.13"], ["3.11", "3.12"]),
         ([], "3.13", ["3.13"], ["3.13"]),
@@ -28,9 +28,9 @@ from tests.wheels.check import accepts, difference
     ],
 )
 def test_one_wheel_of_the_stable_abi_is_built(
-    wishes: list[str], own: str, present: list[str], expected: list[str]
+    wishes: list[str], running: str, present: list[str], expected: list[str]
 ) -> None:
-    assert chosen(wishes, own, present) == expected
+    assert chosen(wishes, running, present) == expected
 
 
 @pytest.mark.parametrize(("wish", "nvcc"), [("AUTO", True), ("on", True), ("auto", False)])
