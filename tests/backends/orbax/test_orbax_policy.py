@@ -20,24 +20,26 @@ from deltacheck.backends.torch import load as load_as_torch
 RATE = 1e-5
 
 
+OPTIMIZER = optax.adamw(RATE, b1=0.9, b2=0.999)
+
+
+@jax.jit
+def step(state: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    leaves, shape = jax.tree.flatten(state["master"])
+    keys = jax.random.split(key, len(leaves))
+    noise = [0.1 + jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    updates, opt = OPTIMIZER.update(
+        jax.tree.unflatten(shape, noise), state["opt_state"], state["master"]
+    )
+    master = optax.apply_updates(state["master"], updates)
+    return {
+        "params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), master),
+        "master": master,
+        "opt_state": opt,
+    }
+
+
 def train(state: dict[str, Any], key: jax.Array, steps: int) -> dict[str, Any]:
-    optimizer = optax.adamw(RATE, b1=0.9, b2=0.999)
-
-    @jax.jit
-    def step(state: dict[str, Any], key: jax.Array) -> dict[str, Any]:
-        leaves, shape = jax.tree.flatten(state["master"])
-        keys = jax.random.split(key, len(leaves))
-        noise = [0.1 + jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        updates, opt = optimizer.update(
-            jax.tree.unflatten(shape, noise), state["opt_state"], state["master"]
-        )
-        master = optax.apply_updates(state["master"], updates)
-        return {
-            "params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), master),
-            "master": master,
-            "opt_state": opt,
-        }
-
     for k in jax.random.split(key, steps):
         state = step(state, k)
     return state
