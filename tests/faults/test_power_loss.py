@@ -21,7 +21,7 @@ from deltacheck.store.files.durability import Durability
 from tests.faults import cut, image, power, scenarios, shim
 from tests.faults.power import Op
 
-STATES = 120
+STATES = 60
 RECORDED = (
     "two-saves",
     "keep-last",
