@@ -231,9 +231,12 @@ def _summarize(unchanged: int, tables: dict[str, list[Row]]) -> str:
 
 def _print_tables(tables: dict[str, list[Row]]) -> None:
     path = Column("", "path", left=True)
-    array = (Column("TYPE", "dtype", left=True), Column("SHAPE", "shape", output.shape, left=True))
+    array = (
+        Column("TYPE", "dtype", left=True, rank=1),
+        Column("SHAPE", "shape", output.shape, left=True, rank=3),
+    )
     drift: tuple[Column, ...] = (
-        Column("CHANGED", "changed"),
+        Column("CHANGED", "changed", rank=2),
         Column("DENSITY", "density", output.share),
         Column("REL. L2", "relative_l2", output.number),
         Column("MAX |DIFF|", "max_abs", output.number),

@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 # Columns that ``ls`` and ``log`` share, so that both begin alike.
 _STEP = (
     Column("STEP", "step"),
-    Column("SEQ", "seq"),
+    Column("SEQ", "seq", rank=6),
     Column("ITEM", "item", left=True),
-    Column("TIME", "time", output.local_time, left=True),
+    Column("TIME", "time", output.local_time, left=True, rank=1),
     Column("TAGS", "tags", ", ".join, left=True),
 )
-_RAW = Column("RAW", "raw_bytes", output.size)
+_RAW = Column("RAW", "raw_bytes", output.size, rank=4)
 _CHANGE = (
-    Column("KEYFRAMES", "keyframes"),
-    Column("DELTAS", "deltas"),
-    Column("UNCHANGED", "unchanged"),
-    Column("DENSITY", "density", output.share),
+    Column("KEYFRAMES", "keyframes", rank=5),
+    Column("DELTAS", "deltas", rank=5),
+    Column("UNCHANGED", "unchanged", rank=5),
+    Column("DENSITY", "density", output.share, rank=1),
 )
 _WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
-_REASON = Column("DECISION", "stage_reason", left=True)
+_REASON = Column("DECISION", "stage_reason", left=True, rank=3)
 _REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
 _MERGED = Column("MERGED", "merged_bytes", output.size)
@@ -151,7 +151,7 @@ def log(
             # The tables are whole, but an index that they name is damaged.
             row |= _change_row(None) | {"causes": None, "problem": str(error)}
         rows.append(row)
-    since_column = Column("SINCE", "seconds_since_previous", output.seconds)
+    since_column = Column("SINCE", "seconds_since_previous", output.seconds, rank=2)
     columns: tuple[Column, ...]
     if by_class:
         columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
@@ -515,22 +515,22 @@ def _print_step(
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),
-        Column("LEAVES", "leaves"),
-        Column("TIED TO", "tied_to", left=True),
-        Column("TYPE", "dtype", left=True),
-        Column("SHAPE", "shape", output.shape, left=True),
-        _RAW,
+        Column("LEAVES", "leaves", rank=1),
+        Column("TIED TO", "tied_to", left=True, rank=3),
+        Column("TYPE", "dtype", left=True, rank=2),
+        Column("SHAPE", "shape", output.shape, left=True, rank=2),
+        _RAW._replace(rank=1),
         Column("CONTRACT", "contract", left=True),
-        Column("DERIVED", "derived", left=True),
+        Column("DERIVED", "derived", left=True, rank=4),
         Column("MEASURED", "measured", output.number),
         Column("ALLOWED", "limit", left=True),
         Column("AS OF", "from_step"),
         Column("AGE", "age_steps"),
-        Column("KIND", "kind", left=True),
-        Column("DEPTH", "chain_depth"),
-        Column("DENSITY", "density", output.share),
-        Column("TILES", "tiles"),
-        Column("RANKS", "ranks", _format_ranges),
+        Column("KIND", "kind", left=True, rank=5),
+        Column("DEPTH", "chain_depth", rank=6),
+        Column("DENSITY", "density", output.share, rank=3),
+        Column("TILES", "tiles", rank=5),
+        Column("RANKS", "ranks", _format_ranges, rank=5),
     )
     # Most states have none of these, and the table is wide enough without them.
     optional = (

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple, TextIO, TypeAlias
+from typing import Literal, NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
 from deltacheck.evaluate.workload import NoWorkload
@@ -56,12 +56,15 @@ class Column(NamedTuple):
         key: Key of the row's value.
         cell: Function that formats the value.
         left: If true, the column is aligned left, for texts; else right, for numbers.
+        rank: If a terminal is too narrow for the table, columns of the highest rank are left out
+            first. Those of rank 0 stay, and texts among them are wrapped.
     """
 
     title: str
     key: str
     cell: Callable[..., str] = str
     left: bool = False
+    rank: int = 0
 
 
 # Set once for each run, before the line is parsed. Progress bars and warnings are printed far from
@@ -129,8 +132,8 @@ def plain(value: object) -> object:
 def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
     """Print rows as a table, with a dash for ``None``.
 
-    On a terminal, cells are wrapped to its width. Elsewhere lines are as long as they need to be,
-    so that ``grep`` and ``cut`` see whole rows.
+    On a terminal, columns are left out and texts are wrapped to fit its width. Elsewhere lines are
+    as long as they need to be, so that ``grep`` and ``cut`` see whole rows.
     """
     # The columns are walked once for each row, so an iterator would be used up by the first one.
     columns = list(columns)
@@ -155,18 +158,63 @@ def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
         sys.stdout.write("  ".join(padded).rstrip() + "\n")
 
 
-def _print_rich_table(columns: Sequence[Column], cells: Iterable[Sequence[str]]) -> None:
+_GAP = 3  # characters between two columns on a terminal
+
+
+def _print_rich_table(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.title, justify="left" if column.left else "right", overflow="fold")
-    for row in cells:
-        table.add_row(*row)
     # Text from disk must never be interpreted as Rich markup.
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    console = Console(markup=False, emoji=False, highlight=False)
+    kept = columns_within(console.width, columns, cells)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index in kept:
+        column = columns[index]
+        # Only texts that may be long are wrapped.
+        is_text = column.left and column.rank == 0
+        least = None if is_text else _width(index, columns, cells)
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        table.add_column(column.title, justify=justify, overflow="fold", min_width=least)
+    for row in cells:
+        table.add_row(*(row[index] for index in kept))
+    console.print(table)
+    missing = [column.title for index, column in enumerate(columns) if index not in kept]
+    if missing:
+        console.print(f"left out at this width (`| cat` prints all): {', '.join(missing)}")
+
+
+def columns_within(
+    width: int, columns: Sequence[Column], cells: Sequence[Sequence[str]]
+) -> list[int]:
+    """Return the indices of the columns that fit a terminal.
+
+    Args:
+        width: Width of the terminal in characters.
+        columns: All columns.
+        cells: The texts of each row.
+
+    Returns:
+        Indices in the order of the columns.
+    """
+    kept = list(range(len(columns)))
+    needed = [_width(index, columns, cells) for index in kept]
+    # Texts of rank 0, such as paths, remain readable if they are wrapped to 40 characters.
+    needed = [
+        min(characters, 40) if column.left and column.rank == 0 else characters
+        for characters, column in zip(needed, columns, strict=True)
+    ]
+    while sum(needed[index] for index in kept) + _GAP * (len(kept) - 1) > width:
+        last = max(reversed(kept), key=lambda index: columns[index].rank)
+        if columns[last].rank == 0:
+            break
+        kept.remove(last)
+    return kept
+
+
+def _width(index: int, columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
+    return max(len(columns[index].title), *(len(row[index]) for row in cells), 0)
 
 
 def print_line(text: str) -> None:

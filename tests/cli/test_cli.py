@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from deltacheck.cli.output import Column, columns_within
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore import export
 from deltacheck.store.files.storage import take_lease
@@ -579,6 +580,44 @@ def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
     assert b"reading" not in done.stdout
     quiet = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert b"reading" not in quiet.stderr
+
+
+def test_tables_fit_the_terminal_and_name_the_columns_that_they_leave_out(
+    run: Run, deltacheck_: Command
+) -> None:
+    for command in (["log"], ["show"], ["diff", "0", "25"]):
+        ours, theirs = pty.openpty()
+        line = [sys.executable, "-m", "deltacheck.cli", command[0], str(run.root), *command[1:]]
+        environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
+        subprocess.run(line, stdout=theirs, timeout=60, check=True, env=environment)
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):
+            while more := os.read(ours, 65536):
+                seen += more
+        os.close(ours)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", seen.decode()).splitlines()
+        tables = [line for line in lines if "   " in line or "──" in line]
+        assert len(tables) >= 3, command
+        assert max(map(len, tables)) <= 80, command
+        left_out = [line for line in lines if line.startswith("left out")]
+        assert left_out, command
+        # No column vanishes unnamed.
+        whole = deltacheck_(command[0], run.root, *command[1:]).out.splitlines()
+        headings = [line for line in whole if line.isupper()]
+        titles = {title for line in headings for title in re.split(" {2,}", line.strip())}
+        assert titles
+        for title in titles:
+            assert title in "\n".join(lines), (command, title)
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"), [(1000, "ABC"), (48, "ABC"), (47, "AB"), (37, "A"), (10, "A")]
+)
+def test_the_columns_of_the_highest_rank_are_left_out_first(width: int, titles: str) -> None:
+    columns = [Column("A", "a", left=True), Column("B", "b", rank=1), Column("C", "c", rank=2)]
+    kept = columns_within(width, columns, [["a" * 30, "12345", "1234567"]])
+    assert "".join(columns[index].title for index in kept) == titles
 
 
 # --- export ---------------------------------------------------------------------------------------
