@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[int], object]  # receives the decoded bytes of e
 
 # https://github.com/huggingface/safetensors#format: the types whose elements take whole bytes. A
 # narrower type takes one byte for each element in our memory, but is packed in safetensors.
-_SAFETENSORS = {
+SAFETENSORS_TYPES = {
     "bool": "BOOL",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
@@ -52,7 +52,7 @@ _SAFETENSORS = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
-_SAFETENSORS_HEADER_BYTES = 100_000_000  # readers refuse a longer header
+SAFETENSORS_HEADER_BYTES = 100_000_000  # readers refuse a longer header
 # Suffix of an npz entry that holds the type of another entry, if NumPy lacks this type.
 _DTYPE_NOTE = ".dtype"
 
@@ -149,6 +149,43 @@ def shapes(manifest: Manifest, keys: Mapping[str, str]) -> dict[str, tuple[int, 
     return {key: shape for key, shape in tagged.items() if shape is not None}
 
 
+def safetensors_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the bytes of a safetensors file before its data.
+
+    Args:
+        tensors: Element type, shape and bytes of each tensor, in the order of the data.
+        metadata: The metadata of the file.
+
+    Raises:
+        UnsupportedLeaf: The format does not have an element type, or the header would be too long.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for key, (dtype, shape, size) in tensors.items():
+        if dtype not in SAFETENSORS_TYPES or key == "__metadata__":
+            raise UnsupportedLeaf(
+                f"leaf {key!r} of type {dtype} cannot be put into a safetensors file; leave it out,"
+                " or choose npz"
+            )
+        header[key] = {
+            "dtype": SAFETENSORS_TYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, begin + size],
+        }
+        begin += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format begins the data at a multiple of 8 bytes and allows spaces before it.
+    text += b" " * (-len(text) % 8)
+    # Checked before the first write, so that no file is left that readers would refuse.
+    if len(text) > SAFETENSORS_HEADER_BYTES:
+        raise UnsupportedLeaf(
+            f"a safetensors file cannot name {len(tensors)} leaves; export them in groups"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_safetensors(
     file: BinaryIO,
     leaves: Mapping[str, Leaf],
@@ -172,33 +209,19 @@ def write_safetensors(
     ordered = dict(
         sorted(leaves.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0]))
     )
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    begin = 0
-    for key, leaf in ordered.items():
-        spec = leaf.spec
-        if spec.dtype not in _SAFETENSORS or key == "__metadata__":
-            raise UnsupportedLeaf(
-                f"leaf {spec.path!r} of type {spec.dtype} cannot be put into a safetensors file;"
-                " leave it out, or choose npz"
-            )
-        end = begin + spec.raw_bytes
-        shape = (shapes or {}).get(key, spec.shape)
-        header[key] = {
-            "dtype": _SAFETENSORS[spec.dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # The format begins the data at a multiple of 8 bytes and allows spaces before it.
-    text += b" " * (-len(text) % 8)
-    # Checked before the first write, so that no file is left that readers would refuse.
-    if len(text) > _SAFETENSORS_HEADER_BYTES:
-        raise UnsupportedLeaf(
-            f"a safetensors file cannot name {len(leaves)} leaves; export them in groups"
+    file.write(
+        safetensors_header(
+            {
+                key: (
+                    leaf.spec.dtype,
+                    (shapes or {}).get(key, leaf.spec.shape),
+                    leaf.spec.raw_bytes,
+                )
+                for key, leaf in ordered.items()
+            },
+            metadata,
         )
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
+    )
     for _, piece in stream(ordered, progress):
         file.write(piece.data)
 

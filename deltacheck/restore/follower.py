@@ -334,7 +334,7 @@ class Follower:
             )
             digest = manifest.digest_of(path) or digest_of(spec, data)
             self._leaves[path] = _Leaf(spec, data, None, digest)
-            positions = None if before is None else _changed_elements(spec, before, data)
+            positions = None if before is None else changed_elements(spec, before, data)
             _note(changes, spec, positions, data.view(spec.element.numpy), digest, None)
         return changes
 
@@ -373,7 +373,7 @@ class Follower:
                 )
             values = self._bytes_of(self._leaves[path])
             if path in recut:
-                positions = _changed_elements(spec, recut[path], values)
+                positions = changed_elements(spec, recut[path], values)
             _note(changes, spec, positions, values.view(spec.element.numpy), "", tiling)
         return changes
 
@@ -435,7 +435,7 @@ class _Leaf(NamedTuple):
     mark: object
 
 
-def _changed_elements(
+def changed_elements(
     spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
     """Return the elements that differ in a bit; ``None`` if a list of them saves no memory."""
@@ -453,7 +453,7 @@ def _changed_in_tiles(
     tiling: Tiles,
     contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]],
 ) -> NDArray[np.int64] | None:
-    """Return the elements that differ, as ``_changed_elements`` does, for a leaf in tiles.
+    """Return the elements that differ, as ``changed_elements`` does, for a leaf in tiles.
 
     Args:
         contents: The content before and after of the tiles whose digests differ, by number.

@@ -117,7 +117,10 @@ def model_keys(manifest: Manifest, patterns: Sequence[str] = (), strip: str = ""
         patterns, strip = (MODEL + "*",), strip or MODEL
     keys = select(manifest, patterns, strip)
     if not keys:
-        raise StepNotFound(f"step {manifest.step} has no array that a model could be made of")
+        raise StepNotFound(
+            f"step {manifest.step} has no array that a model could be made of;"
+            " name the weights with --leaves"
+        )
     weights = {unquote(key): owner for key, owner in keys.items()}
     return ModelKeys(weights, files)
 
@@ -153,13 +156,13 @@ def write_model(
         UnsupportedLeaf: safetensors lacks an element type, or a file is too long.
         Damaged, ChainBroken: The step is not whole.
     """
-    copies = {} if files_from is None else _files_of(files_from)
+    copies = {} if files_from is None else files_of(files_from)
     with _new_folder(path) as folder, damage.named(root, manifest):
         leaves = resolve(root, manifest, keys.weights)
         flat_shapes = shapes(manifest, keys.weights)
         sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
-        groups = _groups(sizes, shard_size)
-        shards = _shard_names(len(groups))
+        groups = shard_groups(sizes, shard_size)
+        shards = shard_names(len(groups))
         for name, group in zip(shards, groups, strict=True):
             with new_file(folder / name) as file:
                 write_safetensors(
@@ -174,22 +177,24 @@ def write_model(
             }
             with new_file(folder / (WEIGHTS[0] + INDEX_SUFFIX)) as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-        _write_kept(folder, root, manifest, keys.files, copies)
-        for name, source in copies.items():
-            with _nested_file(folder, name) as file, source.open("rb") as original:
-                shutil.copyfileobj(original, file)
-        names = tuple(sorted({*copies, *keys.files}))
+        names = write_description(folder, root, manifest, keys.files, copies)
         file_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Written(tuple(shards), names, file_bytes)
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder that describe a model, by name.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        UnsupportedLeaf: A file is too long.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(folder))
     return {file.relative_to(folder).as_posix(): file for file in description_files(folder)}
 
 
-def _groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
+def shard_groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
     """Return the tensors of each shard, in order of their names."""
     groups: list[list[str]] = [[]]
     used = 0
@@ -202,22 +207,37 @@ def _groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
     return groups
 
 
-def _shard_names(count: int) -> list[str]:
+def shard_names(count: int) -> list[str]:
+    """Return the names of the files of weights, in order."""
     if count == 1:
         return [WEIGHTS[0]]
     stem, suffix = os.path.splitext(WEIGHTS[0])
     return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
 
 
-def _write_kept(
+def write_description(
     folder: Path,
     root: Root,
     manifest: Manifest,
     files: Mapping[str, str],
-    replaced: Mapping[str, Path],
-) -> None:
-    """Write the files that a step keeps, but for those that are replaced."""
-    owners = {name: owner for name, owner in files.items() if name not in replaced}
+    copies: Mapping[str, Path],
+) -> tuple[str, ...]:
+    """Write the files that describe a model.
+
+    Args:
+        folder: The folder of the model.
+        root: The root.
+        manifest: The step.
+        files: Name of a file -> leaf path of its content.
+        copies: Name of a file -> a file to copy, in place of one of the step.
+
+    Returns:
+        The names of the files, ascending.
+
+    Raises:
+        Damaged: A file of the step is damaged, too long, or would lie outside the folder.
+    """
+    owners = {name: owner for name, owner in files.items() if name not in copies}
     for name, owner in owners.items():
         # A name with a part ``..`` describes no model.
         if PurePosixPath(name).is_absolute():
@@ -235,6 +255,10 @@ def _write_kept(
         with _nested_file(folder, name) as file:
             for _, piece in stream({name: leaf}):
                 file.write(piece.data)
+    for name, source in copies.items():
+        with _nested_file(folder, name) as file, source.open("rb") as original:
+            shutil.copyfileobj(original, file)
+    return tuple(sorted({*copies, *files}))
 
 
 @contextlib.contextmanager

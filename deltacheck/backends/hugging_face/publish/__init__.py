@@ -1,0 +1,1 @@
+"""Publish the weights of a run as a folder of versions that inference engines pull."""
