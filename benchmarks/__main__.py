@@ -28,6 +28,7 @@ BENCHMARKS = {
     "history": "benchmarks.history",
     "compression": "benchmarks.compression",
     "dedupe": "benchmarks.dedupe",
+    "publish": "benchmarks.publish",
     "blocking": "benchmarks.blocking",
     "leaf_counts": "benchmarks.leaf_counts",
     "saving": "benchmarks.saving",

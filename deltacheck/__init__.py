@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deltacheck.backends.hugging_face.publish.publisher import Publisher
+    from deltacheck.backends.hugging_face.publish.receiver import Receiver
     from deltacheck.backends.profiler import Profiler
     from deltacheck.leaf.limits import Limits
     from deltacheck.leaf.spec import LeafReport, LeafSpec, SaveReport
@@ -43,6 +45,8 @@ _PUBLIC = {
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",
+    "Publisher": "deltacheck.backends.hugging_face.publish.publisher",
+    "Receiver": "deltacheck.backends.hugging_face.publish.receiver",
     "SaveHandle": "deltacheck.save.handle",
     "SaveReport": "deltacheck.leaf.spec",
     "Update": "deltacheck.restore.follower",
@@ -66,6 +70,8 @@ __all__ = [
     "Policy",
     "Profile",
     "Profiler",
+    "Publisher",
+    "Receiver",
     "SaveHandle",
     "SaveReport",
     "Update",

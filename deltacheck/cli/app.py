@@ -82,6 +82,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "import": copies.import_files,
         "branch": copies.branch,
         "mirror": copies.mirror,
+        "publish": copies.publish,
     },
     "Plan and measure": {
         "profile": profiling.profile,

@@ -1,4 +1,4 @@
-"""Commands that copy steps: ``export`` or ``restore``, ``import``, ``branch`` and ``mirror``."""
+"""Commands that copy: ``export``, ``restore``, ``import``, ``branch``, ``mirror``, ``publish``."""
 
 from __future__ import annotations
 
@@ -584,3 +584,114 @@ def mirror(
         output.print_json({"source": str(source), "target": str(target), "copied": count})
     else:
         output.print_line(f"{target}: {count} steps copied")
+
+
+def publish(  # noqa: PLR0913 - one argument per option
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The root of the run.")],
+    to: Annotated[
+        Path,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="The folder of versions: new, empty, or with versions of the same run.",
+        ),
+    ],
+    once: Annotated[
+        bool, typer.Option("--once", help="Publish the present steps, and end.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="End after this long without a new step. Default: never.",
+        ),
+    ] = None,
+    poll: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            metavar="SECONDS",
+            help=(
+                "Time between two looks for a new step. Shorter: versions appear earlier; longer:"
+                " fewer calls to the storage."
+            ),
+        ),
+    ] = 0.2,
+    newest_only: Annotated[
+        bool,
+        typer.Option(
+            "--newest-only",
+            help="Skip steps that were saved since the last version: fewer bytes, not every step.",
+        ),
+    ] = False,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="Begin with a full version. It is the remedy for a damaged version."
+        ),
+    ] = False,
+    full_every: Annotated[
+        int,
+        typer.Option(
+            "--full-every",
+            min=1,
+            metavar="N",
+            help=(
+                "The most versions from one full version to the next. Larger: fewer bytes;"
+                " smaller: late receivers read less."
+            ),
+        ),
+    ] = 20,
+    leaves: Leaves = None,
+    strip: Annotated[
+        str,
+        typer.Option(
+            "--strip", metavar="PREFIX", help="Remove PREFIX from names that begin with it."
+        ),
+    ] = "",
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            "--files",
+            metavar="FOLDER",
+            help=(
+                "Copy configuration and tokenizer of FOLDER to full versions. Default: those that"
+                " the step keeps."
+            ),
+        ),
+    ] = None,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of each step as a version that inference engines pull.
+
+    A version holds what has changed since the one before. Takes no lock on the run.
+    """
+    from deltacheck.backends.hugging_face.publish.publisher import Publisher
+    from deltacheck.backends.hugging_face.publish.version_folder import Version
+
+    def report(version: Version) -> None:
+        kind = "full" if version.base is None else f"changes since version {version.base}"
+        if not as_json:
+            output.print_line(
+                f"version {version.number}: step {version.step}, {kind}"
+                f" ({output.size(version.file_bytes)})"
+            )
+
+    options = {"leaves": leaves or (), "strip": strip, "files": files, "item": item}
+    with Publisher(run, to, full_every=full_every, **options) as publisher:  # type: ignore[arg-type]
+        versions = []
+        if full and (version := publisher.poll(full=True)) is not None:
+            versions.append(version)
+            report(version)
+        versions += publisher.run(
+            poll_seconds=poll,
+            timeout=0 if once else timeout,
+            newest_only=newest_only,
+            on_version=report,
+        )
+    if as_json:
+        output.print_json({"run": run, "to": str(to), "versions": [asdict(v) for v in versions]})
+    elif not versions:
+        output.print_line(f"{to}: nothing new to publish")

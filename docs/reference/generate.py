@@ -49,6 +49,8 @@ HOW_TO = {
     "deltacheck.Policy": "policies.md",
     "deltacheck.Profile": "profile.md",
     "deltacheck.Profiler": "profile.md",
+    "deltacheck.Publisher": "publish.md",
+    "deltacheck.Receiver": "publish.md",
     "deltacheck.finish_on_signal": "preemption.md",
     "deltacheck.follow": "follow.md",
     "deltacheck.backends.torch.DeltaStorageReader": "dcp.md",

@@ -7,15 +7,18 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from deltacheck.backends.hugging_face import model_export
-from deltacheck.backends.hugging_face.publish import layout
-from deltacheck.backends.hugging_face.publish.layout import (
+from deltacheck.backends.hugging_face.publish import version_folder
+from deltacheck.backends.hugging_face.publish.held_weights import HeldWeights
+from deltacheck.backends.hugging_face.publish.new_steps import NewSteps
+from deltacheck.backends.hugging_face.publish.receiver import Receiver
+from deltacheck.backends.hugging_face.publish.version_folder import (
     INDEX,
     PRIVATE,
     DigestingFile,
@@ -23,27 +26,20 @@ from deltacheck.backends.hugging_face.publish.layout import (
     Tensor,
     Version,
 )
-from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.codec import frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, RootBusy, UnsupportedFormat
+from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.external_errors import typed
-from deltacheck.leaf.spec import batches
 from deltacheck.restore import damage
-from deltacheck.restore.chain import Held
 from deltacheck.restore.export import safetensors_header, shapes
-from deltacheck.restore.resolve import resolve_leaves
-from deltacheck.restore.values import load_leaves
-from deltacheck.store import layout as root_layout
+from deltacheck.store import layout
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.lock.lease import LocalLease
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import StepRef, open_root, open_segments
-from deltacheck.store.segment import Segment
+from deltacheck.store.root import open_root
 
-# Leaves that are read together. Larger: fewer calls, but more memory beside the copy.
-_BATCH_BYTES = 256 << 20
 # The most bytes of a file of weights. Larger: fewer files; smaller: receivers take less memory.
 _SHARD_BYTES = 10**9
 # Full versions that are kept, with the deltas after them. A receiver that reads the older one is
@@ -99,12 +95,8 @@ class Publisher:
         self._full_every = full_every
         self._lease = _claim(self._folder, storage.full_name(self._root.path))
         self._newest: Version | None = None
-        self._seq = -1
-        # Manifests that were listed when nothing newer was left.
-        self._listed: list[storage.Place] = []
-        # Unreadable manifests whose errors were raised. They must not block the steps after them.
-        self._reported: set[storage.Place] = set()
-        self._forget()
+        self._steps = NewSteps(self._root)
+        self._held = HeldWeights(self._root)
         with self._released_on_error():
             _remove_leftovers(self._folder)
             self._history = _history(self._folder)
@@ -118,7 +110,7 @@ class Publisher:
     def close(self) -> None:
         """Give the folder back; more than once does nothing."""
         self._lease.release()
-        self._forget()
+        self._held.forget()
 
     def run(
         self,
@@ -182,7 +174,7 @@ class Publisher:
         self._lease.check()
         if self._newest is None and not full:
             self._newest = self._read_newest()
-        reference = self._next(newest_only or full, again=full)
+        reference = self._steps.next(newest_only or full, repeat=full)
         if reference is None:
             return None
         try:
@@ -191,24 +183,17 @@ class Publisher:
             return None  # deleted since it was listed
         try:
             # Set before the version is written: after an error the next call goes on.
-            self._seq = manifest.seq
+            self._steps.seq = manifest.seq
             with damage.named(self._root, manifest):
                 version = self._publish(manifest, full)
         except BaseException:
             # The copy may be that of the step, and not of the newest version.
-            self._forget()
+            self._held.forget()
             raise
         self._newest = version
         self._history[version.number] = version
         self._remove_old()
         return version
-
-    def _forget(self) -> None:
-        """Discard the copy of the newest version."""
-        self._tensors: dict[str, Tensor] = {}
-        self._marks: dict[str, object] = {}
-        self._stored: dict[str, Held] = {}
-        self._segments: list[Segment] = []
 
     @contextlib.contextmanager
     def _released_on_error(self) -> Iterator[None]:
@@ -221,55 +206,37 @@ class Publisher:
     def _read_newest(self) -> Version | None:
         if not self._history:
             return None
-        newest = layout.read_index(self._folder, max(self._history)).version
-        self._seq = max(self._seq, newest.seq)
+        newest = version_folder.read_index(self._folder, max(self._history)).version
+        self._steps.seq = max(self._steps.seq, newest.seq)
         return newest
-
-    def _next(self, newest_only: bool, again: bool) -> StepRef | None:
-        paths = self._root.manifest_paths()
-        if paths == self._listed and not again:
-            return None
-        checkpoints, damaged = self._root.read_all()
-        newer = [ref for ref in checkpoints if ref.seq > self._seq]
-        last = max((paths.index(r.manifest_path) for r in checkpoints), default=-1)
-        for path in sorted(damaged.keys() - self._reported):
-            self._reported.add(path)
-            # An unreadable manifest may be the newest step. An older one is not of interest.
-            if path in paths[last + 1 :]:
-                raise damaged[path]
-        if again and not newer:
-            newer = checkpoints[-1:]
-        if len(newer) <= 1 or newest_only or self._seq < 0:
-            self._listed = paths
-        if not newer:
-            return None
-        return newer[-1] if newest_only or self._seq < 0 else newer[0]
 
     def _publish(self, manifest: Manifest, full: bool) -> Version:
         keys = model_export.model_keys(manifest, self._leaves, self._strip)
         flat = shapes(manifest, keys.weights)
         specs = {name: manifest.spec(owner) for name, owner in keys.weights.items()}
         types = {name: (spec.dtype, flat.get(name, spec.shape)) for name, spec in specs.items()}
-        number = max(self._history, default=0) + 1
+        held, number = self._held, max(self._history, default=0) + 1
         is_full = full or self._is_full_due(number)
-        if not is_full and not self._tensors:
+        if not is_full and not held.tensors:
             receiver = Receiver(self._folder)
             receiver.poll(number - 1)
-            self._tensors = {
+            held.tensors = {
                 name: Tensor(array.dtype.name, array.shape, array.reshape(-1).view(np.uint8))
                 for name, array in receiver.tensors.items()
             }
-        is_full = is_full or types != {name: t[:2] for name, t in self._tensors.items()}
+        is_full = is_full or types != {name: t[:2] for name, t in held.tensors.items()}
         if is_full:
-            self._tensors = {n: t for n, t in self._tensors.items() if types.get(n) == t[:2]}
+            held.tensors = {n: t for n, t in held.tensors.items() if types.get(n) == t[:2]}
         with _new_version(self._folder, number) as path:
             writer = _Writer(path, None if is_full else number - 1)
-            for name, before, now in self._read(manifest, keys.weights, types):
+            for name, before, now in held.read(manifest, keys.weights, types):
                 if not is_full and before is not None:
                     writer.add_change(name, before, now)
             if is_full or writer.is_too_long:
+                writer.discard()
                 writer = _Writer(path, None)
-                for name, tensor in self._tensors.items():
+                # Wide elements come first, so that each tensor is aligned.
+                for name, tensor in sorted(held.tensors.items(), key=_width_and_name):
                     writer.add_tensor(name, tensor)
             base = writer.base
             tensors, files = writer.finish()
@@ -277,7 +244,7 @@ class Publisher:
                 names = model_export.write_description(
                     path, self._root, manifest, keys.files, self._copies
                 )
-                files |= {name: layout.digest((path / name).read_bytes()) for name in names}
+                files |= {name: version_folder.digest((path / name).read_bytes()) for name in names}
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             version = Version(number, base, manifest.step, manifest.seq, size)
             first = {owner: name for name, owner in reversed(keys.weights.items())}
@@ -293,48 +260,11 @@ class Publisher:
         if full is None or number - full >= self._full_every:
             return True
         # A late receiver reads the full version and all deltas: then a new one is less to read.
-        since = sum(v.file_bytes for n, v in self._history.items() if v is not None and n > full)
+        delta_bytes = sum(
+            v.file_bytes for n, v in self._history.items() if v is not None and n > full
+        )
         newest = self._history[full]
-        return newest is not None and since > newest.file_bytes
-
-    def _read(
-        self,
-        manifest: Manifest,
-        weights: Mapping[str, str],
-        types: Mapping[str, tuple[str, tuple[int, ...]]],
-    ) -> Iterator[tuple[str, U8 | None, U8]]:
-        """Read the leaves that may have changed into the copy.
-
-        Yields:
-            Name, bytes before (``None`` without any) and bytes now.
-        """
-        names: dict[str, list[str]] = {}
-        for name, owner in weights.items():
-            names.setdefault(owner, []).append(name)
-        stale = [
-            owner
-            for owner, tied in names.items()
-            if self._marks.get(owner, "") != manifest.mark_of(owner)
-            or not all(name in self._tensors for name in tied)
-        ]
-        segments = open_segments(self._root, manifest)
-        for owners in batches(stale, lambda owner: manifest.spec(owner).raw_bytes, _BATCH_BYTES):
-            leaves = resolve_leaves(self._root, manifest, owners, held=self._stored)
-            chains: dict[str, U8] = {}
-            loaded = load_leaves(leaves, stored=chains)
-            self._stored |= {
-                path: Held(data, manifest.stored[path].digest) for path, data in chains.items()
-            }
-            for owner in owners:
-                data = loaded[owner].data
-                data.flags.writeable = False
-                self._marks[owner] = manifest.mark_of(owner)
-                for name in names[owner]:
-                    before = self._tensors.get(name)
-                    self._tensors[name] = Tensor(*types[name], data)
-                    yield name, None if before is None else before.data, data
-        # Held, so that those that the next step shares are not opened again.
-        self._segments = segments
+        return newest is not None and delta_bytes > newest.file_bytes
 
     def _remove_old(self) -> None:
         """Remove the versions before the oldest full one that is kept."""
@@ -345,7 +275,7 @@ class Publisher:
             # Renamed first, so that no reader sees a part of it.
             removed = self._folder / PRIVATE / f"removed-{secrets.token_hex(4)}"
             with contextlib.suppress(FileNotFoundError):
-                layout.version_path(self._folder, number).rename(removed)
+                version_folder.version_path(self._folder, number).rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
             del self._history[number]
 
@@ -385,19 +315,19 @@ class _Writer:
         if self.is_too_long:
             return
         frame = np.frombuffer(frames.compress(difference), np.uint8)
-        self._add(name, ("uint8", (frame.size,)), frame, layout.digest(now))
+        self._add(name, ("uint8", (frame.size,)), frame, version_folder.digest(now))
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add a whole tensor."""
-        self._add(name, tensor[:2], tensor.data, layout.digest(tensor.data))
+        self._add(name, tensor[:2], tensor.data, version_folder.digest(tensor.data))
 
     def _add(
-        self, name: str, described: tuple[str, tuple[int, ...]], data: U8, checksum: str
+        self, name: str, dtype_and_shape: tuple[str, tuple[int, ...]], data: U8, checksum: str
     ) -> None:
         if self._shard.content and self._bytes + data.size > _SHARD_BYTES:
             self._flush()
         self._shard.content[name] = data
-        self._shard.types[name] = (*described, data.size)
+        self._shard.types[name] = (*dtype_and_shape, data.size)
         self._bytes += data.size
         self.checksums[name] = checksum
 
@@ -420,6 +350,11 @@ class _Writer:
         self._files.append((path, file.digest, list(self._shard.content)))
         self._shard, self._bytes = _Shard({}, {}), 0
 
+    def discard(self) -> None:
+        """Remove the files."""
+        for path, _, _ in self._files:
+            path.unlink()
+
     def finish(self) -> tuple[dict[str, str], dict[str, str]]:
         """Write the rest; return the file of each tensor, and the digest of each file."""
         if self._shard.content:
@@ -432,6 +367,10 @@ class _Writer:
             tensors |= dict.fromkeys(names, file)
             files[file] = digest
         return tensors, files
+
+
+def _width_and_name(item: tuple[str, Tensor]) -> tuple[int, str]:
+    return -dtype_named(item[1].dtype).item_bytes, item[0]
 
 
 def _claim(folder: Path, run: str) -> LocalLease:
@@ -447,7 +386,7 @@ def _claim(folder: Path, run: str) -> LocalLease:
         raise NotACheckpointRoot(
             f"{folder} is not empty and has no published versions; name a folder that is new"
         )
-    (private / root_layout.CONTROL).mkdir(parents=True, exist_ok=True)
+    (private / layout.CONTROL).mkdir(parents=True, exist_ok=True)
     try:
         lease = LocalLease(private)
     except RootBusy as error:
@@ -455,9 +394,9 @@ def _claim(folder: Path, run: str) -> LocalLease:
             f"another process publishes to {folder} ({error}). End it, or publish to another folder"
         ) from None
     try:
-        owner = layout.read_identity(folder)
+        owner = version_folder.read_identity(folder)
         if owner is None:
-            layout.write_identity(folder, run)
+            version_folder.write_identity(folder, run)
             sync_directory(folder)
         elif owner != run:
             raise NotACheckpointRoot(
@@ -479,9 +418,9 @@ def _remove_leftovers(folder: Path) -> None:
 def _history(folder: Path) -> dict[int, Version | None]:
     """Return the versions by number; ``None``: its index is damaged."""
     history: dict[int, Version | None] = {}
-    for number in layout.numbers(folder):
+    for number in version_folder.numbers(folder):
         try:
-            history[number] = layout.read_index(folder, number).version
+            history[number] = version_folder.read_index(folder, number).version
         except (Damaged, UnsupportedFormat):
             history[number] = None
     return history
@@ -495,7 +434,7 @@ def _new_version(folder: Path, number: int) -> Iterator[Path]:
     try:
         yield temporary
         sync_directory(temporary)
-        temporary.rename(layout.version_path(folder, number))
+        temporary.rename(version_folder.version_path(folder, number))
         sync_directory(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,8 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.backends.hugging_face.publish import layout
-from deltacheck.backends.hugging_face.publish.layout import FULL_REMEDY, Index, Tensor, Version
+from deltacheck.backends.hugging_face.publish import version_folder
+from deltacheck.backends.hugging_face.publish.version_folder import (
+    FULL_REMEDY,
+    Index,
+    Tensor,
+    Version,
+)
 from deltacheck.codec import frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, StepNotFound
@@ -43,7 +48,7 @@ class Receiver:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
-        layout.require_identity(self._folder)
+        version_folder.require_identity(self._folder)
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._ties: Mapping[str, str] = {}
@@ -94,7 +99,7 @@ class Receiver:
         raise AssertionError
 
     def _poll(self, number: int | None) -> Update | None:
-        published = layout.numbers(self._folder)
+        published = version_folder.numbers(self._folder)
         if number is not None and number not in published:
             raise StepNotFound(
                 f"{self._folder} has no version {number}; it has"
@@ -106,8 +111,8 @@ class Receiver:
         if self._version is not None and target == self._version.number:
             return None
         chain = self._chain(target)
-        whole = chain[0].version.base is None
-        tensors, ties = ({}, chain[0].ties) if whole else (dict(self._tensors), self._ties)
+        is_full = chain[0].version.base is None
+        tensors, ties = ({}, chain[0].ties) if is_full else (dict(self._tensors), self._ties)
         for index in chain:
             self._apply(index, tensors)
         update = self._update(chain[-1].version, tensors, ties)
@@ -122,25 +127,26 @@ class Receiver:
         chain: list[Index] = []
         number: int | None = target
         while number is not None and (self._version is None or number != self._version.number):
-            chain.append(layout.read_index(self._folder, number))
+            chain.append(version_folder.read_index(self._folder, number))
             number = chain[-1].version.base
         return chain[::-1]
 
     def _apply(self, index: Index, tensors: dict[str, Tensor]) -> None:
-        path = layout.version_path(self._folder, index.version.number)
-        held: set[str] = set()
+        path = version_folder.version_path(self._folder, index.version.number)
+        names: set[str] = set()
         for file in sorted(set(index.tensors.values())):
-            for name, stored in layout.read_tensors(path / file, index.files[file]).items():
+            contents = version_folder.read_tensors(path / file, index.files[file])
+            for name, content in contents.items():
                 if index.tensors.get(name) != file:
                     raise _damaged(index, path / file, name, "is not in its index")
-                held.add(name)
+                names.add(name)
                 if index.version.base is None:
-                    fresh = stored._replace(data=stored.data.copy())
+                    fresh = content._replace(data=content.data.copy())
                 elif name in tensors:
-                    fresh = _changed(index, path / file, name, stored.data, tensors[name])
+                    fresh = _changed(index, path / file, name, content.data, tensors[name])
                 else:
                     raise _damaged(index, path / file, name, "is in no version before")
-                digest = layout.digest(fresh.data)
+                digest = version_folder.digest(fresh.data)
                 if digest != index.checksums[name]:
                     raise _damaged(
                         index,
@@ -150,15 +156,15 @@ class Receiver:
                     )
                 fresh.data.flags.writeable = False
                 tensors[name] = fresh
-        if missing := sorted(index.tensors.keys() - held):
+        if missing := sorted(index.tensors.keys() - names):
             raise _damaged(index, path, missing[0], "is in no file")
 
     def _update(
         self, version: Version, tensors: Mapping[str, Tensor], ties: Mapping[str, str]
     ) -> Update:
         before = self._tensors
-        layout_before = {name: t[:2] for name, t in before.items()}
-        is_whole = layout_before != {name: t[:2] for name, t in tensors.items()}
+        types_before = {name: t[:2] for name, t in before.items()}
+        is_whole = types_before != {name: t[:2] for name, t in tensors.items()}
         changes = {}
         for name, tensor in tensors.items():
             if ties.get(name, name) != name:
@@ -175,8 +181,8 @@ class Receiver:
                 values = values[positions]
             changes[spec.path] = LeafChange(spec, positions, values, digest_of(spec, tensor.data))
         names = {escape_key(name): escape_key(ties.get(name, name)) for name in tensors}
-        since = None if is_whole or self._version is None else self._version.step
-        return Update(version.step, version.seq, since, changes, names, {})
+        last_step = None if is_whole or self._version is None else self._version.step
+        return Update(version.step, version.seq, last_step, changes, names, {})
 
 
 def _changed(index: Index, file: Path, name: str, frame: U8, before: Tensor) -> Tensor:

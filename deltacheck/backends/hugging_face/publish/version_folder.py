@@ -33,7 +33,7 @@ FULL_REMEDY = (
 )
 _IDENTITY = "publish.json"
 _FORMAT = 1
-_OWN = "deltacheck"  # our part of the metadata of an index
+_EXTENSION = "deltacheck"  # our part of the metadata of an index
 _NAME = re.compile(r"weight_v(\d{6,15})\Z")
 _MAX_INDEX_BYTES = 64 << 20
 _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
@@ -79,7 +79,7 @@ class Index:
     def encoded(self) -> bytes:
         """Return the bytes of the index file."""
         version = self.version
-        own = {
+        extension = {
             "format": _FORMAT,
             "step": version.step,
             "seq": version.seq,
@@ -91,7 +91,7 @@ class Index:
         metadata: dict[str, Any] = {
             "version": f"{version.number:06d}",
             "checksum_format": CHECKSUM,
-            _OWN: own,
+            _EXTENSION: extension,
         }
         if version.base is None:
             # Loaders of Hugging Face expect it.
@@ -104,7 +104,7 @@ class Index:
                 "compression_format": "zstd",
             }
         document = {"metadata": metadata, "weight_map": dict(self.tensors)}
-        own["digest"] = _digest_of(document)
+        extension["digest"] = _digest_of(document)
         return json.dumps(document, sort_keys=True).encode() + b"\n"
 
 
@@ -192,17 +192,17 @@ def read_index(folder: Path, number: int) -> Index:
 
 def _parsed(document: Any, number: int) -> Index:
     metadata = document["metadata"]
-    if _OWN not in metadata:
+    if _EXTENSION not in metadata:
         raise UnsupportedFormat(
             f"version {number} was not published by deltacheck; publish to a folder of its own"
         )
-    own = metadata[_OWN]
-    if own["format"] != _FORMAT:
+    extension = metadata[_EXTENSION]
+    if extension["format"] != _FORMAT:
         raise UnsupportedFormat(
-            f"version {number} has format {own['format']!r}, this version of deltacheck reads"
+            f"version {number} has format {extension['format']!r}, this version of deltacheck reads"
             f" {_FORMAT}; use a newer version"
         )
-    expected = own.pop("digest")
+    expected = extension.pop("digest")
     actual = _digest_of(document)
     if actual != expected:
         raise ValueError(f"its digest is {actual}, expected is {expected}")
@@ -211,15 +211,15 @@ def _parsed(document: Any, number: int) -> Index:
     base = int(metadata["base_version"]) if "delta_encoding" in metadata else None
     if base is not None and base != number - 1:
         raise ValueError(f"it continues version {base}")
-    for name in own["files"]:
+    for name in extension["files"]:
         # A folder may come from anybody, and no file may lie outside it.
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise ValueError(f"it names {name!r}, which is no file of its folder")
-    tensors, checksums, files = document["weight_map"], own["checksums"], own["files"]
+    tensors, checksums, files = document["weight_map"], extension["checksums"], extension["files"]
     if not set(tensors.values()) <= files.keys() or tensors.keys() != checksums.keys():
         raise ValueError("it lacks a digest")
-    version = Version(number, base, own["step"], own["seq"], own["file_bytes"])
-    return Index(version, tensors, checksums, files, own["ties"])
+    version = Version(number, base, extension["step"], extension["seq"], extension["file_bytes"])
+    return Index(version, tensors, checksums, files, extension["ties"])
 
 
 def _digest_of(document: Any) -> str:
