@@ -172,7 +172,8 @@ def test_what_changes_cannot_express_is_a_full_version(
     assert update is not None
     assert update.since is None
     run.check(receiver)
-    # A tensor that is too long for a frame, behind one that is not.
+    # A tensor that is too long for a frame, behind two that are not, in files of their own.
+    run.weights["frozen"].view(torch.int16)[0] ^= 1
     with monkeypatch.context() as patched:
         patched.setattr(frames, "MAX_FRAME_BYTES", 300)
         patched.setattr(publishing, "_SHARD_BYTES", 1)

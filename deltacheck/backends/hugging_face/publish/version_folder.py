@@ -110,7 +110,7 @@ class Index:
 
 def digest(data: bytes | U8) -> str:
     """Return the xxh3-128 digest of some bytes, in hexadecimal."""
-    return str(xxhash.xxh3_128_hexdigest(data))
+    return str(xxhash.xxh3_128_hexdigest(data if isinstance(data, bytes) else data.data))
 
 
 def version_path(folder: Path, number: int) -> Path:
