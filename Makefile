@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test grain-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -85,6 +85,15 @@ trl-test: $(VENV)/.stamp-install build/trl/.stamp  ## kill and resume TRL's trai
 build/trl/.stamp: constraints.txt | $(VENV)/.stamp-install
 	rm -rf $(@D)
 	$(PIP) install --quiet --no-deps --target $(@D)/site-packages $(PINNED) trl datasets dill multiprocess pandas pyarrow
+	touch $@
+
+grain-test: $(VENV)/.stamp-install build/grain/.stamp  ## save and resume JAX runs with the place of a grain iterator in each step, killed, too (half a minute)
+	PYTHONPATH="$(CURDIR)/build/grain/packages" $(BIN)/pytest -n 0 -k grain tests/evaluate/test_examples.py tests/backends/orbax/test_training_libraries.py $(ARGS)
+
+# Not in .venv: 16 MB for two tests. Its other requirements are Orbax's, too.
+build/grain/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D)/packages $(PINNED) grain array-record cloudpickle portpicker
 	touch $@
 
 # Trials of `make damage-test`.

@@ -131,7 +131,7 @@ def tree_differences(
     Args:
         manifest, target, arrays, partly, omitted: As in ``match_targets``.
         skipped: The places of ``None`` in the target that stand for any leaf. ``None``: only arrays
-            are compared, and not numbers and text.
+            are compared, and not numbers and text. Numbers of two types are no difference.
 
     Returns:
         The messages. Each has the path of the leaf and the values of both trees.
@@ -144,6 +144,11 @@ def tree_differences(
     saved, requested = scalars(manifest.tree), scalars(target.skeleton)
     if skipped is not None:
         surplus |= requested.keys() - saved.keys() - skipped
+        surplus |= {
+            path
+            for path, value in requested.items()
+            if path in saved and _is_text_and_number(value, saved[path])
+        }
         missing |= saved.keys() - requested.keys()
     missing = {path for path in missing if not partly and path not in omitted}
     if not surplus and not missing:
@@ -228,6 +233,12 @@ def _difference(path: str, side: _Side, other: _Side) -> str:
             f" ({other.leaves[twin]}): a key is an integer in one and text in the other"
         )
     return f"leaf {path!r} of {side.name} is not in {other.name} ({value} in {side.name})"
+
+
+def _is_text_and_number(value: object, other: object) -> bool:
+    """Return ``True`` if one of two scalars is text or bytes, and the other one of another type."""
+    kinds = {type(value), type(other)}
+    return len(kinds) > 1 and not kinds.isdisjoint((str, bytes)) and type(None) not in kinds
 
 
 def _text_of(leaf: ArrayLeaf | LeafSpec) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
 from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
-from deltacheck.errors import Damaged, RankFailed
+from deltacheck.errors import Damaged, RankFailed, TreeMismatch
 from deltacheck.policy import Policy
 from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
@@ -107,9 +107,30 @@ def like(on: Mesh, specs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {"arrays": arrays, "key": key, "host": np.zeros(5, int), "n": 0}
 
 
-def check(state: dict[str, Any], n: int) -> None:
+# Dtypes to cast arrays to, by name.
+CASTS = {"rows": jnp.bfloat16, "odd": np.float32, "one": np.float16}
+
+
+def narrow(on: Mesh, specs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a target with other dtypes than the state has."""
+    target = like(on, specs)
+    for name, dtype in CASTS.items():
+        target["arrays"][name] = target["arrays"][name].update(dtype=dtype)
+    return {**target, "host": np.zeros(5, np.float16), "n": 0.0}
+
+
+def check_narrow(state: dict[str, Any], n: int) -> None:
+    """Require what a cast to ``narrow`` makes of update ``n``."""
+    check(state, n, CASTS)
+    assert state["host"].dtype == np.float16
+    assert type(state["n"]) is float
+
+
+def check(state: dict[str, Any], n: int, casts: Mapping[str, Any] = {}) -> None:
     """Every shard that lies here has the values of update ``n``, bit for bit."""
     for name, values in numbers(n).items():
+        values = values.astype(casts.get(name, values.dtype))
+        assert state["arrays"][name].dtype == values.dtype
         for shard in state["arrays"][name].addressable_shards:
             assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), (
                 name,
@@ -157,6 +178,12 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
     start(rank, size, port)
     told: dict[str, Any] = {}
     policy = Policy.exact(max_restore_ratio=None)  # rows change everywhere, at every save
+    for processes in ({"primary_host": 1}, {"active_processes": {0}}):
+        options = ocp.CheckpointManagerOptions(
+            multiprocessing_options=ocp.options.MultiprocessingOptions(**processes)
+        )
+        with pytest.raises(ValueError, match="process 0 commits"):
+            manager(root, options)
     with manager(
         root, ocp.CheckpointManagerOptions(max_to_keep=2), policy=policy, grace_seconds=0
     ) as m:
@@ -196,6 +223,15 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
         state["arrays"]["rows"] = state["arrays"]["rows"] / 2
         state["arrays"]["rows"].block_until_ready()
         m.save(6, args=DeltaSaveArgs(state))
+        m.wait_until_finished()
+        target = narrow(mesh(2, 2), GRID)
+        with pytest.raises(TreeMismatch, match="cast=True"):
+            m.restore(6, args=DeltaRestoreArgs(target))
+        state = m.restore(6, args=DeltaRestoreArgs(target, cast=True))
+        check_narrow(state, 4)
+        m.save(7, args=DeltaSaveArgs(state))  # continues from a step of other dtypes
+        m.wait_until_finished()
+        check_narrow(m.restore(7, args=DeltaRestoreArgs(target)), 4)
     # Whole, in this process.
     alone = load(root, 6, shardings=jax.local_devices()[0])
     assert all(

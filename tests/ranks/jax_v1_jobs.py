@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from deltacheck import Profiler
 from deltacheck.backends.orbax import DeltaSaveArgs, manager, v1
-from deltacheck.errors import RankFailed, SaveFailed
+from deltacheck.errors import RankFailed, SaveFailed, TreeMismatch
 from deltacheck.policy import Policy
 from deltacheck.save.job.save_job import SaveJob
 from tests.ranks import jax_run
@@ -132,6 +132,14 @@ def fail_in_one(rank: int, size: int, port: int, root: str) -> dict[str, str]:
         part.pytree.loading.partial_load = True
         with part:
             assert checkpointer.load(3, target)["arrays"]["rows"].sharding == grid
+        narrow = jax_run.narrow(mesh, jax_run.ROWS)
+        with pytest.raises(TreeMismatch, match="cast=True"):
+            checkpointer.load(3, narrow)
+    with v1.context(root, cast=True), ocp.training.Checkpointer(root) as checkpointer:
+        loaded = checkpointer.load(3, narrow)
+        jax_run.check_narrow(loaded, 3)
+        assert checkpointer.save(4, loaded)  # continues from a step of other dtypes
+        jax_run.check_narrow(checkpointer.load(4), 3)
     base = ocp.Context()
     base.multiprocessing.primary_host = 1
     with (

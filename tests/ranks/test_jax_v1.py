@@ -51,7 +51,10 @@ def test_a_failure_of_one_process_is_raised_in_all_and_the_next_save_goes_well(
     for messages in launch(jax_v1_jobs.fail_in_one, 2, str(tmp_path / "root")):
         assert "no space left" in messages["disk"]
         assert "leaf 'host', a NumPy array, is another on process 1" in messages["array"]
-    assert deltacheck.open(tmp_path / "root").steps() == [0, 3]
+    root = deltacheck.open(tmp_path / "root")
+    assert root.steps() == [0, 3, 4]
+    assert root.restore(4)["arrays"]["rows"].dtype == "bfloat16"
+    assert root.verify(deep=True) == []
 
 
 def test_all_processes_save_the_same_step_if_one_of_them_is_about_to_be_taken_away(

@@ -1701,7 +1701,9 @@ def test_an_item_of_plain_orbax_is_refused_clearly(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as mngr:
         mngr.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
     with manager(tmp_path) as mngr:
-        with pytest.raises(NotACheckpointRoot, match=r"by plain Orbax.*deltacheck import NEW"):
+        with pytest.raises(
+            NotACheckpointRoot, match=r"plain Orbax.*v1\.context\(root\).*deltacheck import"
+        ):
             mngr.restore(0, args=DeltaRestoreArgs())
         save(mngr, 1, small_state(1))
         with pytest.raises(NotACheckpointRoot, match="was not saved with DeltaSaveArgs"):

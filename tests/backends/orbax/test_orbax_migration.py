@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import gc
+import re
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,8 +144,12 @@ def test_a_folder_that_does_not_exist_is_not_created_without_create(
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def test_other_items_of_a_step_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [ocp.CheckpointManager, manager])
+def test_other_items_of_a_step_are_kept(tmp_path: Path, make: Any) -> None:
     args, tree = ocp.args, state(1)
+    save, restore = args.StandardSave, args.StandardRestore
+    if make is manager:
+        save, restore = DeltaSaveArgs, DeltaRestoreArgs
     saves = {
         "json": args.JsonSave({"epoch": [1, "a"]}),
         "array": args.ArraySave(jnp.arange(3)),
@@ -159,10 +166,10 @@ def test_other_items_of_a_step_are_kept(tmp_path: Path) -> None:
         "standard": args.StandardRestore(tree),
         "pytree": args.PyTreeRestore(tree),
     }
-    with manager(tmp_path) as mngr:
-        mngr.save(0, args=args.Composite(state=DeltaSaveArgs(tree), **saves))
-    with manager(tmp_path) as mngr:
-        restored = mngr.restore(0, args=args.Composite(state=DeltaRestoreArgs(), **restores))
+    with make(tmp_path) as mngr:
+        mngr.save(0, args=args.Composite(state=save(tree), **saves))
+    with make(tmp_path) as mngr:
+        restored = mngr.restore(0, args=args.Composite(state=restore(), **restores))
         assert restored["json"] == {"epoch": [1, "a"]}
         assert (restored["array"] == jnp.arange(3)).all()
         assert (jax.random.key_data(restored["key"]) == jnp.array([0, 1])).all()
@@ -196,6 +203,70 @@ def test_arguments_of_orbax_that_cannot_be_followed_are_refused_with_a_remedy(
         DeltaRestoreArgs(state(0), strict=False)
 
 
+def test_arguments_that_are_refused_have_an_effect_in_orbax(tmp_path: Path) -> None:
+    args, tree = ocp.args, state(0)
+    half, here = np.dtype("float16"), SingleDeviceSharding(jax.devices()[-1])
+    with ocp.CheckpointManager(tmp_path / "pytree") as mngr:
+        casts = {"w": ocp.SaveArgs(dtype=half), "n": ocp.SaveArgs()}
+        mngr.save(0, args=args.PyTreeSave(tree, save_args=casts))
+        mngr.wait_until_finished()
+        assert mngr.restore(0, args=args.PyTreeRestore())["w"].dtype == half
+        renamed = args.PyTreeRestore(
+            {"v": jnp.zeros(4)},
+            restore_args={"v": ocp.ArrayRestoreArgs()},
+            transforms={"v": ocp.Transform(original_key="w")},
+        )
+        assert mngr.restore(0, args=renamed)["v"].tolist() == [0, 1, 2, 3]
+    with ocp.CheckpointManager(tmp_path / "standard") as mngr:
+        mngr.save(0, args=args.StandardSave(tree))
+        mngr.wait_until_finished()
+        for values in ([0, 1, 2, 3, 0, 0], [0, 1]):
+            target = {"w": jnp.zeros(len(values)), "n": 0}
+            restored = mngr.restore(0, args=args.StandardRestore(target, strict=False))
+            assert restored["w"].tolist() == values
+        for options in ({"support_layout": True}, {"fallback_sharding": here}):
+            restored = mngr.restore(0, args=args.StandardRestore(tree, **options))
+            assert restored["w"].tolist() == [0, 1, 2, 3]
+    with ocp.CheckpointManager(tmp_path / "json") as mngr:
+        mngr.save(0, args=args.JsonSave({"a": 1}))
+        mngr.wait_until_finished()
+        assert mngr.restore(0, args=args.JsonRestore()) == {"a": 1}
+
+
+@pytest.mark.parametrize("make", [ocp.CheckpointManager, manager])
+def test_a_failed_save_is_raised_by_the_next_and_the_one_after_works(
+    tmp_path: Path, make: Any
+) -> None:
+    failures = [OSError("no space left")]
+
+    class Failing(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+        async def finalize(self) -> None:
+            if failures:
+                raise failures.pop()
+            await super().finalize()
+
+    with make(tmp_path, options=Options(temporary_path_class=Failing)) as mngr:
+        assert mngr.save(0, args=ocp.args.StandardSave(state(0)))
+        with pytest.raises(Exception, match="no space left"):
+            mngr.save(1, args=ocp.args.StandardSave(state(1)))
+        assert mngr.save(2, args=ocp.args.StandardSave(state(2)))
+        mngr.wait_until_finished()
+    with make(tmp_path) as mngr:
+        assert mngr.all_steps() == [2]
+        assert mngr.restore(2, args=ocp.args.StandardRestore(state(0)))["n"] == 2
+
+
+@pytest.mark.parametrize("make", [ocp.CheckpointManager, manager])
+def test_deleted_steps_are_moved_to_a_full_path_on_object_stores_only(
+    tmp_path: Path, make: Any
+) -> None:
+    options = Options(max_to_keep=1, todelete_full_path="trash", enable_async_checkpointing=False)
+    with make(tmp_path, options=options) as mngr:
+        mngr.save(0, args=ocp.args.StandardSave(state(0)))
+        with pytest.raises(NotImplementedError):
+            mngr.save(1, args=ocp.args.StandardSave(state(1)))
+
+
 # --- types ----------------------------------------------------------------------------------------
 
 
@@ -207,6 +278,32 @@ def _pytree(target: Any, **options: Any) -> Any:
 class Pair(NamedTuple):
     left: Any
     right: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Unnamed:
+    """A node whose children have no names."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def tree_flatten(self) -> Any:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Unnamed:
+        return cls(*children)
+
+
+class Color(Enum):
+    RED = 1
 
 
 HANDLERS = {
@@ -225,13 +322,73 @@ def through(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any
     """Saves a tree with a checkpointer, and returns what comes back for a target."""
     handler, save, restore = HANDLERS[request.param]
 
+    saved: list[Any] = []
+
     def run(tree: Any, target: Any, **options: Any) -> Any:
         with ocp.Checkpointer(handler()) as checkpointer:
-            checkpointer.save(tmp_path / "run_1", args=save(tree), force=True)
+            if not any(tree is other for other in saved):
+                checkpointer.save(tmp_path / "run_1", args=save(tree), force=True)
+                saved[:] = [tree]
             return checkpointer.restore(tmp_path / "run_1", args=restore(target, **options))
 
+    run.kind = request.param  # type: ignore[attr-defined]
     run.is_ours = request.param == "deltacheck"  # type: ignore[attr-defined]
     return run
+
+
+def test_a_target_gives_its_types_and_containers(through: Any) -> None:
+    tree = {
+        "leaves": {"a": jnp.ones(2), "h": np.arange(2), "i": 3, "f": 2.5, "b": True, "n": None},
+        "empty": [{}, []],
+        "nodes": [Pair(jnp.ones(1), 3), Point(jnp.ones(1), 2), Unnamed(jnp.ones(1), 1)],
+        "others": {7: (1, [2])},
+    }
+    target = jax.tree.map(lambda x: x * 0 if hasattr(x, "shape") else type(x)(), tree)
+    restored = through(tree, {**target, "others": {7: [0, (0,)]}})
+    assert restored.pop("others") == {7: [1, (2,)]}
+    del tree["others"]
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+        assert type(leaf) is type(expected)
+        assert np.array_equal(leaf, expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_text_is_kept_except_by_the_standard_handler_of_orbax(through: Any) -> None:
+    tree = {"text": "abc", "w": jnp.ones(1)}
+    if through.kind == "standard":
+        assert "Unsupported type" in refusal(partial(through, tree, tree))
+        drop_coroutines()
+        return
+    assert through(tree, {**tree, "text": ""})["text"] == "abc"
+    assert through(tree, None)["text"] == "abc"
+
+
+def test_a_target_of_key_data_gets_the_data(through: Any) -> None:
+    key = jax.random.key(3)
+    data = jax.random.key_data(key)
+    tree = {"key": key, "host": key, "data": data}
+    target = {"key": jnp.zeros(2, jnp.uint32), "host": np.zeros(2, np.uint32), "data": key}
+    restored = through(tree, target)
+    is_key = {name: "key<" in str(leaf.dtype) for name, leaf in restored.items()}
+    # Orbax looks at the saved leaf alone, if the target is a JAX array.
+    assert is_key == {"key": not through.is_ours, "host": False, "data": through.is_ours}
+    for name, leaf in restored.items():
+        assert np.array_equal(jax.random.key_data(leaf) if is_key[name] else leaf, data)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_numbers_of_another_type_are_rounded_by_orbax_only(through: Any) -> None:
+    tree = {"a": jnp.float32(2.5), "x": 3.5, "s": np.int64(5)}
+    restored = through(tree, {"a": 0, "x": 0, "s": 0})
+    if not through.is_ours:
+        assert [(type(leaf), leaf) for leaf in restored.values()] == [(int, 2), (int, 5), (int, 3)]
+        assert "Unsupported type" in refusal(partial(through, tree, {**tree, "s": np.int64(0)}))
+        drop_coroutines()
+        return
+    assert isinstance(restored["a"], jax.Array)
+    assert (restored["a"], restored["x"], restored["s"]) == (2.5, 3.5, 5)
+    assert type(restored["s"]) is type(through(tree, {**tree, "s": np.int64(0)})["s"]) is np.int64
 
 
 def test_a_target_decides_between_jax_numpy_and_typed_keys(through: Any) -> None:
@@ -289,8 +446,11 @@ def test_without_a_target_tuples_integer_keys_and_numpy_scalars_are_kept(
     through: Any,
 ) -> None:
     tree = {"t": (1, jnp.ones(2)), "s": np.int64(5), "k": {7: jnp.ones(1)}, "n": None, "e": {}}
-    restored = through({**tree, "p": Pair(1, 2.5)}, None)
+    nodes = {"p": Pair(1, 2.5), "d": Point(1, 2), "u": Unnamed(1, 2)}
+    restored = through({**tree, **nodes}, None)
     assert restored["p"] == {"left": 1, "right": 2.5}
+    assert restored["d"] == {"x": 1, "y": 2}
+    assert restored["u"] == ({0: 1, 1: 2} if through.is_ours else [1, 2])
     assert restored["n"] is None
     assert restored["e"] == {}
     # Orbax records none of these types.
@@ -341,36 +501,39 @@ def test_another_shape_is_refused(through: Any) -> None:
     drop_coroutines()
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_other_leaves_are_refused_with_path_and_both_values(through: Any) -> None:
+    tree, ones = {"a": jnp.ones(3), "n": 3}, jnp.ones(3)
+    cases = [
         (
             {"a": {"x": 0}, "n": 3},
             r"'a' is float32\[3\] in step 1, a subtree in the target .*'a/x'",
         ),
         ({"n": 3}, r"'a' of step 1 is not in the target \(float32\[3\] in step 1\)"),
         ({"a": 0, "b": "x"}, "'b' of the target is not in step 1 \\('x' in the target\\)"),
+        ({"a": ones, "n": 3, "z": 1}, r"'z' of the target is not in step 1 \(1 in the target\)"),
         ({"a": "x", "n": 3}, r"'a' is float32\[3\] in step 1, 'x' in the target"),
-        ({"a": jnp.ones(3), "n": {1: 3}}, "'n' is 3 in step 1, a subtree in the target"),
-    ],
-)
-def test_other_leaves_are_refused_with_path_and_both_values(
-    tmp_path: Path, target: Any, message: str
-) -> None:
-    with ocp.Checkpointer(DeltaCheckpointHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "run_1", args=DeltaSaveArgs({"a": jnp.ones(3), "n": 3}))
-        with pytest.raises(TreeMismatch, match=f"leaf {message}"):
-            checkpointer.restore(tmp_path / "run_1", args=DeltaRestoreArgs(target))
+        ({"a": 0, "n": 3}, r"'a' is float32\[3\] in step 1, 0 in the target"),
+        ({"a": ones, "n": {1: 3}}, "'n' is 3 in step 1, a subtree in the target"),
+        ({"a": ones, "n": "x"}, "'n' is 3 in step 1, 'x' in the target"),
+    ]
+    for target, message in cases:
+        text = refusal(partial(through, tree, target))
+        if through.is_ours:
+            assert re.match(f"TreeMismatch: leaf .*{message}", text), text
+    drop_coroutines()
 
 
 def test_keys_that_orbax_takes_with_a_target_only_are_refused(through: Any) -> None:
-    tree = {(1, 2): jnp.ones(3)}
-    if through.is_ours:
-        with pytest.raises(UnsupportedLeaf, match=r"\(1, 2\).*use text or integer keys"):
-            through(tree, tree)
-        return
-    assert [*through(tree, tree)] == [(1, 2)]
-    assert [*through(tree, None)] == ["(1, 2)"]
+    for key in ((1, 2), Color.RED, True, 2.5):
+        tree = {key: jnp.ones(3)}
+        if through.is_ours:
+            match = rf"{re.escape(repr(key))}.*use text or integer keys"
+            with pytest.raises(UnsupportedLeaf, match=match):
+                through(tree, tree)
+            continue
+        assert [*through(tree, tree)] == [key]
+        assert [*through(tree, None)] == [str(key)]
 
 
 def test_a_target_with_a_layout_is_refused(tmp_path: Path) -> None:

@@ -268,6 +268,37 @@ def test_a_killed_run_of_a_library_resumes_to_what_plain_orbax_gives(
         assert deltacheck.open(root, item=item).verify(deep=True) == []
 
 
+@pytest.mark.parametrize("kind", ["orbax", "deltacheck"])
+def test_an_iterator_of_grain_returns_to_the_place_of_its_step(tmp_path: Path, kind: str) -> None:
+    grain = pytest.importorskip("grain")
+    args = ocp.args
+    make = ocp.CheckpointManager if kind == "orbax" else manager
+
+    def numbers() -> Any:
+        return iter(grain.MapDataset.range(100).shuffle(3).repeat().batch(4).to_iter_dataset())
+
+    data, batches = numbers(), []
+    with make(tmp_path) as checkpoints:
+        for step in range(3):
+            state = {"sum": jnp.asarray(sum(batches))}
+            items = {
+                "state": args.StandardSave(state),
+                "data": grain.checkpoint.CheckpointSave(data),
+            }
+            checkpoints.save(step, args=args.Composite(**items))
+            batches.append(int(next(data).sum()))
+    data = numbers()
+    with make(tmp_path) as checkpoints:
+        for step in (2, 1):
+            items = {
+                "state": args.StandardRestore(state),
+                "data": grain.checkpoint.CheckpointRestore(data),
+            }
+            restored = checkpoints.restore(step, args=args.Composite(**items))
+            assert restored["state"]["sum"] == sum(batches[:step])
+            assert int(next(restored["data"]).sum()) == batches[step]
+
+
 def _saved_by_deltacheck(root: Path) -> bool:
     return (root / "deltacheck").exists()
 
