@@ -214,7 +214,7 @@ def command(*arguments: str, expected: tuple[int, ...] = (0,)) -> str:
     program = [sys.executable, "-m", "deltacheck.cli", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
     text = f"deltacheck {' '.join(arguments)} ended with status {done.returncode}: {done.stderr}"
-    require(done.returncode in expected, text)
+    require(done.returncode in expected and done.stdout != "", text)
     return done.stdout
 
 
