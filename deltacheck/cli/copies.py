@@ -41,6 +41,13 @@ class Format(StrEnum):
     HF = "hf"
 
 
+class Encoding(StrEnum):
+    """The encoding of changes that ``publish`` writes."""
+
+    SLIME = "slime"
+    COMPACT = "compact"
+
+
 # The first suffix of a format is used if no file is named.
 _SUFFIXES = {
     ".safetensors": Format.SAFETENSORS,
@@ -643,6 +650,16 @@ def publish(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = 20,
+    encoding: Annotated[
+        Encoding,
+        typer.Option(
+            "--encoding",
+            help=(
+                "slime: engines of slime, miles and vime read the versions. compact: fewer bytes,"
+                " for deltacheck.Receiver only."
+            ),
+        ),
+    ] = Encoding.SLIME,
     leaves: Leaves = None,
     strip: Annotated[
         str,
@@ -679,7 +696,13 @@ def publish(  # noqa: PLR0913 - one argument per option
                 f" ({output.size(version.file_bytes)})"
             )
 
-    options = {"leaves": leaves or (), "strip": strip, "files": files, "item": item}
+    options = {
+        "encoding": str(encoding),
+        "leaves": leaves or (),
+        "strip": strip,
+        "files": files,
+        "item": item,
+    }
     with Publisher(run, to, full_every=full_every, **options) as publisher:  # type: ignore[arg-type]
         versions = []
         if full and (version := publisher.poll(full=True)) is not None:

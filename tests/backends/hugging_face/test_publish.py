@@ -89,11 +89,12 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_receivers_have_every_version_bit_for_bit(run: Run) -> None:
+@pytest.mark.parametrize("encoding", ["slime", "compact"])
+def test_receivers_have_every_version_bit_for_bit(run: Run, encoding: str) -> None:
     served = {"weights": {n: torch.zeros_like(t) for n, t in run.weights.items()}}["weights"]
     served["head.weight"] = served["layers.0.weight"]
     run.save(1)
-    with run.publisher(full_every=3) as publisher:
+    with run.publisher(full_every=3, encoding=encoding) as publisher:
         assert publisher.poll().base is None
         follower, late = deltacheck.Receiver(run.to), deltacheck.Receiver(run.to)
         bases = []

@@ -44,7 +44,7 @@ class HeldWeights:
         manifest: Manifest,
         weights: Mapping[str, str],
         types: Mapping[str, tuple[str, tuple[int, ...]]],
-    ) -> Iterator[tuple[str, U8 | None, U8]]:
+    ) -> Iterator[tuple[str, U8 | None]]:
         """Read the leaves of a step that may have changed into the copy.
 
         Args:
@@ -53,7 +53,7 @@ class HeldWeights:
             types: Element type and shape of each tensor.
 
         Yields:
-            Name, bytes before (``None`` without any) and bytes now.
+            Name, and bytes before; ``None`` without any.
 
         Raises:
             Damaged: The step is damaged. ``ChainBroken`` is one kind of it.
@@ -84,6 +84,6 @@ class HeldWeights:
                 for name in names[owner]:
                     before = self.tensors.get(name)
                     self.tensors[name] = Tensor(*types[name], data)
-                    yield name, None if before is None else before.data, data
+                    yield name, None if before is None else before.data
         # Held, so that those that the next step shares are not opened again.
         self._segments = segments

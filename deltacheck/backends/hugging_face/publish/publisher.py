@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -19,14 +19,17 @@ from deltacheck.backends.hugging_face.publish.held_weights import HeldWeights
 from deltacheck.backends.hugging_face.publish.new_steps import NewSteps
 from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.backends.hugging_face.publish.version_folder import (
+    ENCODINGS,
     INDEX,
     PRIVATE,
+    WORDS,
+    XOR,
     DigestingFile,
     Index,
     Tensor,
     Version,
 )
-from deltacheck.codec import frames
+from deltacheck.codec import changed_words, frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, RootBusy, UnsupportedFormat
 from deltacheck.leaf.dtypes import dtype_named
@@ -65,6 +68,8 @@ class Publisher:
             the step keeps.
         full_every: The most versions from one full version to the next. Larger: fewer bytes;
             smaller: late receivers read less, and damage harms fewer versions.
+        encoding: ``"slime"``: the engines of slime, miles and vime read the versions.
+            ``"compact"``: fewer bytes, for ``Receiver`` only.
         item: The item of a ``CheckpointManager``'s steps, if they have several.
 
     Raises:
@@ -84,10 +89,14 @@ class Publisher:
         strip: str = "",
         files: str | os.PathLike[str] | None = None,
         full_every: int = 20,
+        encoding: Literal["slime", "compact"] = "slime",
         item: str | None = None,
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, not {full_every}")
+        if encoding not in ENCODINGS:
+            raise ValueError(f"encoding must be 'slime' or 'compact', not {encoding!r}")
+        self._encoding = ENCODINGS[encoding]
         self._root = open_root(run, item)
         self._folder = Path(storage.local(to, "a folder of published versions")).absolute()
         self._leaves, self._strip = tuple(leaves), strip
@@ -228,10 +237,10 @@ class Publisher:
         if is_full:
             held.tensors = {n: t for n, t in held.tensors.items() if types.get(n) == t[:2]}
         with _new_version(self._folder, number) as path:
-            writer = _Writer(path, None if is_full else number - 1)
-            for name, before, now in held.read(manifest, keys.weights, types):
+            writer = _Writer(path, None if is_full else number - 1, self._encoding)
+            for name, before in held.read(manifest, keys.weights, types):
                 if not is_full and before is not None:
-                    writer.add_change(name, before, now)
+                    writer.add_change(name, before, held.tensors[name])
             if is_full or writer.is_too_long:
                 writer.discard()
                 writer = _Writer(path, None)
@@ -249,7 +258,7 @@ class Publisher:
             version = Version(number, base, manifest.step, manifest.seq, size)
             first = {owner: name for name, owner in reversed(keys.weights.items())}
             ties = {n: first[o] for n, o in keys.weights.items() if base is None and first[o] != n}
-            index = Index(version, tensors, writer.checksums, files, ties)
+            index = Index(version, tensors, writer.checksums, files, ties, self._encoding)
             _write_file(path / INDEX, index.encoded())
         return version
 
@@ -293,10 +302,12 @@ class _Writer:
     Args:
         path: The folder of the version.
         base: The version that the changes are relative to; ``None``: whole tensors.
+        encoding: ``XOR`` or ``WORDS``.
     """
 
-    def __init__(self, path: Path, base: int | None) -> None:
+    def __init__(self, path: Path, base: int | None, encoding: str = XOR) -> None:
         self.base = base
+        self._encoding = encoding
         self.checksums: dict[str, str] = {}
         self.is_too_long = False
         self._path = path
@@ -305,16 +316,21 @@ class _Writer:
         # Files under temporary names, because a name has the number of files.
         self._files: list[tuple[Path, str, list[str]]] = []
 
-    def add_change(self, name: str, before: U8, now: U8) -> None:
+    def add_change(self, name: str, before: U8, tensor: Tensor) -> None:
         """Add the difference of a tensor, if there is any."""
-        difference = np.bitwise_xor(before, now)
-        if not difference.any():
+        now = tensor.data
+        if np.array_equal(before, now):
             return
-        if difference.size > frames.MAX_FRAME_BYTES:
+        if now.size > frames.MAX_FRAME_BYTES:
             self.is_too_long = True
         if self.is_too_long:
             return
-        frame = np.frombuffer(frames.compress(difference), np.uint8)
+        if self._encoding == WORDS:
+            word_bytes = dtype_named(tensor.dtype).word_bytes
+            content = changed_words.encode(before, now, word_bytes)
+        else:
+            content = frames.compress(np.bitwise_xor(before, now))
+        frame = np.frombuffer(content, np.uint8)
         self._add(name, ("uint8", (frame.size,)), frame, version_folder.digest(now))
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:

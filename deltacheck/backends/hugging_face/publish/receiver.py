@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from deltacheck.backends.hugging_face.publish import version_folder
 from deltacheck.backends.hugging_face.publish.version_folder import (
     FULL_REMEDY,
+    WORDS,
     Index,
     Tensor,
     Version,
 )
-from deltacheck.codec import frames
+from deltacheck.codec import changed_words, frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import escape_key
@@ -185,9 +187,12 @@ class Receiver:
         return Update(version.step, version.seq, last_step, changes, names, {})
 
 
-def _changed(index: Index, file: Path, name: str, frame: U8, before: Tensor) -> Tensor:
+def _changed(index: Index, file: Path, name: str, stored: U8, before: Tensor) -> Tensor:
     try:
-        difference = frames.decompress(frame, before.data.size)
+        if index.encoding == WORDS:
+            word_bytes = dtype_named(before.dtype).word_bytes
+            return before._replace(data=changed_words.decode(stored, before.data, word_bytes))
+        difference = frames.decompress(stored, before.data.size)
     except Damaged as error:
         raise _damaged(index, file, name, f"cannot be decoded ({error})") from error
     return before._replace(data=np.bitwise_xor(before.data, difference, out=difference))

@@ -25,7 +25,9 @@ from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPE
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
 CHECKSUM = "xxh3-128"
-ENCODING = "xor"
+# How a version of changes has them: as slime's receivers read it, or in fewer bytes.
+XOR, WORDS = "xor", "deltacheck-words"
+ENCODINGS = {"slime": XOR, "compact": WORDS}
 # The folder that receivers of other libraries do not look at: identity, lock, unfinished versions.
 PRIVATE = ".deltacheck"
 FULL_REMEDY = (
@@ -68,6 +70,7 @@ class Index:
         checksums: The digest of each of these tensors, as it is after the version.
         files: The digest of each file.
         ties: Tensors that share their memory in the run -> the first of them. Full versions only.
+        encoding: ``XOR`` or ``WORDS``; of no meaning in a full version.
     """
 
     version: Version
@@ -75,6 +78,7 @@ class Index:
     checksums: Mapping[str, str]
     files: Mapping[str, str]
     ties: Mapping[str, str] = field(default_factory=dict)
+    encoding: str = XOR
 
     def encoded(self) -> bytes:
         """Return the bytes of the index file."""
@@ -100,7 +104,7 @@ class Index:
             # The key ``delta_encoding`` tells a delta from a full version.
             metadata |= {
                 "base_version": f"{version.base:06d}",
-                "delta_encoding": ENCODING,
+                "delta_encoding": self.encoding,
                 "compression_format": "zstd",
             }
         document = {"metadata": metadata, "weight_map": dict(self.tensors)}
@@ -211,6 +215,12 @@ def _parsed(document: Any, number: int) -> Index:
     base = int(metadata["base_version"]) if "delta_encoding" in metadata else None
     if base is not None and base != number - 1:
         raise ValueError(f"it continues version {base}")
+    encoding = metadata.get("delta_encoding", XOR)
+    if encoding not in ENCODINGS.values():
+        raise UnsupportedFormat(
+            f"version {number} has the encoding {encoding!r}, which this version of deltacheck does"
+            " not read; use a newer version"
+        )
     for name in extension["files"]:
         # A folder may come from anybody, and no file may lie outside it.
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -219,7 +229,7 @@ def _parsed(document: Any, number: int) -> Index:
     if not set(tensors.values()) <= files.keys() or tensors.keys() != checksums.keys():
         raise ValueError("it lacks a digest")
     version = Version(number, base, extension["step"], extension["seq"], extension["file_bytes"])
-    return Index(version, tensors, checksums, files, extension["ties"])
+    return Index(version, tensors, checksums, files, extension["ties"], encoding)
 
 
 def _digest_of(document: Any) -> str:
