@@ -327,8 +327,10 @@ def test_the_command_publishes_new_steps(run: Run, capsys: pytest.CaptureFixture
     run.save(3, 4, 5)
     with run.publisher() as publisher:
         assert publisher.poll().step == 3
-    assert main([*words, "--newest-only"]) == OK
+    assert main([*words, "--newest-only", "--encoding", "compact"]) == OK
     assert capsys.readouterr().out.startswith("version 3: step 5, changes since version 2 (")
+    index = json.loads((run.to / "weight_v000003" / INDEX).read_text())
+    assert index["metadata"]["delta_encoding"] == "deltacheck-words"
     receiver = deltacheck.Receiver(run.to)
     receiver.poll()
     run.check(receiver)

@@ -25,7 +25,7 @@ from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPE
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
 CHECKSUM = "xxh3-128"
-# How a version of changes has them: as slime's receivers read it, or in fewer bytes.
+# The encoding of changes: that of slime, or one that takes fewer bytes.
 XOR, WORDS = "xor", "deltacheck-words"
 ENCODINGS = {"slime": XOR, "compact": WORDS}
 # The folder that receivers of other libraries do not look at: identity, lock, unfinished versions.
