@@ -248,7 +248,7 @@ def under_policies(rank: int, size: int, port: int, root: str, saves: int) -> di
     from tests.support.adam_run import AdamRun
 
     start(rank, size, port)
-    on, run, live, profiler = mesh(4), AdamRun(), {}, Profiler(interval_steps=10)
+    on, run, live, profiler = mesh(2 * size), AdamRun(), {}, Profiler(interval_steps=10)
 
     def placed(values: Any) -> Any:
         if isinstance(values, dict):

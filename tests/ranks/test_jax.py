@@ -43,15 +43,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_steps_of_two_processes_keep_the_promises_of_each_policy(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_steps_of_two_and_four_processes_keep_the_promises_of_each_policy(tmp_path: Path) -> None:
     kinds = {
         "derive": set(),
         "model_exact": {"Bounded", "Reused"},
         "bounded": {"Bounded", "Reused"},
     }
     live: dict[int, Any] = {}
-    for saves in (8, 6):
-        live |= launch(jax_run.under_policies, 2, str(tmp_path), saves)[0]
+    for size, saves in ((2, 8), (4, 6)):
+        live |= launch(jax_run.under_policies, size, str(tmp_path), saves, seconds=250)[0]
         for name, promised in kinds.items():
             run = deltacheck.open(tmp_path / name)
             assert run.steps() == sorted(live)
@@ -64,7 +65,7 @@ def test_steps_of_two_processes_keep_the_promises_of_each_policy(tmp_path: Path)
             assert is_derived == (name != "model_exact")
     # A tile on each device. Those whose weights are all fine enough have no codes.
     master = deltacheck.open(tmp_path / "model_exact").manifest().tiles["optimizer/state/0/master"]
-    assert len(master.lanes) == 4
+    assert len(master.lanes) == 8
     assert {rule.how for rule in master.forms} <= {"dithered", "drawn"}
     assert len({rule.seed for rule in master.forms}) == 1
     for name in kinds:
