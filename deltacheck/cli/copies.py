@@ -655,7 +655,7 @@ def publish(  # noqa: PLR0913 - one argument per option
         typer.Option(
             "--encoding",
             help=(
-                "slime: engines of slime, miles and vime read the versions. compact: fewer bytes,"
+                "slime: engines of slime and miles read the versions. compact: fewer bytes,"
                 " for deltacheck.Receiver only."
             ),
         ),

@@ -68,7 +68,7 @@ class Publisher:
             the step keeps.
         full_every: The most versions from one full version to the next. Larger: fewer bytes;
             smaller: late receivers read less, and damage harms fewer versions.
-        encoding: ``"slime"``: the engines of slime, miles and vime read the versions.
+        encoding: ``"slime"``: the engines of slime and miles read the versions.
             ``"compact"``: fewer bytes, for ``Receiver`` only.
         item: The item of a ``CheckpointManager``'s steps, if they have several.
 

@@ -1,4 +1,4 @@
-"""The folder of published versions, in the layout ``hf-delta`` of slime, miles and vime.
+"""The folder of published versions, in the layout ``hf-delta`` of slime and miles.
 
 A version is a folder ``weight_vNNNNNN`` with an index and files of safetensors. ``docs/how-to/
 publish.md`` describes the content.
