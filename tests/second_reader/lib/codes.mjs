@@ -1,0 +1,99 @@
+// Codes of derived leaves (section 4.5). A JavaScript number is a float64, and Math.fround rounds
+// it to float32, to nearest, ties to even.
+import { check } from "./errors.mjs";
+
+const LARGEST = 3.4028234663852886e38;
+const word = new DataView(new ArrayBuffer(4));
+
+export function floatBits(value) {
+  word.setFloat32(0, value);
+  return word.getUint32(0);
+}
+
+export function bitsFloat(bits) {
+  word.setUint32(0, bits);
+  return word.getFloat32(0);
+}
+
+// The number u of element i, from 0 to 1.
+export function phase(seed, i) {
+  const wrap = (value) => BigInt.asUintN(64, value);
+  let h = wrap(BigInt(seed) + BigInt(i));
+  h = wrap((h ^ (h >> 30n)) * 0xbf58476d1ce4e5b9n);
+  h = wrap((h ^ (h >> 27n)) * 0x94d049bb133111ebn);
+  h ^= h >> 31n;
+  return Number(h >> 40n) * 2 ** -24;
+}
+
+function middle(q, u, spacing) {
+  const value = (q - u + 0.5) * spacing;
+  return Math.fround(Math.min(LARGEST, Math.max(-LARGEST, value)));
+}
+
+// The nearest finite float32 to `x` that rounds to the bfloat16 with these bits.
+export function moveTo(x, bits) {
+  const size = bits & 0x7fff;
+  if (size > 0x7f80) return x;
+  const odd = size & 1;
+  const least = size === 0 ? 0 : size * 65536 - 0x8000 + odd;
+  const most = Math.min(0x7f7fffff, size * 65536 + 0x8000 - odd);
+  const negative = bits >> 15 === 1;
+  const along = negative ? -x : x;
+  const magnitude = along > 0 ? floatBits(along) : 0;
+  const nearest = bitsFloat(Math.min(most, Math.max(least, magnitude)));
+  return negative ? -nearest : nearest;
+}
+
+function checkSpacing(spacing) {
+  check(spacing >= 2 ** -149 && spacing <= LARGEST, `spacing ${spacing}`);
+}
+
+// 4.5.1. `weights` are the bits of bfloat16 elements, or null.
+export function lattice(codes, weights, { spacing, seed = 0 }) {
+  checkSpacing(spacing);
+  return Float32Array.from(codes, (q, i) => {
+    const x = middle(q, phase(seed, i), spacing);
+    return weights === null ? x : moveTo(x, weights[i]);
+  });
+}
+
+// 4.5.3 and 4.5.4. `codes` is null for a drawn leaf.
+export function relative(codes, weights, { spacing, seed = 0 }, how) {
+  if (how !== "drawn") checkSpacing(spacing);
+  return Float32Array.from(weights, (bits, i) => {
+    const exponent = (bits >> 7) & 0xff;
+    check(exponent !== 0xff, `element ${i}: a weight that is not finite`);
+    const b = bitsFloat(bits * 65536);
+    const W = 2 ** (Math.max(1, exponent) - 134);
+    const single = how === "relative" ? W <= spacing : how === "drawn" || 2 * W <= spacing;
+    const k = single ? 1 : Math.ceil(W / spacing) + 1;
+    check(k <= 65536, `element ${i}: ${k} cells`);
+    const code = codes === null ? 0 : codes[i];
+    check(code < k, `element ${i}: code ${code} of ${k}`);
+    if (k === 1 && how === "relative") return b;
+    const u = phase(seed, i);
+    if (k === 1) return moveTo(Math.fround(b + (u - 0.5) * W), bits);
+    const a = Math.floor((b - 0.5 * W) / spacing + u);
+    const q = a + (code - a - k * Math.floor((code - a) / k));
+    return moveTo(middle(q, u, spacing), bits);
+  });
+}
+
+// 4.5.2.
+export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
+  check(Number.isInteger(f) && f >= 0 && f <= 7, `fraction_bits ${f}`);
+  const k = (f === 0 ? 8 : 16) - (signed ? 1 : 0);
+  const e0 = 2 ** f * (signed && f === 0 ? -100 : -149);
+  const top = Math.min(2 ** k - 1, 128 * 2 ** f - e0);
+  return Float32Array.from(codes, (stored, i) => {
+    const negative = signed && stored >= 2 ** k;
+    const code = negative ? stored - 2 ** k : stored;
+    check(code <= top && !(negative && code === 0), `element ${i}: code ${stored}`);
+    if (code === 0) return 0;
+    const limit = (code - 1 + e0) * 2 ** (23 - f) + 2 ** (22 - f);
+    const size = limit >= -126 * 2 ** 23
+      ? bitsFloat(limit + 127 * 2 ** 23)
+      : Math.floor(bitsFloat(limit + 276 * 2 ** 23)) * 2 ** -149;
+    return negative ? -size : size;
+  });
+}

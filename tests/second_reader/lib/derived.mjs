@@ -1,0 +1,109 @@
+// Derived leaves (section 3): rules that compute a leaf from stored content.
+import { check, NotImplemented } from "./errors.mjs";
+import { bitsFloat, lattice, octaves, relative } from "./codes.mjs";
+import { itemBytes, product } from "./leaves.mjs";
+
+export const CODES = {
+  cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
+  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
+};
+const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23] };
+
+// Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}.
+export async function derive(rule, shape, codes, other) {
+  const expected = CODES[rule.how];
+  if (expected === undefined) throw new NotImplemented(`derived leaf ${rule.how}`);
+  check((codes !== null) === expected.length > 0, `${rule.how} ${codes ? "with" : "without"} stored codes`);
+  check(codes === null || expected.includes(codes.dtype), `${rule.how} with codes of ${codes?.dtype}`);
+  const of = "of" in rule ? await other(rule.of) : null;
+  check(of === null || product(of.shape) === product(shape), `${rule.of} has another shape`);
+  let bytes = await first(rule, shape, codes, of);
+  if ((rule.scale ?? 1) !== 1) bytes = scaled(rule, bytes);
+  if ("first" in rule) bytes = raised(rule, bytes, await other(rule.first));
+  check(bytes.length === product(shape) * itemBytes(rule.dtype), `${bytes.length} bytes`);
+  return bytes;
+}
+
+async function first(rule, shape, codes, of) {
+  const { how, dtype } = rule;
+  if (how === "zeros") return new Uint8Array(product(shape) * itemBytes(dtype));
+  if (how === "same") {
+    check(of !== null && of.dtype === dtype, "same as a leaf of another dtype");
+    return of.bytes;
+  }
+  if (how === "cast") return cast(of, dtype);
+  check(dtype === "float32", `${how} of ${dtype}`);
+  const weights = of?.dtype === "bfloat16" ? numbers("uint16", of.bytes) : null;
+  if (how === "octaves") return bytesOf(octaves(numbers(codes.dtype, codes.bytes), rule));
+  if (how === "lattice") return bytesOf(lattice(numbers("int32", codes.bytes), weights, rule));
+  check(weights !== null, `${how} without bfloat16 weights`);
+  return bytesOf(relative(codes && numbers(codes.dtype, codes.bytes), weights, rule, how));
+}
+
+function scaled(rule, bytes) {
+  check(rule.dtype === "float32", "scale of a leaf that is not float32");
+  const scale = Math.fround(rule.scale);
+  return bytesOf(Float32Array.from(numbers("float32", bytes), (x) => x * scale));
+}
+
+function raised(rule, bytes, m) {
+  check(rule.dtype === "float32" && m.dtype === "float32", "first of a leaf that is not float32");
+  const least = numbers("float32", m.bytes);
+  check(least.length * 4 === bytes.length, `${rule.first} has another shape`);
+  return bytesOf(numbers("float32", bytes).map((x, i) => {
+    const bound = Math.fround((least[i] * least[i]) / rule.limit);
+    return bound > x ? bound : x;
+  }));
+}
+
+const ARRAYS = {
+  uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, int32: Int32Array,
+  float32: Float32Array, float64: Float64Array,
+};
+
+function numbers(dtype, bytes) {
+  return new ARRAYS[dtype](bytes.slice().buffer);
+}
+
+function bytesOf(array) {
+  return new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
+}
+
+// Round to nearest, ties to even. NaN becomes the quiet NaN of its sign without payload.
+export function cast(of, dtype) {
+  const target = FORMATS[dtype];
+  const source = of.dtype === "float64" ? [11, 52] : FORMATS[of.dtype];
+  if (!target || !source) throw new NotImplemented(`cast of ${of.dtype} to ${dtype}`);
+  const values = of.dtype === "float32" || of.dtype === "float64"
+    ? numbers(of.dtype, of.bytes)
+    : Float64Array.from(numbers("uint16", of.bytes), (bits) => widened(bits, of.dtype));
+  const rounded = Array.from(values, (x) => roundedBits(x, target));
+  return bytesOf(new ARRAYS[dtype === "float32" ? "uint32" : "uint16"](rounded));
+}
+
+function widened(bits, dtype) {
+  if (dtype === "bfloat16") return bitsFloat(bits * 65536);
+  const exponent = (bits >> 10) & 31;
+  const fraction = bits & 1023;
+  const sign = bits >> 15 ? -1 : 1;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
+}
+
+function roundedBits(x, [exponentBits, fractionBits]) {
+  const top = 2 ** exponentBits - 1;
+  const bias = (top - 1) / 2;
+  const sign = x < 0 || Object.is(x, -0) ? 2 ** (exponentBits + fractionBits) : 0;
+  if (Number.isNaN(x)) return top * 2 ** fractionBits + 2 ** (fractionBits - 1);
+  const size = Math.abs(x);
+  if (size === Infinity) return sign + top * 2 ** fractionBits;
+  let exponent = 1 - bias;
+  while (size >= 2 ** (exponent + 1)) exponent++;
+  // Units in the last place: an integer after rounding, carried into the exponent by addition.
+  const units = size / 2 ** (exponent - fractionBits);
+  let whole = Math.floor(units);
+  const rest = units - whole;
+  if (rest > 0.5 || (rest === 0.5 && whole % 2 === 1)) whole++;
+  const result = (exponent + bias - 1) * 2 ** fractionBits + whole;
+  return sign + Math.min(result, top * 2 ** fractionBits);
+}

@@ -1,0 +1,89 @@
+// Roots: which checkpoints there are, in engine roots and in manager roots.
+import { check, Damage } from "./errors.mjs";
+import { readDocument } from "./documents.mjs";
+import { readManifest } from "./manifests.mjs";
+import { describe, report, Restore } from "./restore.mjs";
+
+// Return the kind of a root and the folder of its store.
+async function openRoot(files) {
+  for (const [kind, base] of [["engine", ""], ["manager", "deltacheck/"]]) {
+    if ((await files.read(`${base}zarr.json`, 2 ** 28)) === null) continue;
+    await readDocument(files, base.slice(0, -1), { features: [], checksum: false });
+    return { kind, base };
+  }
+  throw new Damage("no root of deltacheck", { file: "zarr.json" });
+}
+
+// The places of manifests: {folder, place}, in ascending order.
+async function listPlaces(files, { kind, base }) {
+  const places = [];
+  if (kind === "engine") {
+    for (const name of await files.names("checkpoints")) {
+      const match = /^c([0-9]{10})$/.exec(name);
+      check(match !== null, "a checkpoint's name of another form", { file: `checkpoints/${name}` });
+      places.push({ folder: `checkpoints/${name}`, place: { seq: Number(match[1]) }, base });
+    }
+    return places;
+  }
+  for (const step of (await files.names("")).filter((name) => /^(0|[1-9][0-9]*)$/.test(name))) {
+    for (const item of await files.names(step)) {
+      const folder = `${step}/${item}`;
+      if ((await files.read(`${folder}/zarr.json`, 2 ** 28)) === null) continue;
+      places.push({ folder, place: { step: Number(step) }, base, item });
+    }
+  }
+  return places;
+}
+
+// Read a root: {kind, steps: [{step, seq, file, leaves} or {error, ...}]}, ascending by seq.
+// If several checkpoints have the same step, only the newest is reported.
+export async function readRoot(files, wanted = null) {
+  let root;
+  let places;
+  try {
+    root = await openRoot(files);
+    places = await listPlaces(files, root);
+  } catch (error) {
+    return { error: describe(error), steps: [] };
+  }
+  const steps = [];
+  const opened = new Map();
+  for (const { folder, place, base, item } of places) {
+    try {
+      const manifest = await readManifest(files, folder, place);
+      steps.push({ step: manifest.step, seq: manifest.seq, item, file: manifest.file, manifest, base });
+    } catch (error) {
+      steps.push({ ...describe(error), file: `${folder}/zarr.json` });
+    }
+  }
+  const newest = new Map();
+  for (const entry of steps) {
+    const key = `${entry.step} ${entry.item}`;
+    if (entry.manifest && !(newest.get(key)?.seq > entry.seq)) newest.set(key, entry);
+  }
+  const chosen = steps.filter((entry) => {
+    if (!entry.manifest) return true;
+    return newest.get(`${entry.step} ${entry.item}`) === entry && (wanted === null || entry.step === wanted);
+  });
+  const result = [];
+  for (const { manifest, base: store, ...entry } of chosen) {
+    if (!manifest) {
+      result.push(entry);
+      continue;
+    }
+    const leaves = await report(new Restore(files, store, manifest, opened));
+    const scalars = Object.fromEntries(manifest.skeleton.scalars);
+    result.push({ ...entry, absent: manifest.document.absent, scalars, leaves });
+  }
+  return { kind: root.kind, steps: result };
+}
+
+// The errors of a result of `readRoot`.
+export function errorsOf(result) {
+  const errors = result.error ? [result.error] : [];
+  for (const step of result.steps) {
+    if (step.error) errors.push(step);
+    for (const leaf of Object.values(step.leaves ?? {})) if (leaf.error) errors.push(leaf);
+  }
+  return errors;
+}

@@ -1,0 +1,139 @@
+// Segments: the table, the digests of stored chunks, and the rows and streams of deltas.
+import { check, Damage, located, Refused } from "./errors.mjs";
+import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
+import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
+import { streamSizes } from "./methods.mjs";
+import { itemBytes, storageType } from "./leaves.mjs";
+
+const NAME = /^s([0-9]{10})-([0-9a-f]{8})$/;
+
+export function segmentSeq(id) {
+  const match = typeof id === "string" ? NAME.exec(id) : null;
+  if (match === null) throw new Refused(`a segment's name of another form: ${JSON.stringify(id)}`);
+  return Number(match[1]);
+}
+
+export class Segment {
+  // Open the segment that a manifest refers to by `id` and `digest` (of its zarr.json).
+  static async open(files, base, { id, digest }) {
+    const seq = segmentSeq(id);
+    const folder = `${base}segments/${id}`;
+    const read = await readDocument(files, folder, { features: ["merged"] });
+    return located({ file: read.file }, async () => {
+      check(read.digest === digest, `digest ${read.digest}, the manifest states ${digest}`);
+      check(read.document.id === id, `the table of ${read.document.id}`);
+      return new Segment(files, folder, seq, read.document);
+    });
+  }
+
+  constructor(files, folder, seq, table) {
+    check(isObject(table.leaves), "a table without leaves");
+    Object.assign(this, { files, folder, seq, table, file: `${folder}/zarr.json` });
+    this.cache = new Map();
+    let merged = false;
+    for (const [leaf, entry] of Object.entries(table.leaves)) {
+      check(isObject(entry) && isDigest(entry.digest), `entry of ${leaf}`);
+      check(("key" in entry) !== ("delta" in entry), `${leaf} needs either key or delta`);
+      if ("since" in entry) {
+        check("delta" in entry && "base" in entry, `${leaf}: since without a base`);
+        check(isCount(entry.since) && entry.since <= seq, `${leaf}: since ${entry.since}`);
+        merged = true;
+      }
+    }
+    const named = (table.must_understand ?? []).includes("merged");
+    check(merged === named, "the feature merged does not agree with the entries");
+  }
+
+  once(key, make) {
+    if (!this.cache.has(key)) this.cache.set(key, make());
+    return this.cache.get(key);
+  }
+
+  // Digests of `count` stored chunks from row `first`.
+  async digests(first, count) {
+    const rows = this.table.digests ?? 0;
+    check(isCount(first) && first + count <= rows, `digests ${first}+${count} of ${rows}`, { file: this.file });
+    if (count === 0) return [];
+    const bytes = await this.once("digests", () => readRows(this.files, `${this.folder}/digests`, rows, 16));
+    return Array.from({ length: count }, (_, i) => {
+      const at = 16 * (first + i);
+      const halves = [bytes.readBigUint64LE(at), bytes.readBigUint64LE(at + 8)];
+      return halves.map((half) => half.toString(16).padStart(16, "0")).join("");
+    });
+  }
+
+  // The array of a keyframe, for the grid of its leaf.
+  keyframe(name, grid) {
+    check(/^[^/\u0000]+$/.test(name) && name !== "." && name !== "..", `an array ${JSON.stringify(name)}`, { file: this.file });
+    check(grid.shape.length <= 32, `${grid.shape.length} axes`);
+    return this.once(`leaves/${name}`, () => new StoredArray(this.files, `${this.folder}/leaves/${name}`, {
+      itemBytes: grid.itemBytes, counts: grid.counts, chunk: grid.chunk, shard: shardOf(grid), codec: "blosc",
+    }));
+  }
+
+  // Bytes `start` to `end` of packed leaves.
+  packed(type, start, end) {
+    const n = this.table.packed?.[type];
+    check(isCount(n) && storageType(type) === type, `no packed ${type}`, { file: this.file });
+    check(end <= n * itemBytes(type), `packed ${type} ends at ${n}`, { file: this.file });
+    const path = `${this.folder}/packed/${type}`;
+    return readRun(this.once(path, () => runArray(this.files, path, n, itemBytes(type), "blosc")), start, end);
+  }
+
+  // The rows of a part, each with the places of its streams.
+  part(number) {
+    return this.once(`part ${number}`, async () => {
+      const part = this.table.parts?.[number];
+      check(isObject(part) && isCount(part.rows) && isObject(part.streams), `no part ${number}`, { file: this.file });
+      const path = `${this.folder}/delta/${number}`;
+      const bytes = await readRows(this.files, `${path}/index`, part.rows, 32);
+      return located({ file: `${path}/index` }, async () => layRows(bytes, part));
+    });
+  }
+
+  async streams(number, row) {
+    const part = this.table.parts[number];
+    const streams = {};
+    for (const [name, start, size] of row.places) {
+      const path = `${this.folder}/delta/${number}/${name}`;
+      const [bytes, codec] = part.streams[name] ?? [0, "stream"];
+      if (codec !== "stream" && codec !== "store") throw new Refused(`codec ${codec}`, { file: this.file });
+      const array = this.once(path, () => runArray(this.files, path, bytes, 1, codec === "store" ? "store" : "zstd"));
+      streams[name] = await readRun(array, start, start + size);
+    }
+    return streams;
+  }
+}
+
+function layRows(bytes, part) {
+  const ends = new Map();
+  const rows = [];
+  for (let at = 0; at < bytes.length; at += 32) {
+    const numbers = Array.from({ length: 8 }, (_, i) => bytes.readUInt32LE(at + 4 * i));
+    const [leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount] = numbers;
+    check([1, 2, 4, 8].includes(wordBytes), `words of ${wordBytes} bytes`);
+    const row = { leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount };
+    row.places = streamSizes(row).map(([name, size]) => {
+      const start = ends.get(name) ?? 0;
+      ends.set(name, start + size);
+      return [name, start, size];
+    });
+    rows.push(row);
+  }
+  for (const name of new Set([...ends.keys(), ...Object.keys(part.streams)])) {
+    const stated = part.streams[name]?.[0] ?? 0;
+    if (stated !== (ends.get(name) ?? 0)) throw new Damage(`stream ${name}: ${stated} bytes, rows have ${ends.get(name)}`);
+  }
+  return rows;
+}
+
+// The shards of a keyframe, about 32 MiB of whole chunks.
+function shardOf(grid) {
+  let budget = Math.max(1, Math.floor(2 ** 25 / (grid.chunk.reduce((a, b) => a * b, 1) * grid.itemBytes)));
+  const shard = grid.counts.map(() => 1);
+  for (let axis = shard.length - 1; axis >= 0; axis--) {
+    shard[axis] = Math.max(1, Math.min(grid.counts[axis], budget));
+    budget = Math.floor(budget / shard[axis]);
+  }
+  return shard.every((size) => size === 1) ? null : shard;
+}
