@@ -76,15 +76,10 @@ export function fillDigests(manifest, lane, segments) {
   const digests = [];
   for (const path of sortedByPoint([...manifest.tiles.keys()])) {
     for (const tile of manifest.tiles.get(path).tiles) {
-      if (tile.lane !== lane || tile.listed) continue;
-      if (tile.digest !== null && !tile.filled) {
-        tile.listed = true;
-        continue;
-      }
+      if (tile.lane !== lane || tile.stated) continue;
       const entry = chainEntries(tile.path, segments).at(-1);
       if (entry === undefined) throw new Damage(`lane ${lane} has no entry of ${tile.path}`, { leaf: path });
       tile.digest = entry.entry.digest;
-      tile.filled = true;
       digests.push(tile.digest);
     }
   }

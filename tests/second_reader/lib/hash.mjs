@@ -1,4 +1,5 @@
 // Checksums: xxh3 of 128 bits as 32 hexadecimal digits (high half first), and crc32c.
+import { createHash } from "node:crypto";
 import { createCRC32, createXXHash128 } from "hash-wasm";
 
 const xxh = await createXXHash128();
@@ -17,4 +18,8 @@ export function crc32c(bytes) {
 // The digest of a leaf follows from the digests of its chunks, 16 big-endian bytes each.
 export function leafDigest(chunkDigests) {
   return xxh3(Buffer.from(chunkDigests.join(""), "hex"));
+}
+
+export function sha256(bytes) {
+  return createHash("sha256").update(bytes).digest("hex");
 }

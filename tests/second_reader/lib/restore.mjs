@@ -3,7 +3,7 @@ import { check, located, NotImplemented, Refused } from "./errors.mjs";
 import { readChain } from "./chains.mjs";
 import { fillDigests } from "./compact.mjs";
 import { derive } from "./derived.mjs";
-import { leafDigest, xxh3 } from "./hash.mjs";
+import { leafDigest, sha256, xxh3 } from "./hash.mjs";
 import { Grid, itemBytes, product, standardChunk } from "./leaves.mjs";
 import { Segment } from "./segments.mjs";
 import { placeTile } from "./tiles.mjs";
@@ -105,7 +105,7 @@ function compareDerived({ dtype, shape, bytes }, stated) {
   check(computed === stated, `digest of the derived leaf ${computed}, stated ${stated}`);
 }
 
-// Every leaf of the tree, as a report: path -> {dtype, shape, xxh3} or {error, ...}.
+// Every leaf of the tree, as a report: path -> {dtype, shape, sha256} or {error, ...}.
 export async function report(restore) {
   const leaves = {};
   const { skeleton } = restore.manifest;
@@ -114,7 +114,7 @@ export async function report(restore) {
       const { dtype, shape, bytes } = await restore.leaf(node.of ?? path);
       const flat = /^flat:([0-9,]*)$/.exec(node.tag ?? "");
       const outer = flat ? flat[1].split(",").filter(Boolean).map(Number) : shape;
-      leaves[path] = { dtype, shape: outer, xxh3: xxh3(bytes) };
+      leaves[path] = { dtype, shape: outer, sha256: sha256(bytes) };
     } catch (error) {
       leaves[path] = describe(error);
     }

@@ -28,7 +28,8 @@ export function tilesOf(path, entry, laneOf) {
     const digest = entry.digests === null ? null : entry.digests.slice(32 * number, 32 * number + 32);
     return {
       path: `${path}%@${origin.join(",")}`, origin, shape, lane: laneOf(lane),
-      rule: form === -1 ? null : forms[form], digest: digest === NOTHING ? undefined : digest,
+      rule: form === -1 ? null : forms[form], stated: entry.digests !== null,
+      digest: digest === NOTHING ? undefined : digest,
       grid: stored === "" ? null : new Grid(stored, shape, standardChunk(shape, stored)),
     };
   });
