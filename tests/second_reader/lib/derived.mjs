@@ -7,6 +7,7 @@ export const CODES = {
   cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
   relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
 };
+const word = new DataView(new ArrayBuffer(8));
 const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23] };
 
 // Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}.
@@ -97,8 +98,8 @@ function roundedBits(x, [exponentBits, fractionBits]) {
   if (Number.isNaN(x)) return top * 2 ** fractionBits + 2 ** (fractionBits - 1);
   const size = Math.abs(x);
   if (size === Infinity) return sign + top * 2 ** fractionBits;
-  let exponent = 1 - bias;
-  while (size >= 2 ** (exponent + 1)) exponent++;
+  word.setFloat64(0, size);
+  const exponent = Math.max(1 - bias, (word.getUint16(0) >> 4) - 1023);
   // Units in the last place: an integer after rounding, carried into the exponent by addition.
   const units = size / 2 ** (exponent - fractionBits);
   let whole = Math.floor(units);
