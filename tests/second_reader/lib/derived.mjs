@@ -8,7 +8,7 @@ export const CODES = {
   relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
 };
 const word = new DataView(new ArrayBuffer(8));
-const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23] };
+const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23], float64: [11, 52] };
 
 // Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}.
 export async function derive(rule, shape, codes, other) {
@@ -53,7 +53,7 @@ function raised(rule, bytes, m) {
   check(least.length * 4 === bytes.length, `${rule.first} has another shape`);
   return bytesOf(numbers("float32", bytes).map((x, i) => {
     const bound = Math.fround((least[i] * least[i]) / rule.limit);
-    return bound > x ? bound : x;
+    return bound > x || Number.isNaN(bound) ? bound : x;
   }));
 }
 
@@ -70,16 +70,44 @@ function bytesOf(array) {
   return new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 }
 
-// Round to nearest, ties to even. NaN becomes the quiet NaN of its sign without payload.
+// Round to nearest, ties to even. NaN keeps its sign, and what nanFraction keeps of its payload.
 export function cast(of, dtype) {
-  const target = FORMATS[dtype];
-  const source = of.dtype === "float64" ? [11, 52] : FORMATS[of.dtype];
+  const [target, source] = [FORMATS[dtype], FORMATS[of.dtype]];
+  if (of.dtype === dtype) return of.bytes;
   if (!target || !source) throw new NotImplemented(`cast of ${of.dtype} to ${dtype}`);
   const values = of.dtype === "float32" || of.dtype === "float64"
     ? numbers(of.dtype, of.bytes)
     : Float64Array.from(numbers("uint16", of.bytes), (bits) => widened(bits, of.dtype));
-  const rounded = Array.from(values, (x) => roundedBits(x, target));
-  return bytesOf(new ARRAYS[dtype === "float32" ? "uint32" : "uint16"](rounded));
+  const size = itemBytes(of.dtype);
+  const stored = new DataView(of.bytes.buffer, of.bytes.byteOffset, of.bytes.length);
+  const result = new DataView(new ArrayBuffer(values.length * itemBytes(dtype)));
+  values.forEach((x, i) => {
+    if (Number.isNaN(x)) {
+      let bits = 0n;
+      for (let k = size - 1; k >= 0; k--) bits = (bits << 8n) | BigInt(stored.getUint8(i * size + k));
+      writeBits(result, i, dtype, nanBits(bits, source, target, of.dtype, dtype));
+    } else if (dtype === "float64") result.setFloat64(8 * i, x, true);
+    else writeBits(result, i, dtype, BigInt(roundedBits(x, target)));
+  });
+  return new Uint8Array(result.buffer);
+}
+
+function writeBits(view, i, dtype, bits) {
+  for (let k = 0; k < itemBytes(dtype); k++) view.setUint8(i * itemBytes(dtype) + k, Number((bits >> BigInt(8 * k)) & 255n));
+}
+
+// The page defines the NaN of bfloat16. The others are those of NumPy; a digest verifies them.
+function nanBits(bits, source, target, from, dtype) {
+  const [sourceFraction, targetFraction] = [BigInt(source[1]), BigInt(target[1])];
+  const sign = bits >> BigInt(source[0] + source[1]);
+  const payload = bits & ((1n << sourceFraction) - 1n);
+  const wider = targetFraction - sourceFraction;
+  let fraction = wider >= 0n ? payload << wider : payload >> -wider;
+  const quiet = 1n << (targetFraction - 1n);
+  if (dtype === "bfloat16" || (from === "bfloat16" && dtype === "float16")) fraction = quiet;
+  else if (dtype === "float16") fraction ||= 1n;
+  else if (source[1] >= 23 || (from === "bfloat16" && dtype === "float64")) fraction |= quiet;
+  return (((sign << BigInt(target[0])) | ((1n << BigInt(target[0])) - 1n)) << targetFraction) | fraction;
 }
 
 function widened(bits, dtype) {
@@ -95,7 +123,6 @@ function roundedBits(x, [exponentBits, fractionBits]) {
   const top = 2 ** exponentBits - 1;
   const bias = (top - 1) / 2;
   const sign = x < 0 || Object.is(x, -0) ? 2 ** (exponentBits + fractionBits) : 0;
-  if (Number.isNaN(x)) return top * 2 ** fractionBits + 2 ** (fractionBits - 1);
   const size = Math.abs(x);
   if (size === Infinity) return sign + top * 2 ** fractionBits;
   word.setFloat64(0, size);
