@@ -1,9 +1,9 @@
 // node flips.mjs ROOT [SAMPLE]: flip single bits of every file of a root and read it again.
 //
-// Without SAMPLE, every bit of every file is flipped. With it, every bit of the documents (groups
-// with attributes) and SAMPLE seeded bits of the other files that are read. A flip in a file is
-// tried on the steps that open the file: the other steps cannot depend on it. Of a file that no
-// step opens, one bit is tried, to see that it changes nothing.
+// Without SAMPLE, every bit of every file that is read is flipped. With it, SAMPLE seeded bits of
+// the documents (zarr.json) that are read and SAMPLE of the chunks. A flip in a file is tried on
+// the steps that open the file: the other steps cannot depend on it. Of a file that no step
+// opens, one bit is tried, to see that it changes nothing.
 //
 // A flip passes if an error is reported, or if all leaves and scalars are as before. The second
 // kind is counted by file, for the list in the format page. Exit status 1 if a flip is silent.
@@ -85,24 +85,24 @@ async function attempt(path, bit) {
 }
 
 const isRead = (path) => [...known.values()].some(({ opened }) => opened.has(path));
-const isDocument = (path) => path.endsWith("zarr.json");
 const random = generator(20261123);
 const flips = [];
-const unread = [];
-for (const [path, bytes] of contents) {
-  if (!isRead(path)) {
-    unread.push(path);
-    if (bytes.length > 0) flips.push([path, random(8 * bytes.length)]);
-  } else if (sample === undefined || isDocument(path)) {
-    for (let bit = 0; bit < 8 * bytes.length; bit++) flips.push([path, bit]);
-  }
+const unread = [...contents].filter(([path, bytes]) => !isRead(path) && bytes.length > 0);
+for (const [path, bytes] of unread) flips.push([path, random(8 * bytes.length)]);
+for (const documents of [true, false]) {
+  const chosen = [...contents].filter(([path]) => isRead(path) && path.endsWith("zarr.json") === documents);
+  const bits = chosen.reduce((sum, [, bytes]) => sum + 8 * bytes.length, 0);
+  const count = sample === undefined ? bits : Math.min(bits, Number(sample));
+  for (let i = 0; i < count; i++) flips.push(locate(chosen, sample === undefined ? i : random(bits)));
 }
-const data = [...contents].filter(([path]) => isRead(path) && !isDocument(path));
-const total = data.reduce((sum, [, bytes]) => sum + 8 * bytes.length, 0);
-for (let i = 0; i < Number(sample ?? 0) && total > 0; i++) {
-  let bit = random(total);
-  const [path] = data.find(([, bytes]) => (bit < 8 * bytes.length ? true : ((bit -= 8 * bytes.length), false)));
-  flips.push([path, bit]);
+
+// The file of a bit that is counted over all of `files`, and its number in the file.
+function locate(files, bit) {
+  for (const [path, bytes] of files) {
+    if (bit < 8 * bytes.length) return [path, bit];
+    bit -= 8 * bytes.length;
+  }
+  throw new RangeError("no such bit");
 }
 
 const counts = { tried: 0, reported: 0, unchanged: 0, silent: 0 };
@@ -114,7 +114,7 @@ for (const [path, bit] of flips) {
   if (outcome === "reported") continue;
   const kind = `${outcome}, ${isRead(path) ? "read" : "not read"}: ${path.replace(/[0-9a-f]{8,}/g, "*")}`;
   exceptions[kind] = (exceptions[kind] ?? 0) + 1;
-  if (isRead(path)) console.error(`${outcome}: bit ${bit} of ${path}`);
+  if (isRead(path)) console.error(`${outcome}: bit ${bit} of ${root}/${path}`);
 }
 console.log(JSON.stringify({ ...counts, files: contents.size, filesNotRead: unread.length, exceptions }, null, 1));
 process.exitCode = counts.silent > 0 ? 1 : 0;

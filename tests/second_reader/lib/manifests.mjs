@@ -105,6 +105,12 @@ class Manifest {
     if (this.skeleton.types && !named.includes("types")) throw new Refused("a node of the feature types");
   }
 
+  // The inputs of the updates of a step that is kept as gradients.
+  inputs() {
+    const paths = this.document.replay.steps.flatMap(({ inputs }) => Object.values(inputs));
+    return new Map(paths.map((path) => [path, {}]));
+  }
+
   checkTree() {
     for (const [path, node] of this.skeleton.arrays) {
       const owner = node.of ?? path;

@@ -105,11 +105,10 @@ function compareDerived({ dtype, shape, bytes }, stated) {
   check(computed === stated, `digest of the derived leaf ${computed}, stated ${stated}`);
 }
 
-// Every leaf of the tree, as a report: path -> {dtype, shape, sha256} or {error, ...}.
-export async function report(restore) {
+// Restore `arrays` (path -> node of the skeleton), and report path -> {dtype, shape, sha256} or {error, ...}.
+export async function report(restore, arrays) {
   const leaves = {};
-  const { skeleton } = restore.manifest;
-  for (const [path, node] of skeleton.arrays) {
+  for (const [path, node] of arrays) {
     try {
       const { dtype, shape, bytes } = await restore.leaf(node.of ?? path);
       const flat = /^flat:([0-9,]*)$/.exec(node.tag ?? "");

@@ -8,10 +8,16 @@ import { describe, report, Restore } from "./restore.mjs";
 async function openRoot(files) {
   for (const [kind, base] of [["engine", ""], ["manager", "deltacheck/"]]) {
     if ((await files.read(`${base}zarr.json`, 2 ** 28)) === null) continue;
-    await readDocument(files, base.slice(0, -1), { features: [], checksum: false });
+    const { document, file } = await readDocument(files, base.slice(0, -1), { features: [], checksum: false });
+    // Without a checksum, its absence would hide a damaged key.
+    check("must_understand" in document, "no must_understand", { file });
     return { kind, base };
   }
   throw new Damage("no root of deltacheck", { file: "zarr.json" });
+}
+
+async function exists(files, folder) {
+  return (await files.read(`${folder}/zarr.json`, 2 ** 28)) !== null;
 }
 
 // The places of manifests: {folder, place}, in ascending order.
@@ -20,15 +26,16 @@ async function listPlaces(files, { kind, base }) {
   if (kind === "engine") {
     for (const name of await files.names("checkpoints")) {
       const match = /^c([0-9]{10})$/.exec(name);
-      check(match !== null, "a checkpoint's name of another form", { file: `checkpoints/${name}` });
-      places.push({ folder: `checkpoints/${name}`, place: { seq: Number(match[1]) }, base });
+      const folder = `checkpoints/${name}`;
+      if (match === null || !(await exists(files, folder))) continue;
+      places.push({ folder, place: { seq: Number(match[1]) }, base });
     }
     return places;
   }
   for (const step of (await files.names("")).filter((name) => /^(0|[1-9][0-9]*)$/.test(name))) {
     for (const item of await files.names(step)) {
       const folder = `${step}/${item}`;
-      if ((await files.read(`${folder}/zarr.json`, 2 ** 28)) === null) continue;
+      if (!(await exists(files, folder))) continue;
       places.push({ folder, place: { step: Number(step) }, base, item });
     }
   }
@@ -71,9 +78,11 @@ export async function readRoot(files, wanted = null) {
       result.push(entry);
       continue;
     }
-    const leaves = await report(new Restore(files, store, manifest, opened));
+    const restore = new Restore(files, store, manifest, opened);
+    const leaves = await report(restore, manifest.skeleton.arrays);
     const scalars = Object.fromEntries(manifest.skeleton.scalars);
-    result.push({ ...entry, absent: manifest.document.absent, scalars, leaves });
+    const inputs = "replay" in manifest.document ? await report(restore, manifest.inputs()) : undefined;
+    result.push({ ...entry, absent: manifest.document.absent, scalars, leaves, inputs });
   }
   return { kind: root.kind, steps: result };
 }
@@ -83,7 +92,8 @@ export function errorsOf(result) {
   const errors = result.error ? [result.error] : [];
   for (const step of result.steps) {
     if (step.error) errors.push(step);
-    for (const leaf of Object.values(step.leaves ?? {})) if (leaf.error) errors.push(leaf);
+    const leaves = [...Object.values(step.leaves ?? {}), ...Object.values(step.inputs ?? {})];
+    errors.push(...leaves.filter((leaf) => leaf.error));
   }
   return errors;
 }
