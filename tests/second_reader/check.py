@@ -23,6 +23,7 @@ import xxhash
 import deltacheck
 
 HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "second_reader"
 GOLDEN = HERE.parent / "golden" / "0.1.0"
 # Kinds that the page does not specify, and the leaves of golden steps that are of them.
 NOT_IMPLEMENTED = {"replay of gradients": 4}
@@ -66,13 +67,22 @@ def _major(node: str) -> int:
 
 
 def _install(npm: str) -> None:
-    """Install the packages of the lock file, unless just these are installed."""
-    lock, stamp = HERE / "package-lock.json", HERE / "node_modules" / ".installed-lock.json"
-    if stamp.is_file() and stamp.read_bytes() == lock.read_bytes():
-        return
-    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
-    subprocess.run(command, cwd=HERE, check=True)
-    shutil.copyfile(lock, stamp)
+    """Install the packages of the lock file in the build folder, unless just these are there.
+
+    They have C sources, which the checks of our own sources would find beside the reader. So the
+    reader has a link to them.
+    """
+    BUILD.mkdir(parents=True, exist_ok=True)
+    stamp, lock = BUILD / "installed.json", (HERE / "package-lock.json").read_bytes()
+    if not stamp.is_file() or stamp.read_bytes() != lock:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copyfile(HERE / name, BUILD / name)
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
+        subprocess.run(command, cwd=BUILD, check=True)
+        stamp.write_bytes(lock)
+    link = HERE / "node_modules"
+    if not link.is_symlink():
+        link.symlink_to(Path("..", "..", "build", "second_reader", "node_modules"))
 
 
 def _read(node: str, root: Path, *step: str) -> tuple[int, dict[str, Any]]:
