@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 import deltacheck
+from deltacheck.cli import main as main_command
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "second_reader"
@@ -160,6 +161,8 @@ def _compare(result: dict[str, Any], root: Path, name: str) -> Iterator[str]:
                 yield f"{name} step {step['step']} leaf {path}: other bytes than the Python reader"
     if count == 0:
         yield f"{name}: nothing to compare"
+    if {tag: to["step"] for tag, to in result["tags"].items()} != reader.tags():
+        yield f"{name}: tags {result['tags']}"
     print(f"{name}: {count} leaves equal to the Python reader, {len(result['steps'])} steps")
 
 
@@ -195,6 +198,7 @@ def _make(root: Path) -> None:
             state["wide"] = state["wide"].copy()
             state["wide"][::7] += 1000 * (step + 1)
             state["bytes"] = random.integers(0, 255, 300_000, dtype=np.uint8)
+    main_command(["tag", str(root), "1", "middle"])
 
 
 def _refusals(node: str, root: Path) -> Iterator[str]:

@@ -2,6 +2,7 @@
 import { check, Damage } from "./errors.mjs";
 import { readDocument } from "./documents.mjs";
 import { readManifest } from "./manifests.mjs";
+import { readTags } from "./tags.mjs";
 import { describe, report, Restore } from "./restore.mjs";
 
 // Return the kind of a root and the folder of its store.
@@ -42,7 +43,7 @@ async function listPlaces(files, { kind, base }) {
   return places;
 }
 
-// Read a root: {kind, steps: [{step, seq, file, leaves} or {error, ...}]}, ascending by seq.
+// Read a root: {kind, tags, steps: [{step, seq, file, leaves} or {error, ...}]}, ascending by seq.
 // If several checkpoints have the same step, only the newest is reported.
 export async function readRoot(files, wanted = null) {
   let root;
@@ -84,7 +85,12 @@ export async function readRoot(files, wanted = null) {
     const inputs = "replay" in manifest.document ? await report(restore, manifest.inputs()) : undefined;
     result.push({ ...entry, absent: manifest.document.absent, scalars, leaves, inputs });
   }
-  return { kind: root.kind, steps: result };
+  try {
+    const manifests = steps.flatMap(({ manifest }) => manifest ?? []);
+    return { kind: root.kind, tags: await readTags(files, root.base, manifests), steps: result };
+  } catch (error) {
+    return { kind: root.kind, error: describe(error), steps: result };
+  }
 }
 
 // The errors of a result of `readRoot`.
