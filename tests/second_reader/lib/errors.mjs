@@ -18,10 +18,11 @@ export class Refused extends Error {
 }
 
 export class NotImplemented extends Error {
-  constructor(kind) {
+  constructor(kind, place = {}) {
     super(`not implemented: ${kind}`);
     this.name = "NotImplemented";
-    this.place = {};
+    this.kind = kind;
+    this.place = place;
   }
 }
 
@@ -31,10 +32,11 @@ export async function located(place, task) {
   try {
     return await task();
   } catch (error) {
-    const known = error instanceof Damage || error instanceof Refused || error instanceof NotImplemented;
-    const named = known ? error : new Damage(`unexpected content: ${error.message}`);
-    named.place = { ...place, ...named.place };
-    throw named;
+    // A copy: several leaves can get the same error, of a segment that they share.
+    if (error instanceof NotImplemented) throw new NotImplemented(error.kind, { ...place, ...error.place });
+    const Kind = error instanceof Refused ? Refused : Damage;
+    const known = error instanceof Damage || error instanceof Refused;
+    throw new Kind(known ? error.message : `unexpected content: ${error.message}`, { ...place, ...error.place });
   }
 }
 

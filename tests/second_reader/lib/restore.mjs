@@ -12,6 +12,7 @@ export class Restore {
   // `opened` keeps segments of a root: id and digest -> promise.
   constructor(files, base, manifest, opened = new Map()) {
     Object.assign(this, { files, base, manifest, opened });
+    this.place = { step: manifest.step, file: manifest.file };
     this.results = new Map();
     this.lanesFilled = new Map();
   }
@@ -40,7 +41,7 @@ export class Restore {
   leaf(path, depth = 0) {
     check(depth <= 8, `${path} follows from more than 8 others in a row`);
     if (!this.results.has(path)) {
-      this.results.set(path, located({ leaf: path, step: this.manifest.step }, () => this.compute(path, depth)));
+      this.results.set(path, located({ leaf: path, ...this.place }, () => this.compute(path, depth)));
     }
     return this.results.get(path);
   }
