@@ -19,6 +19,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
 from deltacheck.store.root import open_root
+from tests.support import writer_child
 from tests.support.paths import TESTS
 
 CHILD = TESTS / "support" / "writer_child.py"
@@ -145,6 +146,19 @@ def test_a_directory_with_anything_else_in_it_is_no_root(tmp_path: Path) -> None
             (top / "array").mkdir()
         with pytest.raises(errors.NotACheckpointRoot):
             Engine(top)
+
+
+def test_a_writer_that_restores_what_another_has_just_committed_continues_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltacheck.store.opened.take_lease", writer_child.NoLease)
+    with Engine(tmp_path) as late, Engine(tmp_path) as other:
+        other.save(0, state(0.0)).wait()
+        assert late.restore()["a"][0] == 0
+        assert late.save(1, state(1.0)).result().seq == 1
+        with pytest.raises(errors.SaveFailed, match="RootBusy"):
+            other.save(1, state(2.0)).wait()
+    assert deltacheck.open(tmp_path).restore()["a"][0] == 1
 
 
 @pytest.mark.timeout(600)

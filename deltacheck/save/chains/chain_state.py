@@ -136,6 +136,8 @@ class ChainState:
         """
         with self._lock:
             self.epoch += 1
+            # Without locks, another writer may have committed the step since this one has begun.
+            self._numbers.next = max(self._numbers.next, manifest.seq + 1)
             self._refs = {ref.id: ref for ref in manifest.segments}
             self._newest, self._compacted = manifest, {}
             self._promised |= manifest.contracts.keys()
