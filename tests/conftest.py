@@ -29,14 +29,21 @@ assert "jax" not in sys.modules, (
     "a plugin imported jax before tests/conftest.py could set its flags"
 )
 
-# No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
+# No deadlines: a slow machine is not a failing test. The same examples every time, so that a
+# failure is of the change at hand. HYPOTHESIS_PROFILE=soak takes new ones, for the long run.
 settings.register_profile(
-    "default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+    "default",
+    deadline=None,
+    derandomize=True,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
 settings.register_profile(
-    "round", parent=settings.get_profile("default"), max_examples=1000
-)  # of tests/suites/soak.py
+    "soak", parent=settings.get_profile("default"), derandomize=False, max_examples=20_000
+)
+settings.register_profile(  # of tests/suites/soak.py
+    "round", parent=settings.get_profile("default"), derandomize=False, max_examples=1000
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
