@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, TypeAlias
 
 import typer
 
@@ -47,6 +47,15 @@ class Encoding(StrEnum):
     SLIME = "slime"
     COMPACT = "compact"
 
+
+Timeout: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="End after this long without a new step. Default: never.",
+    ),
+]
 
 # The first suffix of a format is used if no file is named.
 _SUFFIXES = {
@@ -553,14 +562,7 @@ def mirror(
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="End after this long without a new step. Default: never.",
-        ),
-    ] = None,
+    timeout: Timeout = None,
     poll: Annotated[
         float,
         typer.Option(
@@ -606,14 +608,7 @@ def publish(  # noqa: PLR0913 - one argument per option
     once: Annotated[
         bool, typer.Option("--once", help="Publish the present steps, and end.")
     ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="End after this long without a new step. Default: never.",
-        ),
-    ] = None,
+    timeout: Timeout = None,
     poll: Annotated[
         float,
         typer.Option(

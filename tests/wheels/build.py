@@ -21,7 +21,7 @@ from tests.gpu_kit.build import REPOSITORY, build_wheel, find_python, nvcc_relea
 
 # The first Python of the stable ABI: its wheel serves every later one.
 STABLE = (3, 12)
-KNRUNNING = ("3.11", "3.12", "3.13", "3.14")
+KNOWN = ("3.11", "3.12", "3.13", "3.14")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 MOST_BYTES = {False: 15 << 20, True: 40 << 20}  # without and with the CUDA encoder
 
@@ -87,9 +87,7 @@ def chosen(wishes: list[str], running: str, present: Collection[str]) -> list[st
         running: Version of the Python that runs this program.
         present: Versions that are on this machine.
     """
-    versions = wishes or [
-        version for version in KNRUNNING if version in present or version == running
-    ]
+    versions = wishes or [version for version in KNOWN if version in present or version == running]
     ordered = sorted(set(versions), key=_parsed)
     stable = [version for version in ordered if _parsed(version) >= STABLE]
     return [version for version in ordered if version not in stable[1:]]
@@ -98,7 +96,7 @@ def chosen(wishes: list[str], running: str, present: Collection[str]) -> list[st
 def available() -> list[str]:
     """Return the Pythons on this machine for which a wheel can be built or tested."""
     versions = []
-    for version in KNRUNNING:
+    for version in KNOWN:
         with contextlib.suppress(SystemExit):
             find_python(version)
             versions.append(version)

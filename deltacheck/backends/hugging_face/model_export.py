@@ -161,7 +161,7 @@ def write_model(
         leaves = resolve(root, manifest, keys.weights)
         flat_shapes = shapes(manifest, keys.weights)
         sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
-        groups = shard_groups(sizes, shard_size)
+        groups = _shard_groups(sizes, shard_size)
         shards = shard_names(len(groups))
         for name, group in zip(shards, groups, strict=True):
             with new_file(folder / name) as file:
@@ -194,7 +194,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in description_files(folder)}
 
 
-def shard_groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
+def _shard_groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
     """Return the tensors of each shard, in order of their names."""
     groups: list[list[str]] = [[]]
     used = 0
