@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test grain-test reader-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -146,6 +146,12 @@ torn-test: $(VENV)/.stamp-install  ## write to tensors while they are saved, in 
 # Without Node 20 and npm it says so and passes. The first run fetches three small packages from npm.
 reader-test: $(VENV)/.stamp-install  ## read the golden roots with the second reader, in JavaScript, and flip bits under it (2 minutes)
 	$(BIN)/python tests/second_reader/check.py
+
+# Without Chromium it says so and passes. PICTURES=FOLDER keeps pictures of the page.
+PICTURES ?=
+
+view-test: $(VENV)/.stamp-install  ## show roots with `deltacheck view` in headless Chromium, also one with hostile names (a minute)
+	$(BIN)/python -m tests.cli.view_in_browser $(if $(PICTURES),--pictures $(PICTURES)) $(ARGS)
 
 planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python -m tests.suites.planted $(ARGS)

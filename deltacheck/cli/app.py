@@ -12,19 +12,11 @@ from deltacheck import __version__
 
 # These modules import numpy, frameworks and matplotlib only inside the functions that need them. So
 # a command works with no framework installed, and loads nothing that it does not use.
-from deltacheck.cli import (
-    check,
-    compare,
-    copies,
-    inspect,
-    planning,
-    profiling,
-    prune,
-    reporting,
-    simulation,
-)
+from deltacheck.cli import check, copies, planning, profiling, prune, reporting, simulation
 from deltacheck.cli.doctor import doctor
 from deltacheck.cli.evaluation import evaluate
+from deltacheck.cli.inspection import compare, inspect
+from deltacheck.cli.view import view
 
 app = typer.Typer(
     name="deltacheck",
@@ -62,6 +54,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "log": inspect.log,
         "diff": compare.diff,
         "blame": inspect.blame,
+        "view": view.view,
     },
     "Check and repair": {
         "verify": check.verify,

@@ -181,7 +181,7 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
         storage.of(root)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return Selection(root, tuple(map(_parse_step, steps)))
+    return Selection(root, tuple(map(parse_step, steps)))
 
 
 def is_step(word: str) -> bool:
@@ -189,7 +189,8 @@ def is_step(word: str) -> bool:
     return word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word) is not None
 
 
-def _parse_step(word: str) -> int | str | None:
+def parse_step(word: str) -> int | str | None:
+    """Return a word that names a step as a number, a tag, or ``None`` for the newest step."""
     # ``None`` is the newest step everywhere below the command line.
     if word == LATEST:
         return None

@@ -83,30 +83,30 @@ def verify(  # noqa: PLR0913 - one argument per option
         resume=resume,
         display=partial(output.progress, "reading"),
     )
-    # The contracts were compared by the check. They are listed in any case, because a leaf within
-    # its bound is no finding, but the user must be able to see how near the bound is.
-    contracts = _contract_rows(result.manifests)
     if as_json:
-        output.print_json(
-            {
-                "root": str(root.path),
-                "deep": reads_data,
-                "steps": [manifest.step for manifest in result.manifests],
-                "ok": not result.findings,
-                "findings": [_problem_row(finding) for finding in result.findings],
-                "redundant": [_problem_row(finding) for finding in result.redundant],
-                "contracts": contracts,
-                "checked_bytes": result.checked_bytes,
-                "all_bytes": result.all_bytes,
-                "remaining_bytes": result.remaining_bytes,
-                "seed": result.seed,
-            }
-        )
+        output.print_json(verified_document(root, result, reads_data))
     else:
-        _print_verified(root, result, contracts, reads_data)
+        _print_verified(root, result, reads_data)
     # The results are complete on stdout before the exit code says that something was found.
     if result.findings:
         raise typer.Exit(output.FOUND_DAMAGE)
+
+
+def verified_document(root: Root, result: Verified, reads_data: bool) -> Row:
+    """Return the document of ``verify --json``."""
+    return {
+        "root": str(root.path),
+        "deep": reads_data,
+        "steps": [manifest.step for manifest in result.manifests],
+        "ok": not result.findings,
+        "findings": [_problem_row(finding) for finding in result.findings],
+        "redundant": [_problem_row(finding) for finding in result.redundant],
+        "contracts": _contract_rows(result.manifests),
+        "checked_bytes": result.checked_bytes,
+        "all_bytes": result.all_bytes,
+        "remaining_bytes": result.remaining_bytes,
+        "seed": result.seed,
+    }
 
 
 def _problem_row(finding: Finding) -> Row:
@@ -134,8 +134,11 @@ def _lines_of(findings: Iterable[Finding]) -> list[str]:
     return lines
 
 
-def _print_verified(root: Root, result: Verified, contracts: list[Row], reads_data: bool) -> None:
+def _print_verified(root: Root, result: Verified, reads_data: bool) -> None:
     manifests, findings = result.manifests, result.findings
+    # The contracts were compared by the check. They are listed in any case, because a leaf within
+    # its bound is no finding, but the user must be able to see how near the bound is.
+    contracts = _contract_rows(manifests)
     for line in _lines_of((*findings, *result.redundant)):
         output.print_line(line)
     if contracts and len(manifests) == 1:

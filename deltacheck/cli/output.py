@@ -104,9 +104,14 @@ def prepare_streams() -> None:
 
 def print_json(document: Mapping[str, object]) -> None:
     """Print one JSON document on stdout."""
+    sys.stdout.write(as_json(document, indent=2) + "\n")
+
+
+def as_json(document: Mapping[str, object], indent: int | None = None) -> str:
+    """Return a document as strict JSON, with its schema."""
     # ``allow_nan=False`` makes sure that no number is left that strict parsers of JSON refuse.
     content = plain({"schema": JSON_SCHEMA, **document})
-    sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return json.dumps(content, indent=indent, allow_nan=False)
 
 
 def plain(value: object) -> object:
@@ -356,24 +361,47 @@ def report_usage(error: Exception) -> int:
     return MISUSE
 
 
-def report_error(error: Exception) -> int:
-    """Report an expected failure by its message, any other as a defect; return the exit code."""
+class Failure(NamedTuple):
+    """An error as users see it.
+
+    Attributes:
+        kind: Name of the exception; ``Defect`` for a mistake of ours.
+        message: Description.
+        code: Exit code.
+    """
+
+    kind: str
+    message: str
+    code: int
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return the failure that an error is, a defect unless it is expected.
+
+    Raises:
+        Exception: ``error``, if it is a defect and ``DELTACHECK_TRACEBACK`` is set.
+    """
     # Errors of libraries, of which some have no class of their own.
     if not isinstance(error, OSError | MemoryError):
         error = translated(error, "the command") or error
     # An exception that is not in the table is a mistake of ours, never of the user.
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
-    if code is None:
-        if os.environ.get("DELTACHECK_TRACEBACK"):
-            raise error
-        message = (
-            f"{type(error).__name__}: {error}. This is a defect, please report it;"
-            " DELTACHECK_TRACEBACK=1 prints the traceback"
-        )
-        report("Defect", message, DEFECT)
-        return DEFECT
-    report(type(error).__name__, _describe(error), code)
-    return code
+    if code is not None:
+        return Failure(type(error).__name__, _describe(error), code)
+    if os.environ.get("DELTACHECK_TRACEBACK"):
+        raise error
+    message = (
+        f"{type(error).__name__}: {error}. This is a defect, please report it;"
+        " DELTACHECK_TRACEBACK=1 prints the traceback"
+    )
+    return Failure("Defect", message, DEFECT)
+
+
+def report_error(error: Exception) -> int:
+    """Report an error on stderr and return the exit code."""
+    failure = failure_of(error)
+    report(*failure)
+    return failure.code
 
 
 def _describe(error: Exception) -> str:

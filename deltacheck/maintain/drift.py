@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from deltacheck.codec.base import U8
 from deltacheck.leaf.dtypes import DType
 from deltacheck.restore import export
+from deltacheck.restore.content import element_runs
 from deltacheck.restore.leaf_kinds import Leaf
 from deltacheck.restore.values import load_leaves
 
@@ -71,11 +72,38 @@ def measure(before: Leaf, after: Leaf) -> Drift:
     return sums.drift()
 
 
+def changed_elements(before: Leaf, after: Leaf) -> Iterator[NDArray[np.int64]]:
+    """Yield the elements whose bits differ between two steps, as positions in C order, ascending.
+
+    Both leaves must have the same shape and dtype. Chunks whose digests are equal are not read.
+
+    Yields:
+        int64, 1-D: the changed elements of one batch of chunks.
+
+    Raises:
+        Damaged: If a chunk cannot be read; names the leaf.
+    """
+    item_bytes = before.spec.element.item_bytes
+    for chunks in _batches(before, np.flatnonzero(_differs(before, after)).tolist()):
+        rows, other_rows = (_load(leaf, chunks).reshape(-1, item_bytes) for leaf in (before, after))
+        changed = np.flatnonzero((rows != other_rows).any(axis=1))
+        # Loaded chunks lie one behind the other, so a run of them is moved as a whole.
+        runs = np.array(element_runs(before.spec, chunks), np.int64)
+        ends = np.cumsum(runs[:, 1] - runs[:, 0])
+        yield changed + (runs[:, 1] - ends)[np.searchsorted(ends, changed, "right")]
+
+
+def _differs(before: Leaf, after: Leaf) -> NDArray[np.bool_]:
+    """Return for each chunk if its content may differ."""
+    if before.chunk_digests is None or after.chunk_digests is None:
+        return np.ones(before.spec.chunk_count, np.bool_)
+    differs: NDArray[np.bool_] = (before.chunk_digests != after.chunk_digests).any(axis=1)
+    return differs
+
+
 def _add_leaf(before: Leaf, after: Leaf, sums: _Sums) -> None:
     element = before.spec.element
-    differs = np.ones(before.spec.chunk_count, np.bool_)
-    if before.chunk_digests is not None and after.chunk_digests is not None:
-        differs = (before.chunk_digests != after.chunk_digests).any(axis=1)
+    differs = _differs(before, after)
     for chunks in _batches(before, np.flatnonzero(~differs).tolist()):
         # Passing the same array twice says that nothing changed. The norm still needs the values.
         values = _load(before, chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from deltacheck.cli import output
 from deltacheck.cli.arguments import (
@@ -30,8 +30,8 @@ _OUTCOMES = ("unchanged", "changed", "added", "removed", "reshaped")
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
-    """One of the two steps.
+class Side:
+    """A step that is compared with another.
 
     ``owners`` maps each leaf path to the path of the leaf that holds its bytes. The two differ for
     tied leaves only.
@@ -40,6 +40,12 @@ class _Side:
     root: Root
     manifest: Manifest
     owners: dict[str, str]
+
+    @classmethod
+    def of(cls, root: Root, manifest: Manifest) -> Self:
+        from deltacheck.leaf import tree
+
+        return cls(root, manifest, tree.array_paths(manifest.tree))
 
     def spec(self, path: str) -> LeafSpec | None:
         return self.manifest.spec(self.owners[path]) if path in self.owners else None
@@ -63,31 +69,26 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show the leaves that changed between two steps, and by how much."""
-    from deltacheck.leaf import tree
-
-    before, after = (
-        _Side(root, manifest, tree.array_paths(manifest.tree))
-        for root, manifest in open_two_steps(words, item)
-    )
+    before, after = (Side.of(root, manifest) for root, manifest in open_two_steps(words, item))
     # Digests decide which leaves are read at all. Equal leaves cost no byte of data.
-    paths = _classify(before, after, leaves or [])
-    compared = _measure(before, after, paths["changed"])
+    paths = classify(before, after, leaves or [])
+    compared = measure(before, after, paths["changed"])
     # Leaves that ranks have only cut into other tiles have other digests, but no changed element.
     changed = [row for row in compared if row["changed"]]
     tables: dict[str, list[Row]] = {
         "changed": changed,
-        "added": [{"path": path, **_describe(after.spec(path))} for path in paths["added"]],
-        "removed": [{"path": path, **_describe(before.spec(path))} for path in paths["removed"]],
+        "added": [{"path": path, **describe(after.spec(path))} for path in paths["added"]],
+        "removed": [{"path": path, **describe(before.spec(path))} for path in paths["removed"]],
         "reshaped": [
             {
                 "path": path,
-                "before": _describe(before.spec(path)),
-                "after": _describe(after.spec(path)),
+                "before": describe(before.spec(path)),
+                "after": describe(after.spec(path)),
             }
             for path in paths["reshaped"]
         ],
         # Patterns select leaves, so a selection leaves the Python values out.
-        "scalars": [] if leaves else _compare_scalars(before.manifest, after.manifest),
+        "scalars": [] if leaves else compare_scalars(before.manifest, after.manifest),
     }
     unchanged = len(paths["unchanged"]) + len(compared) - len(changed)
     if as_json:
@@ -113,7 +114,7 @@ def diff(
         _print_tables(tables)
 
 
-def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list[str]]:
+def classify(before: Side, after: Side, patterns: list[str]) -> dict[str, list[str]]:
     """Group leaf paths by the outcome of the comparison, from the manifests alone.
 
     Of leaves that are tied in both steps, only the one that holds the bytes is listed.
@@ -143,7 +144,7 @@ def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, lis
     return paths
 
 
-def _outcome(path: str, before: _Side, after: _Side) -> str:
+def _outcome(path: str, before: Side, after: Side) -> str:
     old, new = before.spec(path), after.spec(path)
     if old is None or new is None:
         return "added" if old is None else "removed"
@@ -154,22 +155,22 @@ def _outcome(path: str, before: _Side, after: _Side) -> str:
     return "unchanged" if None is not before.mark(path) == after.mark(path) else "changed"
 
 
-def _measure(before: _Side, after: _Side, paths: list[str]) -> list[Row]:
+def measure(before: Side, after: Side, paths: list[str]) -> list[Row]:
     """Read leaves of both steps and measure their drift."""
     from deltacheck.maintain import drift
 
     rows: list[Row] = []
-    with _naming(before, after):
+    with naming(before, after):
         old, new = before.leaves(paths), after.leaves(paths)
     # The bar counts the earlier step only, as both sides have the same sizes.
     with output.progress("comparing", sum(leaf.spec.raw_bytes for leaf in old.values())) as advance:
         for path in paths:
-            with _naming(before, after):
+            with naming(before, after):
                 result = drift.measure(old[path], new[path])
             rows.append(
                 {
                     "path": path,
-                    **_describe(before.spec(path)),
+                    **describe(before.spec(path)),
                     **asdict(result),
                     "density": result.density,
                 }
@@ -179,7 +180,7 @@ def _measure(before: _Side, after: _Side, paths: list[str]) -> list[Row]:
 
 
 @contextmanager
-def _naming(before: _Side, after: _Side) -> Iterator[None]:
+def naming(before: Side, after: Side) -> Iterator[None]:
     """Return a context in which an error of damage names the step that has it."""
     from deltacheck.errors import Damaged
     from deltacheck.restore import damage
@@ -196,12 +197,12 @@ def _naming(before: _Side, after: _Side) -> Iterator[None]:
             raise
 
 
-def _describe(spec: LeafSpec | None) -> Row:
+def describe(spec: LeafSpec | None) -> Row:
     assert spec is not None  # _classify listed the path under a step that has it
     return {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-def _compare_scalars(before: Manifest, after: Manifest) -> list[Row]:
+def compare_scalars(before: Manifest, after: Manifest) -> list[Row]:
     """Return the Python scalars that differ in type or value, or are in one step only.
 
     Their texts are compared: NaN equals NaN, and -0.0 differs from 0.0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -59,9 +60,25 @@ _SURVIVES = Column(
 
 def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None:
     """List the committed steps of a root."""
+    root = open_root(words, item)
+    rows, problems = listed_steps(root)
+    columns = (
+        *_STEP,
+        _RAW,
+        Column("STORED", "stored_bytes", output.size),
+        Column("DEPTH", "chain_depth"),
+        # Most roots have neither replayed steps nor saves without syncs.
+        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
+        *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
+        Column("METRICS", "metrics", output.pairs, left=True),
+    )
+    _print_steps(root, rows, columns, as_json, problems)
+
+
+def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
+    """Return the rows of ``ls``, oldest save first, and the problems of unreadable documents."""
     from deltacheck.report import history
 
-    root = open_root(words, item)
     rows: list[Row] = []
     problems: list[str] = []
     # An unreadable tag or manifest becomes a warning. A listing is needed most when a root is
@@ -84,17 +101,7 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
                 "metrics": dict(step.manifest.metrics),
             }
         )
-    columns = (
-        *_STEP,
-        _RAW,
-        Column("STORED", "stored_bytes", output.size),
-        Column("DEPTH", "chain_depth"),
-        # Most roots have neither replayed steps nor saves without syncs.
-        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
-        *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
-        Column("METRICS", "metrics", output.pairs, left=True),
-    )
-    _print_steps(root, rows, columns, as_json, problems)
+    return rows, problems
 
 
 def log(
@@ -113,10 +120,35 @@ def log(
     as_json: Json = False,
 ) -> None:
     """Show the bytes, their causes, the changed fraction and the time of each save."""
+    root = open_root(words, item)
+    rows, problems = logged_steps(root, levels if by_class else None)
+    since_column = Column("SINCE", "seconds_since_previous", output.seconds, rank=2)
+    columns: tuple[Column, ...]
+    if by_class:
+        columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
+    else:
+        written_column = Column("WRITTEN", "written_bytes", output.size)
+        columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE, _WHY)
+    # Short runs merge nothing, and most runs have no failed saves.
+    merges = [_MERGED] if any(row["merged_bytes"] for row in rows) else []
+    failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
+    # Exact policies have no stages.
+    stages = [_REASON] if any(row["stage_reason"] for row in rows) else []
+    _print_steps(root, rows, (*columns, *merges, *failures, *stages), as_json, problems)
+    if rows and not as_json:
+        output.print_line(_mean_of(rows))
+
+
+def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list[str]]:
+    """Return the rows of ``log``, oldest save first, and the problems of unreadable documents.
+
+    Args:
+        root: The root.
+        levels: The number of path components of a leaf class; ``None``: rows without classes.
+    """
     from deltacheck.errors import DeltacheckError
     from deltacheck.report import history
 
-    root = open_root(words, item)
     rows: list[Row] = []
     problems: list[str] = []
     tags = _read_tags(root, problems)
@@ -124,11 +156,8 @@ def log(
     # has a clock that is behind.
     previous_time: float | None = None
     counter = _cause_counter(root)
-    total_bytes = raw_bytes = 0
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
-        total_bytes += step.stored_bytes + step.manifest_bytes + step.manifest.merged_bytes
-        raw_bytes += step.manifest.raw_bytes
         row: Row = {
             **_step_row(root, step, tags),
             "seconds_since_previous": None if previous_time is None else time - previous_time,
@@ -145,31 +174,23 @@ def log(
             change = None if step.states is None else history.summed(step.states.values())
             row |= _change_row(change)
             row["causes"] = None if counter is None else counter.count(step)
-            if by_class:
+            if levels is not None:
                 row["classes"] = _class_rows(history.by_class(step.states or {}, levels))
         except DeltacheckError as error:
             # The tables are whole, but an index that they name is damaged.
             row |= _change_row(None) | {"causes": None, "problem": str(error)}
         rows.append(row)
-    since_column = Column("SINCE", "seconds_since_previous", output.seconds, rank=2)
-    columns: tuple[Column, ...]
-    if by_class:
-        columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
-    else:
-        written_column = Column("WRITTEN", "written_bytes", output.size)
-        columns = (*_STEP, since_column, _RAW, written_column, *_CHANGE, _WHY)
-    # Short runs merge nothing, and most runs have no failed saves.
-    merges = [_MERGED] if any(row["merged_bytes"] for row in rows) else []
-    failures = [_FAILED] if any(row["failed_saves"] for row in rows) else []
-    # Exact policies have no stages.
-    stages = [_REASON] if any(row["stage_reason"] for row in rows) else []
-    _print_steps(root, rows, (*columns, *merges, *failures, *stages), as_json, problems)
-    if rows and not as_json:
-        output.print_line(_mean_of(len(rows), total_bytes, raw_bytes))
+    return rows, problems
 
 
-def _mean_of(saves: int, written_bytes: int, raw_bytes: int) -> str:
+def _mean_of(rows: list[Row]) -> str:
     """Return the mean of all listed saves, first save, keyframes and merges included."""
+    sizes = [[cast(int, row[f"{name}_bytes"]) for name in ("written", "merged")] for row in rows]
+    written_bytes, raw_bytes = (
+        sum(map(sum, sizes)),
+        sum(cast(int, row["raw_bytes"]) for row in rows),
+    )
+    saves = len(rows)
     share = f", {written_bytes / raw_bytes:.2%} of the state" if raw_bytes else ""
     return (
         f"mean of {saves} saves, keyframes and merges included:"
@@ -291,16 +312,47 @@ def show(
     words: RootNewestStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
 ) -> None:
     """Show the leaves, the Python values and the segments of a step."""
+    root, manifest = open_step(words, item)
+    document = step_document(root, manifest, leaves or ())
+    if as_json:
+        output.print_json(document)
+    else:
+        tables = {name: document[name] for name in ("leaves", "scalars", "segments")}
+        _print_step(manifest, root.digest_of(manifest), tables, is_grouped=not leaves)
+
+
+def step_document(root: Root, manifest: Manifest, patterns: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the document of ``show --json``.
+
+    Args:
+        root: The root.
+        manifest: Manifest of the step.
+        patterns: Patterns of leaves. Empty: all leaves, and the Python values.
+    """
     from deltacheck.leaf import tree
     from deltacheck.report import history
     from deltacheck.restore import export
     from deltacheck.store.root import open_segments
 
-    root, manifest = open_step(words, item)
-    owners = export.select(manifest, leaves or ())
+    owners = export.select(manifest, patterns)
     states = history.leaf_states(manifest, open_segments(root, manifest))
-    scalars = {} if leaves else tree.scalars(manifest.tree)
-    tables: dict[str, list[Row]] = {
+    scalars = {} if patterns else tree.scalars(manifest.tree)
+    return {
+        "root": str(root.path),
+        "step": manifest.step,
+        "seq": manifest.seq,
+        "time": output.utc(manifest.time),
+        "writer": manifest.writer,
+        "digest": root.digest_of(manifest),
+        "contract": manifest.contract,
+        "absent": manifest.absent,
+        "durability": manifest.durability,
+        "stage": manifest.stage,
+        "stage_reason": manifest.stage_reason,
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": history.stored_bytes(manifest),
+        "metrics": dict(manifest.metrics),
+        "replay": None if manifest.replay is None else _replay_row(manifest.replay),
         "leaves": [
             _leaf_row(path, owner, states.get(owner), manifest) for path, owner in owners.items()
         ],
@@ -310,29 +362,6 @@ def show(
         ],
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
     }
-    if not as_json:
-        _print_step(manifest, root.digest_of(manifest), tables, is_grouped=not leaves)
-        return
-    output.print_json(
-        {
-            "root": str(root.path),
-            "step": manifest.step,
-            "seq": manifest.seq,
-            "time": output.utc(manifest.time),
-            "writer": manifest.writer,
-            "digest": root.digest_of(manifest),
-            "contract": manifest.contract,
-            "absent": manifest.absent,
-            "durability": manifest.durability,
-            "stage": manifest.stage,
-            "stage_reason": manifest.stage_reason,
-            "raw_bytes": manifest.raw_bytes,
-            "stored_bytes": history.stored_bytes(manifest),
-            "metrics": dict(manifest.metrics),
-            "replay": None if manifest.replay is None else _replay_row(manifest.replay),
-            **tables,
-        }
-    )
 
 
 def _replay_row(replay: Replay) -> Row:
@@ -375,6 +404,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "contract": "exact" if contract is None else name_of(contract.terms),
         "measured": None if contract is None else contract.measured,
         "limit": None if contract is None else contract.allowed,
+        "used": None if contract is None else contract.used(manifest.step),
         "from_step": None if contract is None else contract.from_step,
         "age_steps": None
         if contract is None or contract.from_step is None
@@ -427,16 +457,21 @@ def _format_ranges(numbers: list[int]) -> str:
 _MOST_ROWS = 40
 
 
-def _grouped(rows: list[Row]) -> list[Row]:
-    """Return a row for each group of leaves whose paths differ in numbers only."""
+def grouped(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
+    """Group leaves whose paths differ in numbers only.
+
+    Returns:
+        The row of each group, and its leaves.
+    """
     from deltacheck.report.groups import classes
 
     by_path = {str(row["path"]): row for row in rows}
     sizes = {path: cast(int, row["raw_bytes"]) for path, row in by_path.items()}
-    return [
-        _group_row(name, [by_path[path] for path in paths])
+    members = {
+        name: [by_path[path] for path in paths]
         for name, paths in classes(sizes, _MOST_ROWS).items()
-    ]
+    }
+    return [(_group_row(name, leaves), leaves) for name, leaves in members.items()]
 
 
 def _group_row(name: str, rows: list[Row]) -> Row:
@@ -490,7 +525,7 @@ def _print_step(
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     is_grouped = is_grouped and len(leaves) + len(scalars) > _MOST_ROWS
     if is_grouped:
-        leaves, scalars = _grouped(leaves), _grouped_values(scalars)
+        leaves, scalars = [row for row, _ in grouped(leaves)], _grouped_values(scalars)
     else:
         scalars = [row | {"value": output.short(row["value"])} for row in scalars]
     needed_bytes = sum(ref.stored_bytes for ref in manifest.segments)
