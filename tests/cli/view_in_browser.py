@@ -135,8 +135,8 @@ def golden(browser: Browser, folder: Path) -> None:
             assert diff.count("main", **{"data-ready": "diff"}) == 1, name
             check = browser.dom(address("check", step="", deep="1"))
             assert "without a finding" in check.text, name
-            for page in (page, step, diff, check):
-                assert page.count("div", **{"class": "problems"}) == 0, (name, page.text)
+            for shown in (page, step, diff, check):
+                assert shown.count("div", **{"class": "problems"}) == 0, (name, shown.text)
 
 
 def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
