@@ -143,7 +143,7 @@ RUNS ?= 200
 torn-test: $(VENV)/.stamp-install  ## write to tensors while they are saved, in every way: no step may mix moments, each must restore (RUNS=200 saves of each kind)
 	$(BIN)/python -m tests.suites.torn --runs $(RUNS) $(ARGS)
 
-# Without Node 20 and npm it says so and passes. The first run fetches three small packages from npm.
+# Without Node 20 it says so and passes.
 reader-test: $(VENV)/.stamp-install  ## read the golden roots with the second reader, in JavaScript, and flip bits under it (2 minutes)
 	$(BIN)/python tests/second_reader/check.py
 

@@ -6,8 +6,10 @@ Without Chromium, the check is skipped with one line. Debian's package is `chrom
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
-import re
+import select
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import urlencode
+from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 
@@ -30,8 +33,13 @@ from tests.support.forge import GOLDEN, unpack
 from tests.support.hostile import NAMES, save_hostile
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# Milliseconds of the page's own clock, which stands still while the page waits for the server.
-BUDGET = 8000
+WAIT_SECONDS = 60
+# A view is complete, with all that it draws in sight.
+READY = (
+    "document.querySelector('main[data-ready]') !== null &&"
+    " document.querySelectorAll('main .quiet').length === 0"
+)
+LOADED = "document.readyState === 'complete'"
 # A leaf of which this block of elements changes.
 BLOCK = (slice(30, 60), slice(100, 300))
 
@@ -59,11 +67,14 @@ class Dom(HTMLParser):
 
 
 class Browser:
-    """Headless Chromium with a profile of its own."""
+    """Headless Chromium with a profile of its own, driven by the protocol of its developer tools.
+
+    Attributes:
+        requests: The addresses of all requests of the pages.
+    """
 
     def __init__(self, program: str, folder: Path) -> None:
-        self._folder = folder
-        self._command = [
+        command = [
             program,
             "--headless=new",
             "--disable-gpu",
@@ -71,35 +82,126 @@ class Browser:
             "--disable-background-networking",
             "--disable-component-update",
             f"--user-data-dir={folder / 'profile'}",
-            f"--virtual-time-budget={BUDGET}",
-            "--enable-logging=stderr",
-            "--window-size=1100,2000",
+            "--remote-debugging-pipe",
             # No name leads anywhere but to this machine.
             "--host-resolver-rules=MAP * 127.0.0.1",
         ]
         # Chromium's sandbox needs a user that is not root.
         if os.geteuid() == 0:
-            self._command.append("--no-sandbox")
-
-    def _run(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [*self._command, *arguments], capture_output=True, text=True, timeout=120, check=True
+            command.append("--no-sandbox")
+        # The browser reads commands from descriptor 3, and answers on descriptor 4.
+        inner_in, self._out = os.pipe()
+        self._in, inner_out = os.pipe()
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{inner_in} 4>&{inner_out}', "bash", *command],
+            pass_fds=(inner_in, inner_out),
+            stderr=subprocess.DEVNULL,
         )
-        # Of the page itself, such as violations of its policy.
-        errors = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-        assert not errors, errors
-        return done.stdout
+        os.close(inner_in)
+        os.close(inner_out)
+        self._number = 0
+        self._received = b""
+        self._errors: list[str] = []
+        self.requests: list[str] = []
+        target = self._send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
+        for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
+            self._send(f"{domain}.enable")
+        self._send(
+            "Emulation.setDeviceMetricsOverride",
+            width=1100,
+            height=1900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
-    def dom(self, url: str) -> Dom:
-        """Return the content of a page."""
-        return Dom(self._run("--dump-dom", url))
+    def close(self) -> None:
+        """End the browser."""
+        os.close(self._out)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
 
-    def picture(self, url: str, file: Path) -> np.ndarray:
-        """Return a picture of a page, uint8 (height, width, channels), and keep it as a PNG."""
+    def _send(self, method: str, **parameters: Any) -> Any:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if getattr(self, "_session", None):
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def _receive(self) -> Any:
+        while b"\0" not in self._received:
+            assert select.select([self._in], [], [], WAIT_SECONDS)[0], "the browser is silent"
+            part = os.read(self._in, 1 << 16)
+            assert part, "the browser has ended"
+            self._received += part
+        text, _, self._received = self._received.partition(b"\0")
+        message = json.loads(text)
+        parameters = message.get("params", {})
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        # Exceptions, and violations of the policy of the page.
+        elif (
+            message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")
+            and parameters.get("entry", {}).get("level", "error") == "error"
+        ):
+            self._errors.append(json.dumps(parameters))
+        return message
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression in the page."""
+        result = self._send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        """Wait until an expression is true in the page."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not self.evaluate(condition):
+            assert time.monotonic() < end, (condition, self.evaluate("document.body.innerText"))
+            time.sleep(0.03)
+
+    def open(self, url: str, until: str = READY) -> Dom:
+        """Open a page, and return its content once an expression is true."""
+        # A change after the # alone would not load the page anew.
+        self._send("Page.navigate", url="about:blank")
+        self._errors.clear()
+        self._send("Page.navigate", url=url)
+        return self.dom(until)
+
+    def dom(self, until: str = READY, errors: bool = False) -> Dom:
+        """Return the content of the page once an expression is true.
+
+        Args:
+            until: The expression.
+            errors: If false, an error of the page fails the test.
+        """
+        self.wait(until)
+        assert errors or not self._errors, self._errors
+        return Dom(self.evaluate("document.documentElement.outerHTML"))
+
+    def picture(self, file: Path) -> np.ndarray:
+        """Return a picture of the page, uint8 (height, width, channels), and keep it as a PNG."""
         from matplotlib.image import imread
 
-        self._run(f"--screenshot={file}", url)
+        file.write_bytes(base64.b64decode(self._send("Page.captureScreenshot")["data"]))
         return (imread(file) * 255).round().astype(np.uint8)
+
+    def choose(self, folder: Path) -> None:
+        """Choose a folder of this machine in the page."""
+        document = self._send("DOM.getDocument")["root"]["nodeId"]
+        node = self._send("DOM.querySelector", nodeId=document, selector="#folder")["nodeId"]
+        self._send("DOM.setFileInputFiles", files=[str(folder)], nodeId=node)
 
 
 @contextmanager
@@ -117,26 +219,44 @@ def serving(root: Path) -> Iterator[Callable[..., str]]:
             thread.join()
 
 
-def golden(browser: Browser, folder: Path) -> None:
-    """Show each view of each golden root."""
+def golden(browser: Browser, folder: Path, pictures: Path) -> None:
+    """Show each view of each golden root, from the server and as a local folder."""
     for name in sorted(path.name.split(".")[0] for path in GOLDEN.glob("*.tar.xz")):
         root = unpack(name, folder / name)
-        reader = deltacheck.open(root)
-        steps = reader.steps()
+        steps = deltacheck.open(root).steps()
         with serving(root) as address:
-            page = browser.dom(address("steps"))
-            assert page.count("main", **{"data-ready": "steps"}) == 1, name
-            assert f"{len(steps)} step" in page.text, name
-            assert page.count("svg", role="img") == 1, name
-            step = browser.dom(address("step", step=steps[-1]))
-            leaves = len(deltacheck.open(root).manifest().specs)
-            assert re.search(r"[0-9]+ lea(f|ves)", step.text), (name, leaves)
-            diff = browser.dom(address("diff", before=steps[0], after=steps[-1]))
-            assert diff.count("main", **{"data-ready": "diff"}) == 1, name
-            check = browser.dom(address("check", step="", deep="1"))
-            assert "without a finding" in check.text, name
-            for shown in (page, step, diff, check):
-                assert shown.count("div", **{"class": "problems"}) == 0, (name, shown.text)
+            views = {
+                "steps": address("steps"),
+                "step": address("step", step=steps[-1]),
+                "diff": address("diff", before=steps[0], after=steps[-1]),
+                "check": address("check", step="", deep="1"),
+            }
+            for local in (False, True):
+                for view, url in views.items():
+                    if local:
+                        # The page keeps the folder for as long as it is not loaded anew.
+                        browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
+                    else:
+                        browser.open(url)
+                    page = browser.dom(
+                        f"{READY} && document.querySelector('main').dataset.ready"
+                        f" === {json.dumps(view)}"
+                    )
+                    place = (name, view, local)
+                    assert page.count("div", **{"class": "problems"}) == 0, (place, page.text)
+                    assert ("the local folder" in page.text) is local, place
+                    if view == "steps":
+                        assert f"{len(steps)} step" in page.text, place
+                        assert page.count("svg", role="img") == 1, place
+                    if view == "check":
+                        assert "without a finding" in page.text, place
+                if not local:
+                    browser.open(views["steps"])
+                    sent = len(browser.requests)
+                    browser.choose(root)
+                    browser.wait("document.body.innerText.includes('the local folder')")
+            asked = [url for url in browser.requests[sent:] if "/api/" in url]
+            assert asked == [], asked
 
 
 def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
@@ -150,32 +270,46 @@ def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
             "step": address("step", step=1),
             "diff": address("diff", before=0, after=1),
             "leaf": address("leaf", step=1, leaf=path),
-            # An address is also written by others.
+        }
+        # An address is also written by others.
+        wrong = {
             "address": address("leaf", step=1, leaf=NAMES[0], box=NAMES[1]),
             "constructor": address("constructor", step=NAMES[0]),
+            "markup": address("step", step=NAMES[1]),
         }
-        for name, url in addresses.items():
-            page = browser.dom(url)
-            # No element, attribute or script but those of the page.
-            assert page.count("script") == 1, name
-            assert page.count("img") == page.count("b") == 0, name
-            assert page.count("h1") == 1, name
-            for _, attributes in page.tags:
-                assert not any(key.startswith("on") for key in attributes), name
-                assert not (attributes.get("href") or "").startswith("javascript"), name
-            assert "owned" not in (re.search(r"<title>.*", str(page.tags)) or [""])[0]
-            for character in "\u202e\u2066\u2069\u2029\u200b\x1b":
-                assert character not in page.text, (name, character)
-        page = browser.dom(addresses["diff"])
-        assert "<script>document.title='owned'</script>" in page.text
-        assert "right\\u{202e}ot tfel" in page.text
-        for name in ("steps", "step", "diff"):
-            browser.picture(addresses[name], pictures / f"hostile-{name}.png")
+        for local in (False, True):
+            for name, url in (addresses | wrong).items():
+                browser.open(addresses["steps"] if local else url)
+                if local:
+                    browser.choose(root)
+                    browser.wait("document.body.innerText.includes('the local folder')")
+                    browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
+                    time.sleep(0.2)
+                # A query that the server refuses is an error on the browser's console.
+                page = browser.dom(errors=name in wrong)
+                assert_harmless(page, (name, local))
+                assert "owned" not in browser.evaluate("document.title")
+                if name in ("steps", "step", "diff"):
+                    source = "folder" if local else "server"
+                    browser.picture(pictures / f"hostile-{name}-{source}.png")
+                if name == "diff":
+                    assert "<script>document.title='owned'<%2Fscript>" in page.text
+                    assert "right\\u{202e}ot tfel" in page.text
         # A name of another site that leads to this address (DNS rebinding).
         rebound = addresses["steps"].replace("127.0.0.1", "rebound.example")
-        page = browser.dom(rebound)
-        assert "only 127.0.0.1 and localhost are served" in page.text
-        assert page.count("main") == 0
+        browser.open(rebound, "document.body.innerText.includes('only 127.0.0.1')")
+        assert browser.evaluate("document.querySelector('main')") is None
+
+
+def assert_harmless(page: Dom, place: object) -> None:
+    """Assert that a page has no element, attribute or script but its own."""
+    assert page.count("script") == page.count("h1") == 1, place
+    assert page.count("img") == page.count("b") == page.count("iframe") == 0, place
+    for _, attributes in page.tags:
+        assert not any(key.startswith("on") for key in attributes), place
+        assert not (attributes.get("href") or "").startswith("javascript"), place
+    for character in "\u202e\u2066\u2069\u2029\u200b\x1b":
+        assert character not in page.text, (place, character)
 
 
 def changes(browser: Browser, folder: Path, pictures: Path) -> None:
@@ -190,22 +324,37 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
             engine.save(step, state | {"lr": 0.1 / (step + 1)}, metrics={"loss": 1.0}).wait()
             noise = noise + 1
     with serving(root) as address:
-        picture = browser.picture(address("diff", before=0, after=3), pictures / "diff.png")
-        # The colour of a cell that has changed altogether: of three leaves, and of the scale.
-        dark = (np.abs(picture[..., :3].astype(int) - (8, 29, 88)) <= 2).all(axis=2)
-        # A sixtieth of each map.
-        assert dark.sum() > 3000, dark.sum()
-        page = browser.dom(address("diff", before=0, after=3))
-        assert "6000 of 150000 elements changed (4 %)" in page.text
-        assert page.count("section", **{"data-drawn": ""}) == 4
-        values = browser.dom(address("leaf", step=3, leaf="layers/0/w", box="29:32, 99:102"))
-        assert values.count("td", **{"class": "number"}) == 3 * 4
+        for source in ("server", "folder"):
+            diff = address("diff", before=0, after=3)
+            browser.open(address("steps"))
+            if source == "folder":
+                browser.choose(root)
+                browser.wait("document.body.innerText.includes('the local folder')")
+            browser.evaluate(f"location.hash = {json.dumps('#' + diff.split('#')[1])}")
+            drawn = "document.querySelectorAll('section[data-drawn]').length === 4"
+            page = browser.dom(drawn)
+            assert page.text.count("6000 of 150000 elements changed (4 %)") == 3
+            picture = browser.picture(pictures / f"diff-{source}.png")
+            # The colour of cells that have changed altogether: a block of each map.
+            dark = (np.abs(picture[..., :3].astype(int) - (8, 29, 88)) <= 2).all(axis=2)
+            assert dark.sum() > 3 * 2000, dark.sum()
+            leaf = address("leaf", step=3, leaf="layers/0/w", box="29:32, 99:102")
+            browser.evaluate(f"location.hash = {json.dumps('#' + leaf.split('#')[1])}")
+            browser.wait("document.querySelectorAll('main td').length === 3 * 4")
+            cells = "[...document.querySelectorAll('main td')].map((cell) => cell.innerText)"
+            zero, three = ("0.0", "3.0") if source == "server" else ("0", "3")
+            assert browser.evaluate(cells) == [
+                *("29", zero, zero, zero),
+                *("30", zero, three, three),
+                *("31", zero, three, three),
+            ]
         for name, url in {
             "steps": address("steps"),
             "step": address("step", step=3),
             "leaf": address("leaf", step=3, leaf="layers/0/w", box="28:36, 96:104"),
         }.items():
-            browser.picture(url, pictures / f"{name}.png")
+            browser.open(url)
+            browser.picture(pictures / f"{name}.png")
     (file,) = [
         path
         for path in (min((root / "segments").glob("s*-*")) / "leaves" / "noise").rglob("c*")
@@ -215,12 +364,18 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with serving(root) as address:
-        page = browser.dom(address("leaf", step=0, leaf="noise"))
-        assert page.count("div", **{"class": "problems"}) == 1
-        assert "Damaged" in page.text
-        check = address("check", step="", deep="1")
-        assert "finding" in browser.dom(check).text
-        browser.picture(check, pictures / "damaged.png")
+        leaf, check = address("leaf", step=0, leaf="noise"), address("check", step="", deep="1")
+        for source in ("server", "folder"):
+            browser.open(address("steps"))
+            if source == "folder":
+                browser.choose(root)
+                browser.wait("document.body.innerText.includes('the local folder')")
+            for url, expected in ((leaf, "Damaged"), (check, "finding")):
+                browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
+                browser.wait("document.querySelectorAll('main .problems').length === 1")
+                page = browser.dom(errors=True)
+                assert expected in page.text, (source, page.text)
+            browser.picture(pictures / f"damaged-{source}.png")
 
 
 def main() -> int:
@@ -242,11 +397,20 @@ def main() -> int:
         pictures = arguments.pictures or folder
         pictures.mkdir(parents=True, exist_ok=True)
         browser = Browser(program, folder)
-        for check in (hostile, changes):
-            check(browser, folder, pictures)
-            print(f"{check.__name__}: passed")
-        golden(browser, folder)
-        print("golden: passed")
+        try:
+            for check in (hostile, changes, golden):
+                check(browser, folder, pictures)
+                print(f"{check.__name__}: passed", flush=True)
+        finally:
+            browser.close()
+        elsewhere = {
+            url
+            for url in browser.requests
+            if urlsplit(url).scheme != "about"
+            and urlsplit(url).hostname not in ("127.0.0.1", "rebound.example")
+        }
+        assert not elsewhere, elsewhere
+        print(f"{len(browser.requests)} requests, all of them to this machine")
     print(f"{time.monotonic() - begin:.0f} s")
     return 0
 

@@ -29,14 +29,17 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+_FOLDERS = ("reader", "vendor")
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
 _START = "index.html"
 
 # Nothing is loaded from elsewhere and nothing is sent there. No script or style stands in the
-# markup, and no text becomes markup: browsers with trusted types refuse ``innerHTML``.
+# markup, and no text becomes markup: browsers with trusted types refuse ``innerHTML``. The checksums
+# of local folders are computed by WebAssembly.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self';"
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self';"
+    " connect-src 'self'; img-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
@@ -79,14 +82,7 @@ class ViewServer(ThreadingHTTPServer):
         super().__init__((LOOPBACK, port), _Handler)
         self._queries = queries
         self._prefix = f"/{secrets.token_urlsafe(18)}/"
-        folder = resources.files(__package__) / "page"
-        self._files = {
-            file.name: Answer(
-                HTTPStatus.OK, _TYPES["." + file.name.rpartition(".")[2]], file.read_bytes()
-            )
-            for file in folder.iterdir()
-            if file.is_file()
-        }
+        self._files = _page_files()
         self.hosts = frozenset(f"{host}:{self.server_port}" for host in _HOSTS)
         self.url = f"http://{LOOPBACK}:{self.server_port}{self._prefix}"
 
@@ -134,6 +130,18 @@ class ViewServer(ThreadingHTTPServer):
             )
             return _failed(status, failure)
         return Answer(HTTPStatus.OK, _JSON, output.as_json(document).encode())
+
+
+def _page_files() -> dict[str, Answer]:
+    """Return the files of the page by their addresses."""
+    page = resources.files(__package__) / "page"
+    folders = {"": page, **{f"{name}/": page / name for name in _FOLDERS}}
+    return {
+        prefix + file.name: Answer(HTTPStatus.OK, type, file.read_bytes())
+        for prefix, folder in folders.items()
+        for file in folder.iterdir()
+        if (type := _TYPES.get("." + file.name.rpartition(".")[2])) is not None
+    }
 
 
 def refusal(status: HTTPStatus, text: str) -> Answer:

@@ -3,7 +3,7 @@ import { bars, CAUSES, heatMap, legend, scale } from "./draw.mjs";
 import { Server } from "./source.mjs";
 import { count, element, facts, name, number, problems, shape, share, size, table, tableOfPresent, time, visible } from "./text.mjs";
 
-const source = new Server();
+let source = new Server();
 const main = document.getElementById("main");
 const VIEWS = { steps: viewSteps, step: viewStep, leaf: viewLeaf, diff: viewDiff, check: viewCheck };
 const TITLES = { steps: "Steps", diff: "Differences", check: "Check" };
@@ -53,7 +53,7 @@ function failure(error) {
 }
 
 function setRoot(root) {
-  document.getElementById("root").replaceChildren("Checkpoints in ", name(root));
+  document.getElementById("root").replaceChildren(`Checkpoints in ${source instanceof Server ? "" : "the local folder "}`, name(root));
   document.title = visible(`${root} - deltacheck view`);
 }
 
@@ -93,7 +93,7 @@ function causesOf(log) {
   const known = log.steps.filter((row) => row.causes);
   if (log.steps.length > 0 && known.length === 0) {
     const plain = log.steps.map((row) => ({ label: row.step, title: `step ${row.step}: ${size(row.written_bytes)}`, parts: { stored: row.written_bytes } }));
-    return [element("p", {}, "An object store lists no sizes of files, so the bytes of each save are not divided by cause."), bars(plain, "Bytes of each save")];
+    return [element("p", {}, "The causes are not known for an object store or a local folder, so the bytes of each save are not divided."), bars(plain, "Bytes of each save")];
   }
   const used = Object.keys(CAUSES).filter((cause) => known.some((row) => row.causes[cause] > 0));
   const data = known.map((row) => ({
@@ -139,7 +139,7 @@ async function viewStep({ step = "latest" }) {
       ["state", size(shown.raw_bytes)], ["stored by this save", size(shown.stored_bytes)],
       ["a restore reads from", size(shown.segments.reduce((sum, segment) => sum + segment.stored_bytes, 0))],
       ["weakest contract", shown.contract ?? "-"], ["survives", shown.durability === "power" ? "a power cut" : `the end of the ${shown.durability}`],
-      ["digest", name(shown.digest)], ["stage", shown.stage || "-"],
+      ["digest", shown.digest === null ? "-" : name(shown.digest)], ["stage", shown.stage || "-"],
       ...Object.entries(shown.metrics).map(([key, value]) => [key, number(value)]),
     ]),
     shown.stage_reason ? element("p", {}, shown.stage_reason) : null,
@@ -196,7 +196,7 @@ async function viewLeaf({ step = "latest", leaf = "", box }) {
   setRoot(shown.root);
   const row = shown.leaves.find(({ path }) => path === leaf);
   if (row === undefined) return [problems("LeafNotFound", [`step ${shown.step} has no leaf ${leaf}`])];
-  const text = box ?? firstBox(row.shape);
+  const text = box ?? firstBox(row.shape ?? []);
   const input = element("input", { name: "box", value: text, size: 32, spellcheck: "false", autocomplete: "off" });
   const form = element("form", { submit: (event) => {
     event.preventDefault();
@@ -206,8 +206,8 @@ async function viewLeaf({ step = "latest", leaf = "", box }) {
     element("p", {}, link(`step ${shown.step}`, "step", { step })),
     element("h2", {}, name(leaf)),
     facts([
-      ["type", row.dtype], ["shape", shape(row.shape)], ["state", size(row.raw_bytes)], ["contract", row.contract],
-      ["stored as", row.kind], ["deltas", number(row.chain_depth)], ["changed words", share(row.density)],
+      ["type", row.dtype ?? "-"], ["shape", row.shape ? shape(row.shape) : "-"], ["state", size(row.raw_bytes)], ["contract", row.contract],
+      ["stored as", row.kind ?? "-"], ["deltas", number(row.chain_depth)], ["changed words", share(row.density)],
       ...(row.limit === null ? [] : [["measured error / allowed", `${number(row.measured)} / ${row.limit}`]]),
     ]),
     form,
@@ -273,7 +273,7 @@ async function viewDiff({ before, after }) {
   const list = (title, columns, rows) => (rows.length > 0 ? [element("h2", {}, title), table(columns, rows)] : []);
   return [
     ...head,
-    element("p", {}, `${count(diff.changed.length, "leaf has", "leaves have")} other digests, ${diff.unchanged} unchanged, ${diff.added.length} added, ${diff.removed.length} removed, ${diff.reshaped.length} reshaped.`),
+    element("p", {}, `${count(diff.changed.length, "leaf", "leaves")} to compare, ${diff.unchanged} unchanged, ${diff.added.length} added, ${diff.removed.length} removed, ${diff.reshaped.length} reshaped.`),
     diff.changed.length > 0 ? scale() : null,
     ...diff.changed.map((row) => change(row, old, recent)),
     ...list("Added", plain, diff.added), ...list("Removed", plain, diff.removed), ...list("Reshaped", both, diff.reshaped),
@@ -329,7 +329,8 @@ async function viewCheck({ step, deep }) {
     return [...head, failure(error)];
   }
   const columns = [["step", (row) => number(row.step)], ["leaf", (row) => (row.leaf === null ? "-" : name(row.leaf)), true], ["problem", (row) => row.problem, true]];
-  const read = result.deep ? `; ${size(result.checked_bytes)} of content read` : "";
+  const skipped = result.skipped ? `; ${count(result.skipped, "leaf is", "leaves are")} stored as gradients and not computed` : "";
+  const read = (result.deep ? `; ${size(result.checked_bytes)} of content read` : "") + skipped;
   return [
     ...head,
     result.ok
@@ -343,5 +344,15 @@ async function viewCheck({ step, deep }) {
   ].flat();
 }
 
+// The files stay on this machine: a folder is read by the page itself, without the server.
+async function openFolder({ target }) {
+  if (target.files.length === 0) return;
+  const { Folder } = await import("./folder.mjs");
+  source = new Folder(target.files);
+  history.replaceState(null, "", address("steps"));
+  render();
+}
+
+document.getElementById("folder").addEventListener("change", openFolder);
 addEventListener("hashchange", render);
 render();

@@ -1,5 +1,6 @@
 // Segments: the table, the digests of stored chunks, and the rows and streams of deltas.
 import { check, Damage, located, Refused } from "./errors.mjs";
+import { viewOf } from "./bytes.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
 import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
 import { streamSizes } from "./methods.mjs";
@@ -55,9 +56,10 @@ export class Segment {
     check(isCount(first) && first + count <= rows, `digests ${first}+${count} of ${rows}`, { file: this.file });
     if (count === 0) return [];
     const bytes = await this.once("digests", () => readRows(this.files, `${this.folder}/digests`, rows, 16));
+    const view = viewOf(bytes);
     return Array.from({ length: count }, (_, i) => {
       const at = 16 * (first + i);
-      const halves = [bytes.readBigUint64LE(at), bytes.readBigUint64LE(at + 8)];
+      const halves = [view.getBigUint64(at, true), view.getBigUint64(at + 8, true)];
       return halves.map((half) => half.toString(16).padStart(16, "0")).join("");
     });
   }
@@ -108,8 +110,9 @@ export class Segment {
 function layRows(bytes, part) {
   const ends = new Map();
   const rows = [];
+  const view = viewOf(bytes);
   for (let at = 0; at < bytes.length; at += 32) {
-    const numbers = Array.from({ length: 8 }, (_, i) => bytes.readUInt32LE(at + 4 * i));
+    const numbers = Array.from({ length: 8 }, (_, i) => view.getUint32(at + 4 * i, true));
     const [leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount] = numbers;
     check([1, 2, 4, 8].includes(wordBytes), `words of ${wordBytes} bytes`);
     const row = { leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount };

@@ -6,7 +6,7 @@ import { readTags } from "./tags.mjs";
 import { describe, report, Restore } from "./restore.mjs";
 
 // Return the kind of a root and the folder of its store.
-async function openRoot(files) {
+export async function openRoot(files) {
   for (const [kind, base] of [["engine", ""], ["manager", "deltacheck/"]]) {
     if ((await files.read(`${base}zarr.json`, 2 ** 28)) === null) continue;
     const { document, file } = await readDocument(files, base.slice(0, -1), { features: [], checksum: false });
@@ -22,7 +22,7 @@ async function exists(files, folder) {
 }
 
 // The places of manifests: {folder, place}, in ascending order.
-async function listPlaces(files, { kind, base }) {
+export async function listPlaces(files, { kind, base }) {
   const places = [];
   if (kind === "engine") {
     for (const name of await files.names("checkpoints")) {

@@ -1,5 +1,6 @@
 // The skeleton of a step: paths of its arrays and scalars.
 import { check, Refused } from "./errors.mjs";
+import { isBase64 } from "./bytes.mjs";
 import { isObject } from "./documents.mjs";
 
 const CONTAINERS = ["dict", "odict", "list", "tuple", "deque", "fields", "object", "tensor"];
@@ -49,7 +50,7 @@ function checkScalar({ t, v }, path) {
     int: () => /^-?(0|[1-9][0-9]*)$/.test(v),
     float: () => isFloat(v),
     complex: () => Array.isArray(v) && v.length === 2 && v.every(isFloat),
-    bytes: () => typeof v === "string" && Buffer.from(v, "base64").toString("base64") === v,
+    bytes: () => typeof v === "string" && isBase64(v),
     str: () => typeof v === "string",
     enum: () => typeof v === "string",
   };

@@ -1,7 +1,9 @@
 // Checksums: xxh3 of 128 bits as 32 hexadecimal digits (high half first), and crc32c.
-import { createHash } from "node:crypto";
-import { createCRC32, createXXHash128 } from "hash-wasm";
+import "../vendor/crc32.mjs";
+import "../vendor/xxhash128.mjs";
+import { fromHex, toHex } from "./bytes.mjs";
 
+const { createCRC32, createXXHash128 } = globalThis.hashwasm;
 const xxh = await createXXHash128();
 const crc = await createCRC32(0x82f63b78);
 
@@ -17,9 +19,9 @@ export function crc32c(bytes) {
 
 // The digest of a leaf follows from the digests of its chunks, 16 big-endian bytes each.
 export function leafDigest(chunkDigests) {
-  return xxh3(Buffer.from(chunkDigests.join(""), "hex"));
+  return xxh3(fromHex(chunkDigests.join("")));
 }
 
-export function sha256(bytes) {
-  return createHash("sha256").update(bytes).digest("hex");
+export async function sha256(bytes) {
+  return toHex(new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)));
 }

@@ -1,12 +1,12 @@
 // Zarr arrays, opened with the metadata that a table implies: chunk files, shards and codecs.
-import { decompress } from "fzstd";
-import Blosc from "numcodecs/blosc";
+import { decompress } from "../vendor/fzstd.mjs";
+import { unblosc } from "./blosc.mjs";
+import { concat } from "./bytes.mjs";
 import { check, Damage } from "./errors.mjs";
 import { crc32c } from "./hash.mjs";
 import { product } from "./leaves.mjs";
 
 const MISSING = 0xffffffffffffffffn;
-const blosc = Blosc.fromConfig({ id: "blosc", cname: "lz4", clevel: 5, shuffle: 2, blocksize: 0 });
 
 // An array of chunks; `shard` is the number of chunks of a shard by axis, or null.
 export class StoredArray {
@@ -73,7 +73,7 @@ export class StoredArray {
       check(bytes.length === this.chunkBytes, `${bytes.length} bytes of ${this.chunkBytes}`);
       return bytes;
     }
-    const decoded = this.codec === "zstd" ? this.zstd(bytes) : await this.blosc(bytes);
+    const decoded = this.codec === "zstd" ? this.zstd(bytes) : this.blosc(bytes);
     check(decoded.length === this.chunkBytes, `${decoded.length} bytes of ${this.chunkBytes}`);
     return decoded;
   }
@@ -84,13 +84,13 @@ export class StoredArray {
     return decompress(bytes);
   }
 
-  async blosc(bytes) {
+  blosc(bytes) {
     check(bytes.length >= 16, "is cut");
     const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
     const size = view.getUint32(4, true);
     check(size === this.chunkBytes, `a blosc header of ${size} bytes, not ${this.chunkBytes}`);
     check(view.getUint32(12, true) === bytes.length, "a blosc header of another length");
-    return blosc.decode(bytes);
+    return unblosc(bytes);
   }
 }
 
@@ -133,7 +133,7 @@ export async function readRows(files, path, rows, rowBytes) {
   const array = new StoredArray(files, path, layout);
   const parts = [];
   for (let number = 0; number < counts[0]; number++) parts.push(await array.chunk([number, 0]));
-  return Buffer.concat(parts).subarray(0, rows * rowBytes);
+  return concat(parts).subarray(0, rows * rowBytes);
 }
 
 // Bytes `start` to `end` of a 1-D array of `n` elements.
@@ -147,5 +147,5 @@ export async function readRun(array, start, end) {
     parts.push(bytes.subarray(from, to));
     at += to - from;
   }
-  return parts.length === 1 ? parts[0] : new Uint8Array(Buffer.concat(parts));
+  return parts.length === 1 ? parts[0] : concat(parts);
 }

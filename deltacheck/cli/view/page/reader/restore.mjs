@@ -114,7 +114,7 @@ export async function report(restore, arrays) {
       const { dtype, shape, bytes } = await restore.leaf(node.of ?? path);
       const flat = /^flat:([0-9,]*)$/.exec(node.tag ?? "");
       const outer = flat ? flat[1].split(",").filter(Boolean).map(Number) : shape;
-      leaves[path] = { dtype, shape: outer, sha256: sha256(bytes) };
+      leaves[path] = { dtype, shape: outer, sha256: await sha256(bytes) };
     } catch (error) {
       leaves[path] = describe(error);
     }
