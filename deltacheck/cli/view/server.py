@@ -35,8 +35,8 @@ _TEXT = "text/plain; charset=utf-8"
 _START = "index.html"
 
 # Nothing is loaded from elsewhere and nothing is sent there. No script or style stands in the
-# markup, and no text becomes markup: browsers with trusted types refuse ``innerHTML``. The checksums
-# of local folders are computed by WebAssembly.
+# markup, and no text becomes markup: browsers with trusted types refuse ``innerHTML``. WebAssembly
+# computes the checksums of local folders.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self';"
     " connect-src 'self'; img-src 'self';"

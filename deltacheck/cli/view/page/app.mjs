@@ -283,7 +283,7 @@ async function viewDiff({ before, after }) {
 
 // A changed leaf. Its content is read when it comes into sight.
 function change({ path, dtype, shape: sizes }, before, after) {
-  const text = element("div", {}, link(name(path), "leaf", { step: after, leaf: path }), element("p", {}, `${dtype} ${shape(sizes)}`));
+  const text = element("div", {}, link(name(path), "leaf", { step: after, leaf: path }), element("p", {}, dtype === null ? "stored as gradients" : `${dtype} ${shape(sizes)}`));
   const picture = element("div", {}, element("p", { class: "quiet" }, "reading ..."));
   const row = element("section", { class: "change" }, text, picture);
   const observer = new IntersectionObserver(async (entries) => {

@@ -172,7 +172,7 @@ export class Folder {
       const [a, b] = [olds.get(path), recents.get(path)];
       if (a === undefined) result.added.push(b);
       else if (b === undefined) result.removed.push(a);
-      else if (JSON.stringify([a.dtype, a.shape]) !== JSON.stringify([b.dtype, b.shape])) result.reshaped.push({ path, before: a, after: b });
+      else if (a.dtype !== null && b.dtype !== null && JSON.stringify([a.dtype, a.shape]) !== JSON.stringify([b.dtype, b.shape])) result.reshaped.push({ path, before: a, after: b });
       else if (a.mark !== null && a.mark === b.mark) result.unchanged++;
       else result.changed.push(b);
     }
