@@ -58,13 +58,17 @@ def main() -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Import the package and let ``doctor`` describe it; libzstd and c-blosc must be built in."""
+    """Import the package and let ``doctor`` describe it; libraries and pages must be part of it."""
     import deltacheck
 
     document = json.loads(command("doctor", str(folder / "none"), "--json", expected=(0, 1)))
     lines = {line["name"]: line for line in document["checks"]}
     for name in ("encoder", "zstd", "c-blosc"):
         require(lines[name]["status"] == "ok", f"doctor: {name}: {lines[name]}")
+    from deltacheck.cli.view.server import page_files
+
+    files = {"index.html", "app.mjs", "reader/roots.mjs", "vendor/fzstd.mjs"}
+    require(files <= page_files().keys(), "the page of `deltacheck view` is not installed")
     print(f"deltacheck {deltacheck.__version__}: zstd and blosc are built in", flush=True)
     return {
         "package": str(Path(deltacheck.__file__).parent),

@@ -82,7 +82,7 @@ class ViewServer(ThreadingHTTPServer):
         super().__init__((LOOPBACK, port), _Handler)
         self._queries = queries
         self._prefix = f"/{secrets.token_urlsafe(18)}/"
-        self._files = _page_files()
+        self._files = page_files()
         self.hosts = frozenset(f"{host}:{self.server_port}" for host in _HOSTS)
         self.url = f"http://{LOOPBACK}:{self.server_port}{self._prefix}"
 
@@ -132,7 +132,7 @@ class ViewServer(ThreadingHTTPServer):
         return Answer(HTTPStatus.OK, _JSON, output.as_json(document).encode())
 
 
-def _page_files() -> dict[str, Answer]:
+def page_files() -> dict[str, Answer]:
     """Return the files of the page by their addresses."""
     page = resources.files(__package__) / "page"
     folders = {"": page, **{f"{name}/": page / name for name in _FOLDERS}}
