@@ -247,15 +247,18 @@ function leafRow(manifest, path, owner) {
     contract: terms?.contract ?? "exact", measured: contract?.measured ?? null, from_step: contract?.from_step ?? null, age_steps: age,
     limit: terms ? (bounded ? `${terms.limit} ${terms.norm}` : `${terms.max_drift === undefined ? "" : `${terms.max_drift} octaves, `}${terms.max_age_steps} steps`) : null,
     used: terms ? (bounded ? contract.measured / terms.limit : Math.max(drifted, (age ?? 0) / Math.max(1, terms.max_age_steps))) : null,
-    derived: manifest.derived[owner]?.how ?? null, kind: null, chain_depth: null, density: null,
+    derived: manifest.derived[owner]?.how ?? null, chain_depth: null, density: null,
+    kind: owner in (manifest.document.replay?.digests ?? {}) ? "replayed" : null,
   };
 }
 
 // A text that is equal for equal bytes only; null if the manifest has none.
 function mark(manifest, path) {
+  // What is stored of a replayed leaf is its content at another step.
+  const replayed = manifest.document.replay?.digests[path];
+  if (replayed !== undefined) return replayed;
   const stored = manifest.leaves.get(path);
-  if (path in manifest.derived || !stored) return null;
-  return stored.digest;
+  return path in manifest.derived || !stored ? null : stored.digest;
 }
 
 // Leaves whose paths differ in numbers only, in the order of the first of each.
@@ -267,8 +270,8 @@ function groups(leaves) {
   }
   const each = (members, key) => [...new Set(members.map((leaf) => leaf[key]).filter((value) => value !== null))].sort().join(", ") || null;
   return [...byName].map(([path, members]) => ({
-    path, members: members.map((leaf) => leaf.path), ...Object.fromEntries(["dtype", "contract", "derived"].map((key) => [key, each(members, key)])),
-    kind: null, chain_depth: null, density: null, raw_bytes: members.reduce((sum, leaf) => sum + (leaf.raw_bytes ?? 0), 0),
+    path, members: members.map((leaf) => leaf.path), ...Object.fromEntries(["dtype", "contract", "derived", "kind"].map((key) => [key, each(members, key)])),
+    chain_depth: null, density: null, raw_bytes: members.reduce((sum, leaf) => sum + (leaf.raw_bytes ?? 0), 0),
   }));
 }
 
