@@ -16,11 +16,13 @@ class ChosenFiles {
   constructor(files) {
     this.files = new Map();
     this.folders = new Map();
+    this.sizes = new Map();
     for (const file of files) {
       const parts = file.webkitRelativePath.split("/").slice(1);
       this.files.set(parts.join("/"), file);
       for (let count = 1; count < parts.length; count++) {
-        const parent = parts.slice(0, count - 1).join("/");
+        const [parent, folder] = [count - 1, count].map((end) => parts.slice(0, end).join("/"));
+        this.sizes.set(folder, (this.sizes.get(folder) ?? 0) + file.size);
         if (!this.folders.has(parent)) this.folders.set(parent, new Set());
         this.folders.get(parent).add(parts[count - 1]);
       }
@@ -43,9 +45,7 @@ class ChosenFiles {
   }
 
   bytesBelow(folder) {
-    let sum = 0;
-    for (const [path, { size }] of this.files) if (path.startsWith(`${folder}/`)) sum += size;
-    return sum;
+    return this.sizes.get(folder) ?? 0;
   }
 }
 
@@ -266,7 +266,8 @@ function groups(leaves) {
   const byName = new Map();
   for (const leaf of leaves) {
     const name = leaf.path.replace(/(^|[/.])[0-9]+(?=[/.]|$)/g, "$1*");
-    byName.set(name, [...(byName.get(name) ?? []), leaf]);
+    if (!byName.has(name)) byName.set(name, []);
+    byName.get(name).push(leaf);
   }
   const each = (members, key) => [...new Set(members.map((leaf) => leaf[key]).filter((value) => value !== null))].sort().join(", ") || null;
   return [...byName].map(([path, members]) => ({

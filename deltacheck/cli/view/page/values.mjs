@@ -9,10 +9,10 @@ const INTEGERS = {
 // Elements as numbers (BigInt for 64-bit integers); null for types without a number here.
 export function elements(dtype, bytes) {
   const { buffer } = bytes.slice();
-  if (dtype in INTEGERS) return [...new INTEGERS[dtype](buffer)];
-  if (dtype === "float32" || dtype === "complex64") return [...new Float32Array(buffer)];
-  if (dtype === "float64" || dtype === "complex128") return [...new Float64Array(buffer)];
-  if (dtype in FLOATS) return Array.from(new Uint16Array(buffer), (bits) => small(bits, FLOATS[dtype]));
+  if (dtype in INTEGERS) return new INTEGERS[dtype](buffer);
+  if (dtype === "float32" || dtype === "complex64") return new Float32Array(buffer);
+  if (dtype === "float64" || dtype === "complex128") return new Float64Array(buffer);
+  if (dtype in FLOATS) return Float32Array.from(new Uint16Array(buffer), (bits) => small(bits, FLOATS[dtype]));
   return null;
 }
 
@@ -31,7 +31,7 @@ export function texts(dtype, bytes) {
   const numbers = elements(dtype, bytes);
   if (numbers === null) return Array.from(bytes, (byte) => `0x${byte.toString(16).padStart(2, "0")}`);
   const rounded = dtype === "float64" || dtype === "complex128" ? (x) => x : Math.fround;
-  const written = numbers.map((x) => (typeof x === "bigint" ? String(x) : text(x, rounded)));
+  const written = Array.from(numbers, (x) => (typeof x === "bigint" ? String(x) : text(x, rounded)));
   if (!dtype.startsWith("complex")) return written;
   return Array.from({ length: written.length / 2 }, (_, i) => {
     const [real, imaginary] = [written[2 * i], written[2 * i + 1]];
