@@ -229,8 +229,8 @@ def test_no_address_leads_to_a_file(hostile: Path, path: str) -> None:
     with serving(hostile) as client:
         status, _, content = client.get(path)
         absolute = f"http://localhost:{client.port}{client.prefix}{path}"
-        sent = f"GET {absolute} HTTP/1.1\r\nHost: localhost:{client.port}\r\n\r\n"
-        assert client.send(sent)[0] == 404
+        request = f"GET {absolute} HTTP/1.1\r\nHost: localhost:{client.port}\r\n\r\n"
+        assert client.send(request)[0] == 404
     assert status == 404
     assert content == b"deltacheck view: there is no such page\n"
 
@@ -297,15 +297,15 @@ def test_the_page_shows_the_documents_of_the_commands(
     steps = deltacheck.open(root).steps()
     with serving(root) as client:
         for query, command in (("steps", "ls"), ("log", "log")):
-            listed = client.json(query)
-            assert listed.pop("problems") == []
-            assert listed == printed(capsys, command, root)
+            document = client.json(query)
+            assert document.pop("problems") == []
+            assert document == printed(capsys, command, root)
         for step in steps:
-            shown = client.json("show", step=step)
-            groups = shown.pop("groups")
-            assert shown == printed(capsys, "show", root, step)
+            document = client.json("show", step=step)
+            groups = document.pop("groups")
+            assert document == printed(capsys, "show", root, step)
             members = [path for group in groups for path in group["members"]]
-            assert sorted(members) == sorted(leaf["path"] for leaf in shown["leaves"])
+            assert sorted(members) == sorted(leaf["path"] for leaf in document["leaves"])
         checked = client.json("verify", step="", deep="1")
         assert checked == printed(capsys, "verify", root, "--deep")
         diff = client.json("diff", before=steps[0], after=steps[-1])
@@ -315,9 +315,9 @@ def test_the_page_shows_the_documents_of_the_commands(
             row["path"] for row in diff["changed"]
         }
         for row in command["changed"]:
-            found = client.json("change", before=steps[0], after=steps[-1], leaf=row["path"])
-            assert found.pop("map")["changed"] == row["changed"]
-            assert found == row
+            result = client.json("change", before=steps[0], after=steps[-1], leaf=row["path"])
+            assert result.pop("map")["changed"] == row["changed"]
+            assert result == row
         for key in ("added", "removed", "reshaped", "scalars"):
             assert diff[key] == command[key]
 
@@ -342,14 +342,14 @@ def test_the_values_of_a_slice_are_those_of_a_restore(name: str, tmp_path: Path)
         for step in reader.steps():
             for row in client.json("show", step=step)["leaves"]:
                 box = ", ".join(f"0:{min(size, 3)}" for size in row["shape"])
-                shown = client.json("values", step=step, leaf=row["path"], box=box)
+                document = client.json("values", step=step, leaf=row["path"], box=box)
                 if row["kind"] == "replayed":
-                    assert shown["error"]["kind"] == "ReplayNeeded"
+                    assert document["error"]["kind"] == "ReplayNeeded"
                     continue
-                whole = reader.restore(step, leaves=[row["path"]])[row["path"]]
-                part = whole.reshape(row["shape"])[tuple(slice(0, 3) for _ in row["shape"])]
-                assert shown["shape"] == list(part.shape)
-                read = numbers(shown["values"], part.dtype).reshape(part.shape)
+                restored = reader.restore(step, leaves=[row["path"]])[row["path"]]
+                part = restored.reshape(row["shape"])[tuple(slice(0, 3) for _ in row["shape"])]
+                assert document["shape"] == list(part.shape)
+                read = numbers(document["values"], part.dtype).reshape(part.shape)
                 np.testing.assert_array_equal(read, part)
                 compared += part.size
     assert compared > 0
@@ -386,8 +386,8 @@ def test_hostile_names_are_only_data(client: Client) -> None:
 def test_a_wrong_query_is_answered_with_its_error(
     client: Client, query: str, parameters: dict[str, str], status: int, kind: str
 ) -> None:
-    found, _, content = client.get(f"api/{query}?{urlencode(parameters)}")
-    assert (found, json.loads(content)["error"]["kind"]) == (status, kind)
+    result, _, content = client.get(f"api/{query}?{urlencode(parameters)}")
+    assert (result, json.loads(content)["error"]["kind"]) == (status, kind)
 
 
 def test_a_parameter_is_named_once_and_readable(client: Client) -> None:
@@ -463,22 +463,22 @@ def test_a_map_has_the_share_of_changed_elements_of_each_cell(shape: tuple[int, 
     random = np.random.default_rng(len(shape))
     changed = random.random(shape) < 0.2
     flat = np.flatnonzero(changed)
-    found = change_map(shape, [flat[: flat.size // 2], flat[flat.size // 2 :]])
-    table = changed.reshape(found.height, found.width)
-    assert found.changed == changed.sum()
-    assert found.rows <= 48
-    assert found.columns <= 96
-    assert len(found.shares) == found.rows * found.columns
+    result = change_map(shape, [flat[: flat.size // 2], flat[flat.size // 2 :]])
+    table = changed.reshape(result.height, result.width)
+    assert result.changed == changed.sum()
+    assert result.rows <= 48
+    assert result.columns <= 96
+    assert len(result.shares) == result.rows * result.columns
     rows, columns = (
         [size * i // max(1, cells) for i in range(cells + 1)]
-        for size, cells in ((found.height, found.rows), (found.width, found.columns))
+        for size, cells in ((result.height, result.rows), (result.width, result.columns))
     )
     expected = [
         table[top:bottom, left:right].mean()
         for top, bottom in itertools.pairwise(rows)
         for left, right in itertools.pairwise(columns)
     ]
-    np.testing.assert_allclose(found.shares, expected)
+    np.testing.assert_allclose(result.shares, expected)
 
 
 @pytest.mark.parametrize("name", ["tiled", "policy", "derived"])
@@ -490,7 +490,7 @@ def test_changed_elements_are_those_whose_bits_differ(name: str, tmp_path: Path)
     for path in sorted(first.owners.keys() & last.owners.keys()):
         if first.spec(path) != last.spec(path):
             continue
-        found = drift.changed_elements(first.leaves([path])[path], last.leaves([path])[path])
+        result = drift.changed_elements(first.leaves([path])[path], last.leaves([path])[path])
         old, new = (
             reader.restore(side.manifest.step, leaves=[path])[path] for side in (first, last)
         )
@@ -499,7 +499,7 @@ def test_changed_elements_are_those_whose_bits_differ(name: str, tmp_path: Path)
             np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(-1, size) for a in (old, new)
         ]
         expected = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
-        np.testing.assert_array_equal(np.concatenate([[], *found]), expected)
+        np.testing.assert_array_equal(np.concatenate([[], *result]), expected)
         compared += expected.size
     assert compared > 0
 
@@ -569,8 +569,8 @@ def test_a_browser_is_opened_on_request_only(
 def test_a_port_in_use_and_a_missing_root_are_refused(
     hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert main(["view", str(hostile), "--port", str(port)]) == 5
     assert "--port" in capsys.readouterr().err
     assert main(["view", str(tmp_path / "gone")]) == 3

@@ -62,7 +62,7 @@ class Dom(HTMLParser):
     def count(self, tag: str, **attributes: str) -> int:
         """Count the elements of a tag with these attributes."""
         return sum(
-            found == tag and attributes.items() <= values.items() for found, values in self.tags
+            element == tag and attributes.items() <= values.items() for element, values in self.tags
         )
 
 
@@ -255,11 +255,11 @@ def golden(browser: Browser, folder: Path, pictures: Path) -> None:
                         assert "without a finding" in page.text, place
                 if not local:
                     browser.open(views["steps"])
-                    sent = len(browser.requests)
+                    requests_before = len(browser.requests)
                     browser.choose(root)
                     browser.wait("document.body.innerText.includes('the local folder')")
-            asked = [url for url in browser.requests[sent:] if "/api/" in url]
-            assert asked == [], asked
+            queries = [url for url in browser.requests[requests_before:] if "/api/" in url]
+            assert queries == [], queries
 
 
 def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
@@ -334,8 +334,8 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
                 browser.choose(root)
                 browser.wait("document.body.innerText.includes('the local folder')")
             browser.evaluate(f"location.hash = {json.dumps('#' + diff.split('#')[1])}")
-            drawn = "document.querySelectorAll('section[data-drawn]').length === 4"
-            page = browser.dom(drawn)
+            complete = "document.querySelectorAll('section[data-drawn]').length === 4"
+            page = browser.dom(complete)
             assert page.text.count("6000 of 150000 elements changed (4 %)") == 3
             picture = browser.picture(pictures / f"diff-{source}.png")
             # The colour of cells that have changed altogether: a block of each map.

@@ -172,29 +172,29 @@ def _page(node: str, root: Path, name: str) -> Iterator[str]:
         return
     page, server = json.loads(run.stdout), Queries(str(root))
     count = 0
-    listed = server.answer("steps", {})["steps"]
+    step_rows = server.answer("steps", {})["steps"]
     for key in ("step", "seq", "tags", "metrics", "time", "replayed_steps", "stored_bytes"):
-        if [row[key] for row in page["steps"]["steps"]] != [row[key] for row in listed]:
+        if [row[key] for row in page["steps"]["steps"]] != [row[key] for row in step_rows]:
             yield f"{name}: another {key} in the list of steps"
-    written = [row["written_bytes"] for row in server.answer("log", {})["steps"]]
-    if [row["written_bytes"] for row in page["log"]["steps"]] != written:
+    save_bytes = [row["written_bytes"] for row in server.answer("log", {})["steps"]]
+    if [row["written_bytes"] for row in page["log"]["steps"]] != save_bytes:
         yield f"{name}: other sizes of saves"
     if page["steps"]["problems"] or not page["verify"]["ok"]:
         yield f"{name}: {page['steps']['problems']} {page['verify']['findings']}"
-    for step, shown in page["shows"].items():
-        leaves = {row["path"]: row for row in shown["leaves"]}
+    for step, step_document in page["shows"].items():
+        leaves = {row["path"]: row for row in step_document["leaves"]}
         for row in server.answer("show", {"step": step})["leaves"]:
             path = row["path"]
-            got, value = leaves.pop(path), page["values"][step][path]
+            leaf, value = leaves.pop(path), page["values"][step][path]
             if row["kind"] == "replayed":
                 if value["error"]["kind"] != ReplayNeeded.__name__:
                     yield f"{name} step {step} leaf {path}: {value}"
                 continue
             for key in _SHOWN:
-                if got[key] != row[key]:
-                    yield f"{name} step {step} leaf {path}: {key} {got[key]}, not {row[key]}"
-            if row["used"] is not None and not math.isclose(got["used"], row["used"]):
-                yield f"{name} step {step} leaf {path}: used {got['used']}, not {row['used']}"
+                if leaf[key] != row[key]:
+                    yield f"{name} step {step} leaf {path}: {key} {leaf[key]}, not {row[key]}"
+            if row["used"] is not None and not math.isclose(leaf["used"], row["used"]):
+                yield f"{name} step {step} leaf {path}: used {leaf['used']}, not {row['used']}"
             box = ", ".join(f"{start}:{stop}" for start, stop in value["box"])
             expected = server.answer("values", {"step": step, "leaf": path, "box": box})
             if not _same_texts(value["values"], expected["values"], row["dtype"]):
@@ -202,7 +202,7 @@ def _page(node: str, root: Path, name: str) -> Iterator[str]:
             count += 1
         if leaves:
             yield f"{name} step {step}: leaves {sorted(leaves)}"
-    first, last = (str(listed[index]["step"]) for index in (0, -1))
+    first, last = (str(step_rows[index]["step"]) for index in (0, -1))
     for row in server.answer("diff", {"before": first, "after": last})["changed"]:
         query = {"before": first, "after": last, "leaf": row["path"]}
         if "error" in page["changes"][row["path"]]:
@@ -210,26 +210,26 @@ def _page(node: str, root: Path, name: str) -> Iterator[str]:
                 server.answer("change", query)
             except ReplayNeeded:
                 continue
-        got, expected = page["changes"][row["path"]], server.answer("change", query)
-        shares = np.allclose(got["map"].pop("shares"), expected["map"].pop("shares"))
-        if not shares or got["map"] != expected["map"] or got["changed"] != expected["changed"]:
+        leaf, expected = page["changes"][row["path"]], server.answer("change", query)
+        shares = np.allclose(leaf["map"].pop("shares"), expected["map"].pop("shares"))
+        if not shares or leaf["map"] != expected["map"] or leaf["changed"] != expected["changed"]:
             yield f"{name} leaf {row['path']}: another map of changes"
         for key in ("relative_l2", "max_abs"):
-            old, new = got[key], expected[key]
+            old, new = leaf[key], expected[key]
             if old is not None and not math.isclose(float(old), float(new), rel_tol=1e-6):
                 yield f"{name} leaf {row['path']}: {key} {old}, not {new}"
     print(f"{name}: the page shows {count} leaves of the folder as the server does")
 
 
-def _same_texts(got: list[str], expected: list[str], dtype: str) -> bool:
+def _same_texts(actual: list[str], expected: list[str], dtype: str) -> bool:
     """Compare values that two programs have printed. Types without a number are printed as bits."""
-    if any(text.startswith("0x") for text in got):
-        return dtype.startswith("float") and len(got) == len(expected)
+    if any(text.startswith("0x") for text in actual):
+        return dtype.startswith("float") and len(actual) == len(expected)
     if dtype == "bool":
-        return got == expected
+        return actual == expected
     if dtype.startswith(("int", "uint")):
-        return list(map(int, got)) == list(map(int, expected))
-    numbers = [np.array([complex(text) for text in texts]) for texts in (got, expected)]
+        return list(map(int, actual)) == list(map(int, expected))
+    numbers = [np.array([complex(text) for text in texts]) for texts in (actual, expected)]
     narrow = {"float32": np.complex64, "complex64": np.complex64}.get(dtype, np.complex128)
     # NumPy prints bfloat16 with fewer digits than it has.
     tolerance = 1e-2 if dtype in ("bfloat16", "float16") else 0

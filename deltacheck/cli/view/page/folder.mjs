@@ -226,7 +226,8 @@ function row(manifest, item, tags) {
 
 // The time of a manifest is for people and may be any number.
 function timeOf(seconds) {
-  const moment = new Date(1000 * seconds);
+  // Rounded to microseconds, as Python's times are, and then cut.
+  const moment = new Date(Math.floor(Math.round(1e6 * seconds) / 1000));
   return Number.isNaN(moment.getTime()) ? null : moment.toISOString();
 }
 
