@@ -76,13 +76,13 @@ async function viewSteps() {
       ["seq", (row) => row.seq],
       ["item", (row) => name(row.item ?? ""), true, "item"],
       ["saved", (row) => time(row.time), true],
-      ["tags", (row) => row.tags.map((tag) => name(tag)), true],
+      ...(rows.some((row) => row.tags.length > 0) ? [["tags", (row) => row.tags.map((tag) => [name(tag), " "]), true]] : []),
       ["state", (row) => size(row.raw_bytes)],
       ["stored", (row) => size(row.stored_bytes)],
-      ["depth", (row) => number(row.chain_depth)],
-      ["replays", (row) => row.replayed_steps],
-      ["metrics", (row) => Object.entries(row.metrics).map(([key, value]) => `${key}=${number(value)}  `), true],
-      ["", (row) => (row.word === null ? "saved again later" : "")],
+      ["depth", (row) => number(row.chain_depth), false, "chain_depth"],
+      ...(rows.some((row) => row.replayed_steps > 0) ? [["replays", (row) => row.replayed_steps]] : []),
+      ["metrics", (row) => Object.entries(row.metrics).map(([key, value]) => `${key}=${number(value)} `), true],
+      ...(rows.some((row) => row.word === null) ? [["", (row) => (row.word === null ? "saved again later" : "")]] : []),
     ], [...rows].reverse()),
     element("h2", {}, "Why each save is large"),
     sizes,
@@ -122,9 +122,9 @@ const LEAF = [
   ["state", (row) => size(row.raw_bytes)],
   ["contract", (row) => row.contract ?? "-", true],
   ["derived", (row) => row.derived ?? "-", true, "derived"],
-  ["kind", (row) => row.kind ?? "-", true],
-  ["depth", (row) => number(row.chain_depth)],
-  ["changed words", (row) => share(row.density)],
+  ["kind", (row) => row.kind ?? "-", true, "kind"],
+  ["depth", (row) => number(row.chain_depth), false, "chain_depth"],
+  ["changed words", (row) => share(row.density), false, "density"],
 ];
 
 async function viewStep({ step = "latest" }) {
@@ -162,7 +162,7 @@ async function viewStep({ step = "latest" }) {
 function groupsOf(shown, step) {
   const leaves = new Map(shown.leaves.map((leaf) => [leaf.path, leaf]));
   const label = (leaf) => [link(name(leaf.path), "leaf", { step, leaf: leaf.path }), leaf.tied_to === null ? null : [" tied to ", name(leaf.tied_to)]];
-  return table([
+  return tableOfPresent([
     ["leaf", (group) => {
       if (group.members.length === 1) return label(leaves.get(group.members[0]));
       // The leaves of a large group are drawn when somebody wants to see them.
@@ -173,7 +173,7 @@ function groupsOf(shown, step) {
       });
       return details;
     }, true],
-    ...LEAF.filter(([title]) => title !== "shape").map(([title, cell, word]) => [title, cell, word]),
+    ...LEAF,
   ], shown.groups);
 }
 

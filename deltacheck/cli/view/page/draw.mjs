@@ -85,8 +85,8 @@ export function heatMap({ rows, columns, shares, height, width }, label) {
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", visible(label));
   canvas.title = visible(`${rows} x ${columns} cells of a leaf of ${height} x ${width}`);
-  // Flat leaves get a strip that is high enough to be seen.
-  canvas.style.aspectRatio = `${Math.max(1, columns)} / ${Math.max(rows, columns / 12, 1)}`;
+  // Flat leaves get a strip that is high enough to be seen, and tall ones a square.
+  canvas.style.aspectRatio = `${Math.min(16, Math.max(1, rows === 1 ? 16 : columns / Math.max(1, rows)))}`;
   return canvas;
 }
 
