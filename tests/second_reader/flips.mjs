@@ -10,7 +10,7 @@
 // and the exit status is then 1.
 import { readFileSync, readdirSync } from "node:fs";
 import { join } from "node:path";
-import { canonicalText, parseJson } from "../../deltacheck/cli/view/page/reader/json.mjs";
+import { canonicalText, parseJson } from "../../deltacheck/cli/view/page/reader/base/json.mjs";
 import { errorsOf, readRoot } from "../../deltacheck/cli/view/page/reader/roots.mjs";
 
 // Files that no digest covers: metadata of arrays and inner groups, control, files of Orbax; and

@@ -29,7 +29,7 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_FOLDERS = ("reader", "vendor")
+_FOLDERS = ("reader", "reader/base", "reader/decode", "vendor")
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
 _START = "index.html"

@@ -1,6 +1,6 @@
 // The data of the page from a folder of this machine, read in the browser by the second reader.
 // The documents are those of `source.mjs`, without what follows from policies and tables.
-import { Damage, NotImplemented } from "./reader/errors.mjs";
+import { Damage, NotImplemented } from "./reader/base/errors.mjs";
 import { itemBytes, product } from "./reader/leaves.mjs";
 import { readManifest } from "./reader/manifests.mjs";
 import { describe, Restore } from "./reader/restore.mjs";

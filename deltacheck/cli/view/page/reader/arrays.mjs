@@ -1,9 +1,9 @@
 // Zarr arrays, opened with the metadata that a table implies: chunk files, shards and codecs.
 import { decompress } from "../vendor/fzstd.mjs";
-import { unblosc } from "./blosc.mjs";
-import { concat } from "./bytes.mjs";
-import { check, Damage } from "./errors.mjs";
-import { crc32c } from "./hash.mjs";
+import { unblosc } from "./decode/blosc.mjs";
+import { concat } from "./base/bytes.mjs";
+import { check, Damage } from "./base/errors.mjs";
+import { crc32c } from "./base/hash.mjs";
 import { product } from "./leaves.mjs";
 
 const MISSING = 0xffffffffffffffffn;

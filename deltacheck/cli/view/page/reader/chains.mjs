@@ -1,8 +1,8 @@
 // Chains: the last keyframe of a stored leaf and the deltas after it, each step verified.
-import { check, located } from "./errors.mjs";
+import { check, located } from "./base/errors.mjs";
 import { isDigest } from "./documents.mjs";
-import { leafDigest, xxh3 } from "./hash.mjs";
-import { decodeChunk, needsBase } from "./methods.mjs";
+import { leafDigest, xxh3 } from "./base/hash.mjs";
+import { decodeChunk, needsBase } from "./decode/methods.mjs";
 import { storageType } from "./leaves.mjs";
 
 // Return the bytes of the stored leaf `path`. `segments` are those that it may need, in order.

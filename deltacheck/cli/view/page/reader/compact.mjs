@@ -1,9 +1,9 @@
 // The compact form of a manifest with many tiles: rules in place of lists.
-import { check, Damage } from "./errors.mjs";
+import { check, Damage } from "./base/errors.mjs";
 import { isCount, isDigest, isObject } from "./documents.mjs";
-import { xxh3 } from "./hash.mjs";
+import { xxh3 } from "./base/hash.mjs";
 import { product } from "./leaves.mjs";
-import { sortedByPoint } from "./json.mjs";
+import { sortedByPoint } from "./base/json.mjs";
 import { chainEntries } from "./chains.mjs";
 
 // Numbers that a series stands for.

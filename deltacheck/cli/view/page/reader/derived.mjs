@@ -1,6 +1,6 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
-import { check, NotImplemented } from "./errors.mjs";
-import { bitsFloat, lattice, octaves, relative } from "./codes.mjs";
+import { check, NotImplemented } from "./base/errors.mjs";
+import { bitsFloat, lattice, octaves, relative } from "./decode/codes.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {

@@ -1,7 +1,7 @@
 // Documents: attributes of zarr groups, with format, version, features and checksum.
-import { check, Damage, Refused } from "./errors.mjs";
-import { xxh3 } from "./hash.mjs";
-import { canonicalText, parseJson } from "./json.mjs";
+import { check, Damage, Refused } from "./base/errors.mjs";
+import { xxh3 } from "./base/hash.mjs";
+import { canonicalText, parseJson } from "./base/json.mjs";
 
 const LIMIT = 2 ** 28;
 

@@ -1,5 +1,5 @@
 // Element types, chunk grids and the standard chunk shape.
-import { check, Refused } from "./errors.mjs";
+import { check, Refused } from "./base/errors.mjs";
 
 const SIZES = new Map();
 for (const name of ["bool", "int8", "uint8", "int2", "int4", "uint2", "uint4", "float4_e2m1fn",

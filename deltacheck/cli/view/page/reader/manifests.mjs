@@ -1,5 +1,5 @@
 // Manifests: what a step states, checked against itself.
-import { check, located, Refused } from "./errors.mjs";
+import { check, located, Refused } from "./base/errors.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
 import { expandCompact } from "./compact.mjs";
 import { tilesOf } from "./tiles.mjs";

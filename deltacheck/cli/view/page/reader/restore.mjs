@@ -1,9 +1,9 @@
 // Restore the leaves of a step.
-import { check, located, NotImplemented, Refused } from "./errors.mjs";
+import { check, located, NotImplemented, Refused } from "./base/errors.mjs";
 import { readChain } from "./chains.mjs";
 import { fillDigests } from "./compact.mjs";
 import { derive } from "./derived.mjs";
-import { leafDigest, sha256, xxh3 } from "./hash.mjs";
+import { leafDigest, sha256, xxh3 } from "./base/hash.mjs";
 import { Grid, itemBytes, product, standardChunk } from "./leaves.mjs";
 import { Segment } from "./segments.mjs";
 import { placeTile } from "./tiles.mjs";

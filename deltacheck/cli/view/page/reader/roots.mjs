@@ -1,5 +1,5 @@
 // Roots: which checkpoints there are, in engine roots and in manager roots.
-import { check, Damage } from "./errors.mjs";
+import { check, Damage } from "./base/errors.mjs";
 import { readDocument } from "./documents.mjs";
 import { readManifest } from "./manifests.mjs";
 import { readTags } from "./tags.mjs";

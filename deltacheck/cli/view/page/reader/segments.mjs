@@ -1,9 +1,9 @@
 // Segments: the table, the digests of stored chunks, and the rows and streams of deltas.
-import { check, Damage, located, Refused } from "./errors.mjs";
-import { viewOf } from "./bytes.mjs";
+import { check, Damage, located, Refused } from "./base/errors.mjs";
+import { viewOf } from "./base/bytes.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
 import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
-import { streamSizes } from "./methods.mjs";
+import { streamSizes } from "./decode/methods.mjs";
 import { itemBytes, storageType } from "./leaves.mjs";
 
 const NAME = /^s([0-9]{10})-([0-9a-f]{8})$/;

@@ -1,5 +1,5 @@
 // Tags: names of checkpoints.
-import { check } from "./errors.mjs";
+import { check } from "./base/errors.mjs";
 import { isCount, readDocument } from "./documents.mjs";
 
 // Read all tags of a store: name -> {step, seq}, those of the manifest with the tag's nonce.

@@ -1,5 +1,5 @@
 // Leaves in tiles: cells between cuts, each stored like a leaf.
-import { check } from "./errors.mjs";
+import { check } from "./base/errors.mjs";
 import { Grid, itemBytes, product, standardChunk } from "./leaves.mjs";
 
 const NOTHING = "0".repeat(32);

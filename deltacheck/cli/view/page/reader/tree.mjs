@@ -1,6 +1,6 @@
 // The skeleton of a step: paths of its arrays and scalars.
-import { check, Refused } from "./errors.mjs";
-import { isBase64 } from "./bytes.mjs";
+import { check, Refused } from "./base/errors.mjs";
+import { isBase64 } from "./base/bytes.mjs";
 import { isObject } from "./documents.mjs";
 
 const CONTAINERS = ["dict", "odict", "list", "tuple", "deque", "fields", "object", "tensor"];

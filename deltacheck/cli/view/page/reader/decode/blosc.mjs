@@ -1,7 +1,7 @@
 // Blosc chunks of version 1 (C-Blosc's README_CHUNK_FORMAT.rst) with lz4 and bitshuffle, the only
 // settings that the format has.
-import { check } from "./errors.mjs";
-import { viewOf } from "./bytes.mjs";
+import { check } from "../base/errors.mjs";
+import { viewOf } from "../base/bytes.mjs";
 
 const SHUFFLE = 1;
 const STORED = 2;

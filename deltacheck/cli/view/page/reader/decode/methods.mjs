@@ -1,5 +1,5 @@
 // The methods of encoded chunks (section 4): one row and its streams become the chunk's bytes.
-import { check } from "./errors.mjs";
+import { check } from "../base/errors.mjs";
 
 const TILE_BYTES = 16384;
 

@@ -1,6 +1,6 @@
 // Codes of derived leaves (section 4.5). A JavaScript number is a float64, and Math.fround rounds
 // it to float32, to nearest, ties to even.
-import { check } from "./errors.mjs";
+import { check } from "../base/errors.mjs";
 
 const LARGEST = 3.4028234663852886e38;
 const word = new DataView(new ArrayBuffer(4));

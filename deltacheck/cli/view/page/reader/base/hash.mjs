@@ -1,6 +1,6 @@
 // Checksums: xxh3 of 128 bits as 32 hexadecimal digits (high half first), and crc32c.
-import "../vendor/crc32.mjs";
-import "../vendor/xxhash128.mjs";
+import "../../vendor/crc32.mjs";
+import "../../vendor/xxhash128.mjs";
 import { fromHex, toHex } from "./bytes.mjs";
 
 const { createCRC32, createXXHash128 } = globalThis.hashwasm;
