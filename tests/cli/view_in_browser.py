@@ -233,17 +233,17 @@ def golden(browser: Browser, folder: Path, pictures: Path) -> None:
             }
             for local in (False, True):
                 for view, url in views.items():
+                    # The state of a gradient log needs its optimizer.
+                    refused = name == "gradients" and view == "diff"
                     if local:
                         # The page keeps the folder for as long as it is not loaded anew.
                         browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
                     else:
-                        browser.open(url)
-                    page = browser.dom(
-                        f"{READY} && document.querySelector('main').dataset.ready"
-                        f" === {json.dumps(view)}"
-                    )
+                        browser.open(url, errors=refused)
+                    ready = f"document.querySelector('main').dataset.ready === {json.dumps(view)}"
+                    page = browser.dom(f"{READY} && {ready}", errors=refused)
                     place = (name, view, local)
-                    if name == "gradients" and view == "diff":
+                    if refused:
                         assert "ReplayNeeded" in page.text, place
                     else:
                         assert page.count("div", **{"class": "problems"}) == 0, (place, page.text)

@@ -102,17 +102,24 @@ export class Folder {
     return new Restore(this.files, base, chosen.manifest, this.opened);
   }
 
+  // The bytes of the segments that the save of a step wrote.
+  storedBytes(base, manifest) {
+    const own = manifest.segments.filter(({ id }) => Number(id.slice(1, 11)) === manifest.seq);
+    return own.reduce((sum, { id }) => sum + this.files.bytesBelow(`${base}segments/${id}`), 0);
+  }
+
+  row(base, manifest, item, tags) {
+    return { ...row(manifest, item, tags), stored_bytes: this.storedBytes(base, manifest) };
+  }
+
   async steps() {
-    const { manifests, problems, tags } = await this.read();
-    return { root: this.name, problems, steps: manifests.map(({ manifest, item }) => row(manifest, item, tags)) };
+    const { base, manifests, problems, tags } = await this.read();
+    return { root: this.name, problems, steps: manifests.map(({ manifest, item }) => this.row(base, manifest, item, tags)) };
   }
 
   async log() {
     const { base, manifests, problems } = await this.read();
-    const written = ({ manifest, folder }) => {
-      const own = ownSegments(manifest).map(({ id }) => this.files.bytesBelow(`${base}segments/${id}`));
-      return own.reduce((a, b) => a + b, this.files.bytesBelow(folder));
-    };
+    const written = ({ manifest, folder }) => this.storedBytes(base, manifest) + this.files.files.get(`${folder}/zarr.json`).size;
     return { root: this.name, problems, steps: manifests.map((entry) => ({ step: entry.manifest.step, written_bytes: written(entry) })) };
   }
 
@@ -123,7 +130,7 @@ export class Folder {
     const leaves = [...manifest.skeleton.arrays].map(([path, node]) => leafRow(manifest, path, node.of ?? path));
     const { replay } = document;
     return {
-      ...row(manifest, null, {}), root: this.name, writer: document.writer, digest: null, contract: document.contract,
+      ...this.row(restore.base, manifest, null, {}), root: this.name, writer: document.writer, digest: null, contract: document.contract,
       absent: document.absent ?? [], stage: document.stage ?? "", stage_reason: document.stage_reason ?? "",
       replay: replay ? { base_step: replay.base_step, update: replay.update, steps: replay.steps.length } : null,
       leaves, groups: groups(leaves),
@@ -207,10 +214,6 @@ export class Folder {
   }
 }
 
-function ownSegments(manifest) {
-  return manifest.segments.filter(({ id }) => Number(id.slice(1, 11)) === manifest.seq);
-}
-
 function row(manifest, item, tags) {
   const { document, seq, step } = manifest;
   const owners = [...manifest.skeleton.arrays].filter(([, node]) => node.of === undefined);
@@ -219,7 +222,6 @@ function row(manifest, item, tags) {
     time: timeOf(Number(document.time)),
     tags: Object.keys(tags).filter((name) => tags[name].seq === seq),
     raw_bytes: owners.reduce((sum, [path]) => sum + (specOf(manifest, path)?.bytes ?? 0), 0),
-    stored_bytes: ownSegments(manifest).reduce((sum, { stored_bytes: bytes }) => sum + Number(bytes ?? 0), 0),
     replayed_steps: document.replay?.steps.length ?? 0, metrics: { ...document.metrics },
   };
 }

@@ -31,7 +31,7 @@ export function texts(dtype, bytes) {
   const numbers = elements(dtype, bytes);
   if (numbers === null) return Array.from(bytes, (byte) => `0x${byte.toString(16).padStart(2, "0")}`);
   const rounded = dtype === "float64" || dtype === "complex128" ? (x) => x : Math.fround;
-  const written = Array.from(numbers, (x) => (typeof x === "bigint" ? String(x) : text(x, rounded)));
+  const written = Array.from(numbers, (x) => (dtype in INTEGERS ? String(x) : text(x, rounded)));
   if (!dtype.startsWith("complex")) return written;
   return Array.from({ length: written.length / 2 }, (_, i) => {
     const [real, imaginary] = [written[2 * i], written[2 * i + 1]];
@@ -77,9 +77,11 @@ export function drift(dtype, before, after) {
     if (!Number.isFinite(b)) result.nonfinite_after++;
     if (!Number.isFinite(a) || !Number.isFinite(b)) return;
     finite++;
+    // Differences of integers are exact.
+    const distance = Math.abs(Number(recent[i] - x));
     norm = Math.hypot(norm, a);
-    difference = Math.hypot(difference, b - a);
-    most = Math.max(most, Math.abs(b - a));
+    difference = Math.hypot(difference, distance);
+    most = Math.max(most, distance);
   });
   if (finite > 0) {
     result.max_abs = most;
