@@ -1,9 +1,9 @@
 """Import files of other programs in a process of its own, which has limits and may die.
 
 The readers of these formats are not ours. A file of a kilobyte can make them allocate gigabytes,
-run for hours or abort the process. So they run in a child process with limits of memory and
-processor time. The child commits each step as the import in one process would; an import that
-fails leaves the steps before it and nothing else.
+run for hours or abort the process. So they run in a child process (``isolated_child.py``) with
+limits of memory and processor time. The child commits each step as the import in one process would;
+an import that fails leaves the steps before it and nothing else.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import builtins
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from deltacheck import errors
 from deltacheck.leaf import limits
@@ -33,7 +31,7 @@ _DECODED_PER_FILE_BYTE = 8
 _BASE_CPU_SECONDS = 5.0
 _BYTES_PER_CPU_SECOND = 4 << 20  # far slower than any import
 # The built-in errors that an import raises on purpose.
-_BUILTIN = ("FileNotFoundError", "ModuleNotFoundError", "OSError", "ValueError")
+BUILTIN = ("FileNotFoundError", "ModuleNotFoundError", "OSError", "ValueError")
 
 
 def ingest(
@@ -46,7 +44,8 @@ def ingest(
 
     Args:
         kind: ``"torch"``: files of safetensors or ``torch.save``, or model folders of Hugging
-            Face; ``"orbax"``: folders of checkpoints of plain Orbax, or of safetensors.
+            Face; ``"base"``: such a folder, with the tied names of its model; ``"orbax"``:
+            folders of checkpoints of plain Orbax, or of safetensors.
         root: The root to import into.
         sources: Steps and paths.
         item: The item of a folder's steps.
@@ -71,7 +70,7 @@ def ingest(
     }
     seconds = limits.current().max_seconds
     child = subprocess.Popen(
-        [sys.executable, "-m", "deltacheck.backends.isolated"],
+        [sys.executable, "-m", "deltacheck.backends.isolated_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -128,7 +127,7 @@ def _error_of(message: dict[str, str]) -> Exception:
     kind = getattr(errors, message["error"], None)
     if not (isinstance(kind, type) and issubclass(kind, errors.DeltacheckError)):
         kind = (
-            getattr(builtins, message["error"]) if message["error"] in _BUILTIN else errors.Damaged
+            getattr(builtins, message["error"]) if message["error"] in BUILTIN else errors.Damaged
         )
     return kind(message["message"])
 
@@ -143,78 +142,3 @@ def _died(path: str, status: int, seconds: float | None) -> errors.DeltacheckErr
         return errors.BudgetExceeded(f"{path} was not imported within max_seconds={seconds:g}")
     name = signal.Signals(-status).name if status < 0 else f"status {status}"
     return errors.Damaged(f"{path} ended the process that read it ({name})", file=path)
-
-
-# --- the child ------------------------------------------------------------------------------------
-
-
-def _main() -> None:
-    # Libraries may print; only our own messages go to the parent.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    request = json.loads(sys.stdin.buffer.read())
-    try:
-        for path, step in _import(request):
-            print(json.dumps({"path": str(path), "step": step}), file=out)
-    except Exception as error:  # noqa: BLE001 - the parent raises it
-        print(json.dumps(_report(error, request)), file=out)
-    out.flush()
-    # Not by the interpreter's own way: a library that is short of memory may fail or hang there.
-    os._exit(0)
-
-
-def _import(request: dict[str, Any]) -> Iterator[tuple[Path, int]]:
-    sources = [(step, Path(path)) for step, path in request["sources"]]
-    if request["kind"] == "torch":
-        from deltacheck.backends.torch.files import torch_import
-
-        _limit(request["memory_bytes"], request["cpu_seconds"])
-        return torch_import.ingest(request["root"], sources)
-    from deltacheck.backends.orbax.files import orbax_import
-
-    _limit(request["memory_bytes"], request["cpu_seconds"])
-    return orbax_import.ingest(request["root"], sources, request["item"])
-
-
-def _limit(memory_bytes: int, cpu_seconds: float) -> None:
-    """Limit what this process takes from now on; the libraries are loaded."""
-    present = next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmData:")
-    )
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    for kind, value in (
-        (resource.RLIMIT_DATA, present + memory_bytes),
-        (resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + cpu_seconds) + 1),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (value if hard < 0 else min(value, hard), hard))
-
-
-def _report(error: BaseException, request: dict[str, Any]) -> dict[str, str]:
-    """Return the error as the parent raises it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        text = str(cause)
-        if isinstance(cause, MemoryError) or "allocate memory" in text or "bad_alloc" in text:
-            paths = ", ".join(path for _, path in request["sources"])
-            return {
-                "error": "BudgetExceeded",
-                "message": (
-                    f"{paths}: the import takes more memory than the size of the files explains"
-                    f" ({text.partition(chr(10))[0]}); raise max_bytes (--max-bytes) if you trust"
-                    " them"
-                ),
-            }
-        cause = cause.__cause__ or cause.__context__
-    name = next(
-        kind.__name__
-        for kind in type(error).__mro__
-        if kind.__module__ == errors.__name__ or kind.__name__ in _BUILTIN or kind is Exception
-    )
-    return {"error": name, "message": str(error)}
-
-
-if __name__ == "__main__":
-    _main()

@@ -156,12 +156,12 @@ def tree_differences(
     step = _Side.of(
         f"step {manifest.step}",
         saved,
-        {path: _text_of(manifest.specs[node.owner]) for path, node in step_arrays.items()},
+        {path: text_of(manifest.specs[node.owner]) for path, node in step_arrays.items()},
     )
     here = _Side.of(
         "the target",
         requested,
-        {path: _text_of(target.leaves[node.owner]) for path, node in arrays.items()},
+        {path: text_of(target.leaves[node.owner]) for path, node in arrays.items()},
     )
     # A leaf in the place of a subtree is named once.
     named = _Side.of("", {}, dict.fromkeys(surplus, ""))
@@ -241,7 +241,7 @@ def _is_text_and_number(value: object, other: object) -> bool:
     return len(kinds) > 1 and not kinds.isdisjoint((str, bytes)) and type(None) not in kinds
 
 
-def _text_of(leaf: ArrayLeaf | LeafSpec) -> str:
+def text_of(leaf: ArrayLeaf | LeafSpec) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
@@ -269,7 +269,7 @@ def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str
     """Return a message if shape or dtype of a leaf differ from the step's, else an empty list."""
     if (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype):
         return []
-    return [f"leaf {path!r} is {_text_of(spec)} in step {step}, {_text_of(leaf)} in the {holder}"]
+    return [f"leaf {path!r} is {text_of(spec)} in step {step}, {text_of(leaf)} in the {holder}"]
 
 
 def _are_equal(manifest: Manifest, path: str, other: str) -> bool:

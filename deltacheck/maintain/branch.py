@@ -20,8 +20,9 @@ from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import storage
-from deltacheck.store.files.containment import inside
+from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.storage import take_lease
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store, open_segments
 
 # Errors of os.link: another file system, one without links, or too many links to a file.
@@ -79,7 +80,7 @@ def branch(
         raise NotACheckpointRoot(
             f"{target} is not empty; a branch needs a directory that is new or empty"
         )
-    origin = storage.local(root.store.path, "a branch")
+    storage.local(root.store.path, "a branch")
     # Links are resolved on both sides, or a link to the root would be accepted.
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(str(root.path))):
         raise NotACheckpointRoot(
@@ -91,35 +92,66 @@ def branch(
     # root.
     store = Store.create(target)
     lease = take_lease(target)
-    linked = copied = 0
     try:
-        for ref in manifest.segments:
-            source, segment = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
-            for folder, _, files in walk(source):
-                target_folder = segment / Path(folder).relative_to(source)
-                # Only files can be linked, so the directories are made anew and are synced below.
-                inside(target, target_folder).mkdir()
-                for name in files:
-                    file = Path(folder) / name
-                    size = file.stat().st_size
-                    if not copy and _link(file, target_folder / name):
-                        linked += size
-                    else:
-                        copy_file(file, target_folder / name, store.durability)
-                        copied += size
-            store.durability.sync_tree(segment)
-        new_root = Root(target, store)
+        linked, copied = link_segments(root, manifest, Root(target, store), copy=copy)
         writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
         # The branch is a save of its own: tags and memory roots identify a save by its nonce.
-        new_manifest = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer)
-        # The other run may have collected the segments while they were linked. Opening them checks
-        # that the tables are those that were committed.
-        open_segments(new_root, new_manifest)
-        commit(target, new_manifest)
+        commit(target, msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer))
     finally:
         store.close()
         lease.release()
     return Branched(manifest.step, len(manifest.segments), linked, copied)
+
+
+def link_segments(
+    root: Root, manifest: Manifest, target: Root, *, copy: bool = False
+) -> tuple[int, int]:
+    """Give a root the segments of a step of another root: hard links to their files, or copies.
+
+    The files are durable when the call returns. No step of ``target`` names the segments yet. What
+    an earlier call has left of them, because it was killed, is removed first.
+
+    Args:
+        root: The local root of the step.
+        manifest: The step.
+        target: The local root that gets the segments. No step of it has any of them, and the caller
+            holds its lease.
+        copy: If true, copy files in any case. Otherwise only if they cannot be linked.
+
+    Returns:
+        The sizes of the linked and of the copied files, in bytes.
+
+    Raises:
+        Damaged: The tables of the segments are not those of the step.
+        ChainBroken: A segment is missing, such as after a retention of ``root``.
+        StorageFailed: One of the roots is in an object store.
+        OSError: The file system fails.
+    """
+    origin = storage.local(root.store.path, "a branch")
+    path = storage.local(target.store.path, "a branch")
+    durability = target.store.durability
+    linked = copied = 0
+    for ref in manifest.segments:
+        source, segment = origin / layout.SEGMENTS / ref.id, path / layout.SEGMENTS / ref.id
+        if inside(path, segment).exists():
+            remove_tree(path, segment)
+        for directory, _, files in walk(source):
+            target_folder = segment / Path(directory).relative_to(source)
+            # Only files can be linked, so the directories are made anew and are synced below.
+            inside(path, target_folder).mkdir()
+            for name in files:
+                file = Path(directory) / name
+                size = file.stat().st_size
+                if not copy and _link(file, target_folder / name):
+                    linked += size
+                else:
+                    copy_file(file, target_folder / name, durability)
+                    copied += size
+        durability.sync_tree(segment)
+    # The other run may have collected the segments while they were linked. Opening them checks that
+    # the tables are those that were committed.
+    open_segments(target, manifest)
+    return linked, copied
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -16,6 +16,7 @@ import torch
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard, Guarded
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
+from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
 from deltacheck.errors import DeltacheckError
@@ -120,6 +121,11 @@ class Engine:
             may then hold DTensors and ``Shard``; each rank writes its own parts, and rank 0 commits
             one step for all. Every rank makes the same calls, and a failure of one rank is raised
             on all. Needs ``max_pending=1``. Default: this process alone.
+        base: The model that the run begins from: a model folder of Hugging Face, or a root. The
+            first save of ``root`` is then stored as changes to it, in files that all runs beside
+            each other share. A folder is imported once, beside ``root``
+            (``docs/how-to/base-model.md``). Not with ``memory`` or ``process_group``. Default: the
+            first save writes whole leaves.
 
     Raises:
         RootBusy: Another process, which the message names, writes to ``root``.
@@ -130,6 +136,8 @@ class Engine:
         UnsupportedFormat: A newer version wrote ``root``.
         StorageFailed: ``root`` cannot be written (it is an ``OSError``, too), or the object store
             does not answer or has no conditional writes.
+        FileNotFoundError: ``base`` does not exist, or lacks a file.
+        Damaged: ``base`` is damaged. The message names leaf or file.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -159,7 +167,13 @@ class Engine:
         storage: ObjectStore | None = None,
         memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
+        if base is not None and (memory is not None or process_group is not None):
+            raise ValueError(
+                "base cannot be given with memory or process_group: import the model with"
+                " `deltacheck import`, `deltacheck branch` it to the root, and restore it"
+            )
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
         options = SaveOptions(
@@ -191,6 +205,7 @@ class Engine:
         self._session = _session(path, options, self._settle_reads, memory, capture, process_group)
         self._saver = self._session.saver
         self._root, self._writer = self._session.root, self._session.writer
+        self._base = None if base is None else self._begin_from(os.fspath(base))
         self.restored_step: int | None = None
         # The rest of an overlapped restore, also after it has failed.
         self._arrival: Arrival | None = None
@@ -200,6 +215,14 @@ class Engine:
         # ``exits`` refers to it weakly, so it must live as long as the engine.
         self._ending = _Ending(self)
         exits.finish_at_exit(self._ending, str(path), exit_timeout_seconds)
+
+    def _begin_from(self, base: str) -> BaseModel | None:
+        try:
+            return begin_from(base, self._root, self._saver)
+        except BaseException:
+            # Nobody could release the root of an engine that was not made.
+            self._session.close(None)
+            raise
 
     @property
     def root(self) -> Path | ObjectPath:
@@ -278,6 +301,9 @@ class Engine:
                 sources = {path: made[path] for path in sorted(made)}
             if not self._session.make_room(step, specs_of_sources(sources)):
                 return skipped(step)
+            if self._base is not None:
+                note = "; ".join(filter(None, (self._base.remark(attempt.flat.leaves), note)))
+                self._base = None
             planning_seconds = time.perf_counter() - begin
             handle = self._saver.save(
                 step,

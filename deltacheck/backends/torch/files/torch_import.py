@@ -5,6 +5,7 @@ No code of a file is run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,10 @@ from deltacheck.backends.torch.state.sampling import SUFFIXES
 from deltacheck.errors import Damaged
 
 SAFETENSORS = ".safetensors"
+# Names of transformers: architectures that compute logits, and their embeddings.
+_WITH_LOGITS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_OUTPUT_EMBEDDINGS = "lm_head.weight"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\Z")  # one file of a model in several files
 
 
@@ -73,11 +78,16 @@ def steps_of(
     return sorted(by_step.items())
 
 
-def read(path: Path) -> object:
+def read(path: Path, *, tie: bool = False) -> object:
     """Return the content of a file. Tensors are mapped if the file allows it.
 
     Of safetensors it is a dict of tensors by key, without the file's metadata. Of a model folder it
     is ``{"model": tensors by name, "files": content by name}``.
+
+    Args:
+        path: A file or a model folder.
+        tie: Give the input embeddings of a model folder the name of the output embeddings, too, if
+            the model ties them.
 
     Raises:
         FileNotFoundError: There is no such file, or a shard is missing.
@@ -85,7 +95,10 @@ def read(path: Path) -> object:
         UnsupportedLeaf: A file beside the weights of a folder is too long.
     """
     if path.is_dir():
-        return _model(path)
+        content = _model(path)
+        if tie:
+            _tie(content["model"], content["files"])
+        return content
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     return _file(path)
@@ -131,6 +144,22 @@ def _model(path: Path) -> dict[str, Any]:
     return {"model": dict(sorted(weights.items())), "files": files}
 
 
+def _tie(weights: dict[str, Any], files: dict[str, Any]) -> None:
+    """Add the name of tied output embeddings, which a state dict has and a file leaves out.
+
+    A model that computes logits has output embeddings. If the file has none, they are tied to the
+    only input embeddings. A name too many does no harm: it takes no space.
+    """
+    try:
+        architectures = json.loads(bytes(files["config.json"]))["architectures"]
+        computes_logits = str(architectures[0]).endswith(_WITH_LOGITS)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError):
+        return
+    inputs = [name for name in weights if name.endswith(_INPUT_EMBEDDINGS)]
+    if computes_logits and len(inputs) == 1:
+        weights.setdefault(_OUTPUT_EMBEDDINGS, weights[inputs[0]])
+
+
 def _torch(path: Path) -> object:
     try:
         return numpy_pickle.load(path, map_location="cpu", mmap=True)
@@ -142,11 +171,11 @@ def _torch(path: Path) -> object:
 
 
 def ingest(
-    root: str | os.PathLike[str], files: list[tuple[int, Path]]
+    root: str | os.PathLike[str], files: list[tuple[int, Path]], *, tie: bool = False
 ) -> Iterator[tuple[Path, int]]:
     """Save each file as its step, in order, and yield it when it is committed.
 
-    Each file after the first is stored as changes.
+    Each file after the first is stored as changes. ``tie``: as ``read`` has it.
 
     Raises:
         ValueError: The root has one of the steps. Nothing was written.
@@ -154,7 +183,7 @@ def ingest(
         UnsupportedLeaf: A value cannot be kept exactly; the message names it.
     """
     # Before the root is made, so that a refusal leaves none.
-    first = [read(path) for _, path in files[:1]]
+    first = [read(path, tie=tie) for _, path in files[:1]]
     for state in first:
         leaves.flatten(state)
     with Engine(root) as engine:
@@ -167,5 +196,5 @@ def ingest(
         for step, path in files:
             # Each step is committed before the next file is read, so a damaged file does not affect
             # it.
-            engine.save(step, first.pop() if first else read(path)).wait()
+            engine.save(step, first.pop() if first else read(path, tie=tie)).wait()
             yield path, step
