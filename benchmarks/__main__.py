@@ -26,6 +26,7 @@ BENCHMARKS = {
     "size": "benchmarks.size",
     "merging": "benchmarks.merging",
     "history": "benchmarks.history",
+    "base_model": "benchmarks.base_model",
     "compression": "benchmarks.compression",
     "dedupe": "benchmarks.dedupe",
     "publish": "benchmarks.publish",

@@ -109,6 +109,10 @@ class Synthetic:
         self.optimizer = MixedPrecisionAdamW(self.weights.values(), lr=rate)
         self.step = 0
 
+    def seed_gradients(self, seed: int) -> None:
+        """Let the next steps have other gradients than those of another seed."""
+        self._random.manual_seed(seed)
+
     def train_step(self) -> None:
         for weight in self.weights.values():
             weight.grad = torch.randn(weight.shape, generator=self._random).mul_(1e-3).bfloat16()

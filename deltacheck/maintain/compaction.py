@@ -7,7 +7,7 @@ saved the steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,15 @@ from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.root import Root
 from deltacheck.store.segment import Segment
 
 # The metadata of an array of deltas, and what its file takes beyond its content.
 _ARRAY_BYTES = 2048
+# Segments that `reclaim_history` looks at in one call, which a save waits for.
+_SEGMENTS_OF_CALL = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +227,89 @@ def reclaim(
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be a share between 0 and 1, not {below}")
-    _refuse_manager(root)
-    checkpoints, damaged = root.read_all()
-    for error in damaged.values():
-        # The segments that an unreadable manifest needs are unknown.
-        raise Damaged(f"nothing is rewritten while a manifest cannot be read: {error}") from error
-    manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
-    # A tight segment would only be written again as it is.
-    sparse = [
-        need
-        for need in needs(root, manifests.values())
-        if not need.is_tight and need.needed_bytes <= below * need.ref.stored_bytes
-    ]
+    manifests = _manifests(root)
+    sparse = [need for need in needs(root, manifests.values()) if _is_sparse(need, below)]
     if dry_run:
         return tuple(
             Rewritten(need.ref.id, "", need.leaf_count, need.ref.stored_bytes, need.needed_bytes)
             for need in sparse
         )
+    return _replace(root, manifests, sparse, io_timeout_seconds)
+
+
+def reclaim_history(
+    root: Root,
+    protected: Collection[str],
+    seen: set[str],
+    *,
+    below: float = 0.5,
+    io_timeout_seconds: float = 600.0,
+) -> tuple[Rewritten, ...]:
+    """Do what ``reclaim`` does for the segments that only steps with removed leaves need.
+
+    Such a segment does not lose more leaves, so it is looked at once. This bounds the work beside a
+    training, whose next save goes on from the segments of whole steps.
+
+    Args:
+        root: An engine root. The caller holds its lease, and no step is committed meanwhile.
+        protected: Segments to leave alone.
+        seen: Segments that were looked at before; those of this call are added.
+        below: As in ``reclaim``.
+        io_timeout_seconds: Longest time for one write to the storage.
+
+    Returns:
+        The segments that were rewritten.
+
+    Raises:
+        Damaged: If a step is not whole. No manifest has been replaced then.
+    """
+    manifests = _manifests(root)
+    of_whole_steps = {
+        ref.id
+        for manifest in manifests.values()
+        if not manifest.absent
+        for ref in manifest.segments
+    }
+    every = {ref.id for manifest in manifests.values() for ref in manifest.segments}
+    # Names sort by age. The newest are needed by the fewest steps.
+    candidates = set(sorted(every - of_whole_steps - set(protected) - seen)[-_SEGMENTS_OF_CALL:])
+    concerned = {
+        path: manifest
+        for path, manifest in manifests.items()
+        if not candidates.isdisjoint(ref.id for ref in manifest.segments)
+    }
+    sparse = [
+        need
+        for need in needs(root, concerned.values())
+        if need.ref.id in candidates and _is_sparse(need, below)
+    ]
+    rewritten = _replace(root, concerned, sparse, io_timeout_seconds)
+    seen |= candidates | {segment.new for segment in rewritten}
+    return rewritten
+
+
+def _manifests(root: Root) -> dict[Place, Manifest]:
+    """Return all manifests of a root that may be rewritten, by their places."""
+    _refuse_manager(root)
+    checkpoints, damaged = root.read_all()
+    for error in damaged.values():
+        # The segments that an unreadable manifest needs are unknown.
+        raise Damaged(f"nothing is rewritten while a manifest cannot be read: {error}") from error
+    return {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
+
+
+def _is_sparse(need: Need, below: float) -> bool:
+    # A tight segment would only be written again as it is.
+    return not need.is_tight and need.needed_bytes <= below * need.ref.stored_bytes
+
+
+def _replace(
+    root: Root,
+    manifests: Mapping[Place, Manifest],
+    sparse: Sequence[Need],
+    io_timeout_seconds: float,
+) -> tuple[Rewritten, ...]:
+    """Rewrite segments, and let all manifests that name them name the new ones."""
     replacements: dict[str, SegmentRef] = {}
     for need in sparse:
         replacements[need.ref.id] = _rewritten(root, need, io_timeout_seconds)

@@ -87,6 +87,11 @@ class History:
     full_last: int
     leaves: tuple[str, ...] = DEFAULT
 
+    @classmethod
+    def of(cls, full_last: int, leaves: str | Iterable[str]) -> History:
+        """Return the rule that the arguments of a public constructor describe."""
+        return cls(full_last, (leaves,) if isinstance(leaves, str) else tuple(leaves))
+
     def __post_init__(self) -> None:
         if self.full_last < 1 or not self.leaves:
             raise ValueError(

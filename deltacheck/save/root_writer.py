@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,9 @@ log = logging.getLogger("deltacheck")
 # Walks through the tree in the time after which a file is re-dated. More: files get less old, but
 # the tree is walked more often.
 _LOOKS = 4
+# Steps that lose leaves between two rewrites of segments. More: fewer looks at manifests; fewer:
+# space is free sooner. A rewrite that includes more steps is no larger.
+_STEPS_OF_REWRITE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,25 @@ class Pruned:
     partial: tuple[Checkpoint, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RunningHistory:
+    """The removal of leaves from old steps beside a training.
+
+    Attributes:
+        rule: The steps and the leaves that stay.
+        rewrite: Writes segments again without the leaves that no step needs. It gets the root, the
+            segments to leave alone, and those that it has seen before, to which it adds.
+        settled: The sequence numbers of the checkpoints that have lost leaves, or have none to
+            lose.
+        seen: The segments that were rewritten or have little to lose.
+    """
+
+    rule: History
+    rewrite: Callable[[Root, Collection[str], set[str]], object]
+    settled: set[int] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+
+
 class RootWriter:
     """The right of this process to change which steps of a root exist.
 
@@ -66,6 +88,7 @@ class RootWriter:
         retention: The checkpoints that stay after a commit. Default: all.
         grace_seconds: The time that unneeded segments stay for readers.
         redate_after_seconds: The age after which files get the present time; ``None``: never.
+        history: The removal of leaves from old steps; ``None``: steps keep all leaves.
     """
 
     def __init__(
@@ -75,6 +98,7 @@ class RootWriter:
         retention: Retention | None = None,
         grace_seconds: float = 0.0,
         redate_after_seconds: float | None = None,
+        history: RunningHistory | None = None,
     ) -> None:
         self.root = root
         self.lease = lease
@@ -82,6 +106,8 @@ class RootWriter:
         self._grace_seconds = grace_seconds
         self._redate_after_seconds = redate_after_seconds
         self._redated = float("-inf")
+        self._history = history
+        self._steps_at_rewrite = 0
         self.after_commit: Callable[[Manifest], None] | None = None
         self._protected: list[Callable[[], Collection[str]]] = []
 
@@ -107,7 +133,7 @@ class RootWriter:
         # Older checkpoints are deleted only after the commit: until then the newest of them may be
         # the only whole one.
         document = commit(self.root.path, manifest, self.root.store.durability, self.check)
-        if not self.retention.keeps_all:
+        if not self.retention.keeps_all or self._history is not None:
             try:
                 self.retain()
             except Exception:
@@ -136,11 +162,25 @@ class RootWriter:
             Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
 
     def retain(self) -> None:
-        """Delete the checkpoints that the retention does not keep, and collect their segments."""
-        prune(self.root, self.retention, still_ours=self.check)
+        """Delete the checkpoints that the retention does not keep, and collect their segments.
+
+        With a history, older checkpoints lose leaves, too.
+        """
+        prune(self.root, self.retention, history=self._history, still_ours=self.check)
         # Checked again, since deletions may take long and the lease may be lost meanwhile.
         self.check()
+        if self._history is not None:
+            self._rewrite(self._history)
         self.collect()
+
+    def _rewrite(self, history: RunningHistory) -> None:
+        """Write segments again, once enough steps have lost leaves."""
+        count = len(history.settled)
+        if count - self._steps_at_rewrite >= _STEPS_OF_REWRITE:
+            self._steps_at_rewrite = count
+            # The next save goes on from these, by their names.
+            protected = {name for segments in self._protected for name in segments()}
+            history.rewrite(self.root, protected, history.seen)
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step. Raises as ``delete`` of this module does."""
@@ -179,7 +219,7 @@ def prune(
     root: Root,
     retention: Retention,
     *,
-    history: History | None = None,
+    history: History | RunningHistory | None = None,
     dry_run: bool = False,
     still_ours: Callable[[], None] | None = None,
 ) -> Pruned:
@@ -194,7 +234,8 @@ def prune(
     Args:
         root: The root. The caller holds its lease.
         retention: The rules.
-        history: The leaves that older checkpoints keep; ``None``: all.
+        history: The leaves that older checkpoints keep; ``None``: all. Those that are settled in a
+            ``RunningHistory`` are not looked at again.
         dry_run: Change nothing, and return what would be deleted.
         still_ours: Raises if the right to write has been lost.
 
@@ -222,14 +263,14 @@ def prune(
             _delete_all(root, unneeded, still_ours)
         reduced: frozenset[int] = frozenset()
         if history is not None:
+            rule = history.rule if isinstance(history, RunningHistory) else history
+            settled = history.settled if isinstance(history, RunningHistory) else set()
             kept = [checkpoint for checkpoint in saved if checkpoint.seq in stay]
+            older = partial_checkpoints(kept, rule, tagged) - settled
             reduced = partial_steps.remove_leaves(
-                root,
-                partial_checkpoints(kept, history, tagged),
-                history.leaves,
-                dry_run=dry_run,
-                still_ours=still_ours,
+                root, older, rule.leaves, dry_run=dry_run, still_ours=still_ours
             )
+            settled |= older
     return Pruned(
         _checkpoints(b for b in briefs if b.seq in stay),
         unneeded,

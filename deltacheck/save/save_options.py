@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from deltacheck.policy import KeepBest, Policy
-from deltacheck.policy.retention import Retention
+from deltacheck.policy.retention import History, Retention
 from deltacheck.restore import receipt
 from deltacheck.save.adaptive_effort import EFFORTS
 from deltacheck.store.files.durability import Durability
@@ -50,6 +50,8 @@ class SaveOptions:
             the state at the capture and read about as much as a restore.
         retention: The checkpoints that stay after each save. More rules: more to go back to;
             fewer: less disk space. Default: all stay.
+        history: The leaves that older checkpoints keep. Fewer leaves: less disk space; more: more
+            to go back to. Default: all.
         compact_after: The number of deltas after which a leaf is written whole behind the saves.
             Smaller: faster restores; larger: less reading and writing beside training. Default:
             never.
@@ -80,6 +82,7 @@ class SaveOptions:
     durability: Durability = Durability.POWER
     verify: str = "none"
     retention: Retention = field(default_factory=Retention)
+    history: History | None = None
     compact_after: int | None = None
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0

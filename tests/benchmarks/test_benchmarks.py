@@ -300,6 +300,12 @@ def test_a_history_of_weights_is_smaller_than_what_was_written(
     assert 0 < row["weights changed a step"] < 1
 
 
+def test_runs_of_one_base_share_its_files(results: dict[str, dict[str, Any]]) -> None:
+    for row in rows(results["base_model"]):
+        assert row["one run"] < row["eight runs"] < row["eight without a base"]
+        assert row["eight, of one"] == pytest.approx(row["eight runs"] / row["one run"])
+
+
 def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> None:
     by_key = {row["import of"]: row for row in rows(results["importing"])}
     assert by_key["deltacheck"]["brings in"] == ""

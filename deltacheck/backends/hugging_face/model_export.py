@@ -255,10 +255,16 @@ def write_description(
         with _nested_file(folder, name) as file:
             for _, piece in stream({name: leaf}):
                 file.write(piece.data)
+    copy_files(folder, copies)
+    return tuple(sorted({*copies, *files}))
+
+
+def copy_files(folder: Path, copies: Mapping[str, Path]) -> tuple[str, ...]:
+    """Copy files into a folder, and return their names. ``copies``: name -> the file to copy."""
     for name, source in copies.items():
         with _nested_file(folder, name) as file, source.open("rb") as original:
             shutil.copyfileobj(original, file)
-    return tuple(sorted({*copies, *files}))
+    return tuple(copies)
 
 
 @contextlib.contextmanager

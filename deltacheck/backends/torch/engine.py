@@ -24,6 +24,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy.retention import History
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import Sources, specs_of_sources
@@ -91,6 +92,11 @@ class Engine:
             tagged steps always stay.
         keep_every: Keep the steps that this number divides. Larger: fewer steps, less disk space.
         keep_best: Keep the steps with the best metrics: one ``KeepBest``, or several.
+        full_last: Keep every leaf of this number of newest steps and of tagged steps, and only
+            ``keep_leaves`` of all others, beside the training. Larger: more steps to resume from;
+            smaller: less disk space. Not with ``memory``. Default: steps keep all leaves.
+        keep_leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that steps beyond
+            ``full_last`` keep, with those that these are computed from.
         compact_after: The number of deltas after which a leaf is written whole from what is stored,
             behind the training. Smaller: faster restores; larger: less reading and writing beside
             training. Below half of the policy's ``max_chain_depth`` it replaces the keyframes of
@@ -168,7 +174,18 @@ class Engine:
         memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         base: str | os.PathLike[str] | None = None,
+        full_last: int | None = None,
+        keep_leaves: str | Iterable[str] = History.DEFAULT,
     ) -> None:
+        if full_last is None and keep_leaves is not History.DEFAULT:
+            raise ValueError(
+                "keep_leaves needs full_last, the number of steps that keep all leaves"
+            )
+        if full_last is not None and memory is not None:
+            raise ValueError(
+                "full_last cannot be given with memory: call `deltacheck prune --full-last` and"
+                " `deltacheck gc --compact` between two jobs of the run"
+            )
         if base is not None and (memory is not None or process_group is not None):
             raise ValueError(
                 "base cannot be given with memory or process_group: import the model with"
@@ -186,6 +203,7 @@ class Engine:
             durability=Durability.of(durability),
             verify=verify,
             retention=retention_of(keep_last, keep_every, keep_best),
+            history=None if full_last is None else History.of(full_last, keep_leaves),
             compact_after=compact_after,
             grace_seconds=grace_seconds,
             io_timeout_seconds=io_timeout_seconds,

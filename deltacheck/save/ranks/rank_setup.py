@@ -46,12 +46,17 @@ inspect_types(RankSetup)
 def common_options(options: SaveOptions) -> dict[str, str]:
     """Return the options that all ranks must have in common, by the names that users know."""
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    retention = values.pop("retention")
+    retention, history = values.pop("retention"), values.pop("history")
     # Each machine may have another amount of memory.
     del values["host_cache_bytes"]
     return _texts(
         values
         | {"keep_last": retention.last, "keep_every": retention.every, "keep_best": retention.best}
+        | (
+            {}
+            if history is None
+            else {"full_last": history.full_last, "keep_leaves": history.leaves}
+        )
     )
 
 

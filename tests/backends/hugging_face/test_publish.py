@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import deltacheck
-from deltacheck.backends.hugging_face.publish import publisher as publishing
+from deltacheck.backends.hugging_face.publish import version_series
 from deltacheck.backends.torch import Engine, apply
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, NOT_FOUND, OK, REFUSED
@@ -177,10 +177,10 @@ def test_what_changes_cannot_express_is_a_full_version(
     run.weights["frozen"].view(torch.int16)[0] ^= 1
     with monkeypatch.context() as patched:
         patched.setattr(frames, "MAX_FRAME_BYTES", 300)
-        patched.setattr(publishing, "_SHARD_BYTES", 1)
+        patched.setattr(version_series, "_SHARD_BYTES", 1)
         assert run.publish(4) == [None]
     # Versions that together are longer than the last full one, in several files.
-    monkeypatch.setattr(publishing, "_SHARD_BYTES", 3000)
+    monkeypatch.setattr(version_series, "_SHARD_BYTES", 3000)
     for step in (5, 6):
         run.weights["layers.0.weight"].copy_(random_tensor(torch.bfloat16, (40, 50), step))
         assert run.publish(step) == [step - 1]

@@ -8,10 +8,12 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import pytest
 
+from deltacheck.backends.torch.weight_transfer.trl_transfer import PublishedWeights, Server
 from tests.support.paths import TESTS
 
 pytestmark = [
@@ -81,3 +83,21 @@ def test_of_an_adapter_only_what_is_trained_is_saved(told: dict[str, Any]) -> No
 
 def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
     assert told["examples"] == ["at step 6, from step 0", "at step 8, from step 6"]
+
+
+def test_trl_finds_every_method_of_its_weight_transfer() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+
+    names = [name for name in vars(WeightTransferProtocol) if not name.startswith("_")]
+    assert "send_weights" in names
+    for name in names:
+        theirs, ours = getattr(WeightTransferProtocol, name), getattr(PublishedWeights, name)
+        assert list(signature(ours).parameters) == list(signature(theirs).parameters)
+
+
+def test_trl_finds_every_call_that_its_client_has() -> None:
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    for name in (name for name in vars(Server) if not name.startswith("_")):
+        theirs, ours = signature(getattr(VLLMClient, name)), signature(getattr(Server, name))
+        assert list(theirs.parameters)[: len(ours.parameters)] == list(ours.parameters)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from deltacheck.backends.hugging_face.base_root import base_root
 from deltacheck.backends.matching import text_of
+from deltacheck.errors import Damaged
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.maintain.branch import link_segments
@@ -16,6 +17,7 @@ from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 from deltacheck.store.root import Root
 
 log = logging.getLogger("deltacheck")
@@ -29,7 +31,7 @@ class BaseModel(NamedTuple):
         specs: Its leaves by path.
     """
 
-    path: Path
+    path: Place
     specs: Mapping[str, LeafSpec]
 
     def remark(self, leaves: Mapping[str, ArrayLeaf]) -> str:
@@ -89,13 +91,19 @@ def begin_from(base: str, root: Root, saver: Saver) -> BaseModel | None:
             f"base cannot be given for {root.path}: a root in an object store cannot share files."
             " Save without it; the first save writes whole leaves"
         )
-    origin = base_root(storage.local(base, "a base").absolute(), root.path.parent)
+    path = storage.local(base, "a base").absolute()
+    origin = base_root(path, root.path.parent)
     manifest = origin.manifest()
-    with damage.named(origin, manifest):
-        linked, copied = link_segments(origin, manifest, root)
-        # From the base itself, whose errors name its files.
-        reader = StepReader(origin, manifest, codec=saver.codec)
-        reader.whole()
+    # Read from the base itself, so that errors name its files.
+    reader = StepReader(origin, manifest, codec=saver.codec)
+    try:
+        with damage.named(origin, manifest):
+            # Before anything is linked, so that a damaged base leaves nothing in the root.
+            reader.whole()
+            linked, copied = link_segments(origin, manifest, root)
+    except Damaged as error:
+        remedy = "" if origin.path == path else f". Remove {origin.path} to import {path} again"
+        raise type(error)(f"{error}{remedy}", file=error.file, leaf=error.leaf) from error
     if copied:
         log.warning(
             "%s is in another file system than %s: %d of %d bytes are copied, not shared",

@@ -29,6 +29,7 @@ from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
+from deltacheck.maintain import compaction
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
@@ -40,7 +41,7 @@ from deltacheck.restore.resolve import (
 )
 from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
-from deltacheck.save.root_writer import RootWriter
+from deltacheck.save.root_writer import RootWriter, RunningHistory
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
@@ -104,6 +105,9 @@ class SingleProcessSession:
             options.retention,
             options.grace_seconds,
             options.redate_after_seconds,
+            None
+            if options.history is None
+            else RunningHistory(options.history, compaction.reclaim_history),
         )
         self._settle_reads = settle_reads
         with ExitStack() as on_failure:
