@@ -35,6 +35,8 @@ from deltacheck.store.segment import Segment
 _ARRAY_BYTES = 2048
 # Segments that `reclaim_history` looks at in one call, which a save waits for.
 _SEGMENTS_OF_CALL = 128
+# The default share of ``reclaim``.
+_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Need:
 
 
 def reclaim(
-    root: Root, *, below: float = 0.5, dry_run: bool = False, io_timeout_seconds: float = 600.0
+    root: Root, *, below: float = _SHARE, dry_run: bool = False, io_timeout_seconds: float = 600.0
 ) -> tuple[Rewritten, ...]:
     """Rewrite segments of which only a few leaves are needed, so that the old ones can be removed.
 
@@ -240,9 +242,8 @@ def reclaim(
 def reclaim_history(
     root: Root,
     protected: Collection[str],
-    seen: set[str],
+    examined: set[str],
     *,
-    below: float = 0.5,
     io_timeout_seconds: float = 600.0,
 ) -> tuple[Rewritten, ...]:
     """Do what ``reclaim`` does for the segments that only steps with removed leaves need.
@@ -253,8 +254,7 @@ def reclaim_history(
     Args:
         root: An engine root. The caller holds its lease, and no step is committed meanwhile.
         protected: Segments to leave alone.
-        seen: Segments that were looked at before; those of this call are added.
-        below: As in ``reclaim``.
+        examined: Segments that were looked at before; those of this call are added.
         io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
@@ -272,7 +272,9 @@ def reclaim_history(
     }
     every = {ref.id for manifest in manifests.values() for ref in manifest.segments}
     # Names sort by age. The newest are needed by the fewest steps.
-    candidates = set(sorted(every - of_whole_steps - set(protected) - seen)[-_SEGMENTS_OF_CALL:])
+    candidates = set(
+        sorted(every - of_whole_steps - set(protected) - examined)[-_SEGMENTS_OF_CALL:]
+    )
     concerned = {
         path: manifest
         for path, manifest in manifests.items()
@@ -281,10 +283,10 @@ def reclaim_history(
     sparse = [
         need
         for need in needs(root, concerned.values())
-        if need.ref.id in candidates and _is_sparse(need, below)
+        if need.ref.id in candidates and _is_sparse(need, _SHARE)
     ]
     rewritten = _replace(root, concerned, sparse, io_timeout_seconds)
-    seen |= candidates | {segment.new for segment in rewritten}
+    examined |= candidates | {segment.new for segment in rewritten}
     return rewritten
 
 
@@ -298,9 +300,9 @@ def _manifests(root: Root) -> dict[Place, Manifest]:
     return {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
 
 
-def _is_sparse(need: Need, below: float) -> bool:
+def _is_sparse(need: Need, share: float) -> bool:
     # A tight segment would only be written again as it is.
-    return not need.is_tight and need.needed_bytes <= below * need.ref.stored_bytes
+    return not need.is_tight and need.needed_bytes <= share * need.ref.stored_bytes
 
 
 def _replace(

@@ -63,16 +63,16 @@ class RunningHistory:
     Attributes:
         rule: The steps and the leaves that stay.
         rewrite: Writes segments again without the leaves that no step needs. It gets the root, the
-            segments to leave alone, and those that it has seen before, to which it adds.
-        settled: The sequence numbers of the checkpoints that have lost leaves, or have none to
+            segments to leave alone, and those that it has examined before, to which it adds.
+        reduced_seqs: The sequence numbers of the checkpoints that have lost leaves, or have none to
             lose.
-        seen: The segments that were rewritten or have little to lose.
+        examined: The segments that were rewritten or have little to lose.
     """
 
     rule: History
     rewrite: Callable[[Root, Collection[str], set[str]], object]
-    settled: set[int] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
+    reduced_seqs: set[int] = field(default_factory=set)
+    examined: set[str] = field(default_factory=set)
 
 
 class RootWriter:
@@ -175,12 +175,12 @@ class RootWriter:
 
     def _rewrite(self, history: RunningHistory) -> None:
         """Write segments again, once enough steps have lost leaves."""
-        count = len(history.settled)
+        count = len(history.reduced_seqs)
         if count - self._steps_at_rewrite >= _STEPS_OF_REWRITE:
             self._steps_at_rewrite = count
             # The next save goes on from these, by their names.
             protected = {name for segments in self._protected for name in segments()}
-            history.rewrite(self.root, protected, history.seen)
+            history.rewrite(self.root, protected, history.examined)
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step. Raises as ``delete`` of this module does."""
@@ -234,8 +234,8 @@ def prune(
     Args:
         root: The root. The caller holds its lease.
         retention: The rules.
-        history: The leaves that older checkpoints keep; ``None``: all. Those that are settled in a
-            ``RunningHistory`` are not looked at again.
+        history: The leaves that older checkpoints keep; ``None``: all. A
+            ``RunningHistory`` adds the checkpoints to its own, which are not looked at again.
         dry_run: Change nothing, and return what would be deleted.
         still_ours: Raises if the right to write has been lost.
 
@@ -264,13 +264,13 @@ def prune(
         reduced: frozenset[int] = frozenset()
         if history is not None:
             rule = history.rule if isinstance(history, RunningHistory) else history
-            settled = history.settled if isinstance(history, RunningHistory) else set()
+            reduced_seqs = history.reduced_seqs if isinstance(history, RunningHistory) else set()
             kept = [checkpoint for checkpoint in saved if checkpoint.seq in stay]
-            older = partial_checkpoints(kept, rule, tagged) - settled
+            older = partial_checkpoints(kept, rule, tagged) - reduced_seqs
             reduced = partial_steps.remove_leaves(
                 root, older, rule.leaves, dry_run=dry_run, still_ours=still_ours
             )
-            settled |= older
+            reduced_seqs |= older
     return Pruned(
         _checkpoints(b for b in briefs if b.seq in stay),
         unneeded,

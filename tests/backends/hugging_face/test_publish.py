@@ -240,13 +240,13 @@ def test_wrong_bytes_with_the_right_file_digest_are_refused(
 _CHILD = """
 import os, signal, sys
 from deltacheck import Publisher
-from deltacheck.backends.hugging_face.publish import publisher
+from deltacheck.backends.hugging_face.publish import version_series
 kind, root, to = sys.argv[1:]
-done = getattr(publisher, kind)
+done = getattr(version_series, kind)
 def killed(*arguments):
     done(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
-setattr(publisher, kind, killed)
+setattr(version_series, kind, killed)
 Publisher(root, to).run(timeout=0)
 """
 

@@ -19,7 +19,7 @@ class TensorPublisher:
     The first version of each publisher is full, and so is that after a failure.
 
     Args:
-        to: The folder: new, empty, or with versions of the same owner.
+        folder: The folder: new, empty, or with versions of the same owner.
         owner: The program whose weights the versions have.
         files: A folder with configuration and tokenizer for full versions.
         full_every: The most versions from one full version to the next.
@@ -31,7 +31,7 @@ class TensorPublisher:
 
     def __init__(
         self,
-        to: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
         *,
         owner: str,
         files: str | os.PathLike[str] | None = None,
@@ -39,8 +39,8 @@ class TensorPublisher:
         encoding: str = "slime",
     ) -> None:
         self._copies = {} if files is None else model_export.files_of(Path(files))
-        self._series = VersionSeries(to, owner, full_every, encoding)
-        self._held: dict[str, Tensor] = {}
+        self._series = VersionSeries(folder, owner, full_every, encoding)
+        self._copy: dict[str, Tensor] = {}
 
     @property
     def folder(self) -> Path:
@@ -55,7 +55,7 @@ class TensorPublisher:
     def close(self) -> None:
         """Give the folder back; more than once does nothing."""
         self._series.close()
-        self._held = {}
+        self._copy = {}
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> Version:
         """Write tensors as the next version.
@@ -75,7 +75,7 @@ class TensorPublisher:
         """
         self._series.check()
         # After a failure nothing is held, so that the next version is full.
-        before, self._held = self._held, {}
+        before, self._copy = self._copy, {}
         now: dict[str, Tensor] = {}
         is_full = not before or self._series.is_full_due
 
@@ -103,5 +103,5 @@ class TensorPublisher:
             ),
             full=is_full,
         )
-        self._held = now
+        self._copy = now
         return version

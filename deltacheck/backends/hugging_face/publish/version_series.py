@@ -69,16 +69,16 @@ class VersionSeries:
     """The versions of a folder. Each is written whole or not at all.
 
     Args:
-        to: The folder: new, empty, or with versions of the same owner.
+        folder: The folder: new, empty, or with versions of the same owner.
         owner: The run or program whose weights the versions have.
         full_every: The most versions from one full version to the next.
         encoding: ``"slime"`` or ``"compact"``.
 
     Raises:
-        NotACheckpointRoot: ``to`` is not empty and has no versions, or those of another owner.
+        NotACheckpointRoot: ``folder`` is not empty and has no versions, or those of another owner.
         RootBusy: Another process publishes to the folder.
         UnsupportedFormat: A newer version of deltacheck has written it.
-        StorageFailed: ``to`` is in an object store.
+        StorageFailed: ``folder`` is in an object store.
         ValueError: An option has a value that it cannot have.
 
     Attributes:
@@ -86,7 +86,7 @@ class VersionSeries:
     """
 
     def __init__(
-        self, to: str | os.PathLike[str], owner: str, full_every: int, encoding: str
+        self, folder: str | os.PathLike[str], owner: str, full_every: int, encoding: str
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, not {full_every}")
@@ -94,7 +94,7 @@ class VersionSeries:
             raise ValueError(f"encoding must be 'slime' or 'compact', not {encoding!r}")
         self._encoding = ENCODINGS[encoding]
         self._full_every = full_every
-        self.folder = Path(storage.local(to, "a folder of published versions")).absolute()
+        self.folder = Path(storage.local(folder, "a folder of published versions")).absolute()
         self._lease = _claim(self.folder, owner)
         try:
             _remove_leftovers(self.folder)

@@ -46,20 +46,20 @@ class BaseModel(NamedTuple):
         common = {path for path, leaf in leaves.items() if _fits(self.specs.get(path), leaf)}
         # Files beside the weights, such as a configuration, are no part of the model.
         subtrees = {path.partition("/")[0] for path in self.specs} - {"files"}
-        whole = [
+        differing = [
             path
             for path in sorted(leaves)
             if path not in common and path.partition("/")[0] in subtrees
         ]
         remark = f"{len(common)} leaves begin from the base {self.path}"
-        if whole:
-            here = text_of(leaves[whole[0]])
-            spec = self.specs.get(whole[0])
+        if differing:
+            spec = self.specs.get(differing[0])
             remark += (
-                f"; {len(whole)} are written whole, the first {whole[0]!r}: {here}, in the base"
+                f"; {len(differing)} are written whole, the first {differing[0]!r}:"
+                f" {text_of(leaves[differing[0]])}, in the base"
                 f" {'it does not exist' if spec is None else text_of(spec)}"
             )
-        log.log(logging.WARNING if whole or not common else logging.INFO, "%s", remark)
+        log.log(logging.WARNING if differing or not common else logging.INFO, "%s", remark)
         return remark
 
 

@@ -24,10 +24,10 @@ def published(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
     """
     for name, value in weights:
         try:
-            described = leaves.describe(value)
+            description = leaves.describe(value)
         except UnsupportedLeaf as error:
             raise UnsupportedLeaf(f"tensor {name!r}: {error}") from None
-        if described is None or described.tag is not None:
+        if description is None or description.tag is not None:
             raise UnsupportedLeaf(
                 f"tensor {name!r} is a {type(value).__name__} of {value.dtype}, which files of"
                 " safetensors do not have; send plain tensors"
@@ -37,8 +37,8 @@ def published(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
         yield (
             name,
             Tensor(
-                described.dtype,
-                described.shape,
+                description.dtype,
+                description.shape,
                 data.copy() if value.device.type == "cpu" else data,
             ),
         )

@@ -52,8 +52,8 @@ class PublishedWeights:
     of the weights is held in host memory.
 
     Args:
-        to: The folder of versions, on storage that the inference workers see: new, empty, or made
-            by this class.
+        folder: The folder of versions, on storage that the inference workers see: new, empty, or of
+            this class.
         server: TRL's ``VLLMClient`` for a vLLM server with the backend ``deltacheck``. ``None``:
             only publish; the engines pull versions themselves.
         files: A folder with configuration and tokenizer for full versions; ``None``: none.
@@ -63,15 +63,15 @@ class PublishedWeights:
             vLLM. ``"slime"``: the engines of slime and miles read the versions, too.
 
     Raises:
-        NotACheckpointRoot: ``to`` has other content, or versions of a run.
-        RootBusy: Another process publishes to ``to``.
-        StorageFailed: ``to`` is in an object store.
+        NotACheckpointRoot: ``folder`` has other content, or versions of a run.
+        RootBusy: Another process publishes to ``folder``.
+        StorageFailed: ``folder`` is in an object store.
         ValueError: An option has a value that it cannot have.
     """
 
     def __init__(
         self,
-        to: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
         server: Server | None = None,
         *,
         files: str | os.PathLike[str] | None = None,
@@ -79,10 +79,10 @@ class PublishedWeights:
         encoding: Literal["slime", "compact"] = "compact",
     ) -> None:
         self._publisher = TensorPublisher(
-            to, owner=_OWNER, files=files, full_every=full_every, encoding=encoding
+            folder, owner=_OWNER, files=files, full_every=full_every, encoding=encoding
         )
         self._server = server
-        self._sent = 0
+        self._count = 0
 
     def init_weight_transfer(self) -> None:
         """Tell the inference workers the folder. TRL calls this once, before the first weights."""
@@ -106,8 +106,8 @@ class PublishedWeights:
                 published.
             RootBusy: Another process publishes to the folder.
         """
-        self._sent += 1
-        version: Version = self._publisher.publish(self._sent, published(iterator))
+        self._count += 1
+        version: Version = self._publisher.publish(self._count, published(iterator))
         log.info("version %d has %d bytes", version.number, version.file_bytes)
         if self._server is not None:
             self._server.start_weight_update()
