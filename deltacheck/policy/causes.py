@@ -20,7 +20,7 @@ CAUSES = (KEYFRAME, LATTICE, REFRESH, EVENT, CHANGED)
 def cause_of(
     path: str,
     *,
-    is_whole: bool,
+    is_array: bool,
     before: Manifest | None,
     manifest: Manifest,
     promised: Collection[str],
@@ -32,13 +32,14 @@ def cause_of(
     - ``event``: a leaf that had a weaker contract is stored exactly, because an event, a resume or
       a guard ended that contract.
     - ``keyframe``: the leaf is stored whole because it is new or its chain reached a limit.
-    - ``changed``: the leaf is stored as the difference from the save before.
+    - ``changed``: the leaf is stored as the difference from the save before, or whole in encoded
+      form because that takes hardly more bytes.
 
     The first of these that applies is returned.
 
     Args:
         path: The path of the leaf. The save has written it.
-        is_whole: If True, it was written whole.
+        is_array: If True, it was written whole, as an array.
         before: The manifest of the previous save, ``None`` for the first one.
         manifest: The manifest of the save.
         promised: The leaves that had a contract other than ``exact`` in an earlier save.
@@ -50,7 +51,7 @@ def cause_of(
         return REFRESH
     if promise is None and path in promised:
         return EVENT
-    return KEYFRAME if is_whole else CHANGED
+    return KEYFRAME if is_array else CHANGED
 
 
 def _lattices(manifest: Manifest, path: str) -> set[tuple[str, float]]:

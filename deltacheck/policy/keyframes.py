@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 # The deltas of smaller leaves take no noticeable time in a restore, however many they are.
 LEAST_RATIO_BYTES = 16 << 10
+# Leaves of at least so many bytes may be stored whole at every save. The copies of smaller ones
+# take no noticeable memory.
+LEAST_WHOLE_BYTES = 64 << 10
+# The most that a leaf may take whole, relative to its delta. Larger: less memory and faster
+# restores; smaller: smaller saves.
+_WHOLE_RATIO = 1.1
+# Saves after which both sizes are estimated again.
+_SAVES_BETWEEN_ESTIMATES = 64
 
 
 def staggered(path: str, limit: int) -> int:
@@ -64,6 +72,27 @@ def needs_keyframe(
 def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:
     """Return the number of deltas between two keyframes if each decodes to ``delta_bytes``."""
     return next(n for n in count() if needs_keyframe(policy, path, raw_bytes, [delta_bytes] * n))
+
+
+def is_smaller_whole(whole_bytes: float, delta_bytes: float) -> bool:
+    """Decide if a leaf is stored whole at every save, without a copy to compare with.
+
+    This is so if it hardly takes more bytes than its delta does. It then needs no memory between
+    saves, and a restore applies no deltas.
+
+    Args:
+        whole_bytes: Bytes of the leaf.
+        delta_bytes: Bytes of its delta.
+    """
+    return whole_bytes <= _WHOLE_RATIO * delta_bytes
+
+
+def saves_until_estimate(path: str) -> int:
+    """Return the number of saves until both sizes of a leaf are estimated again.
+
+    The estimate needs a copy of the leaf for one save, so the leaves take turns.
+    """
+    return staggered(path, _SAVES_BETWEEN_ESTIMATES)
 
 
 def due_for_reads(

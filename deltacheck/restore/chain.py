@@ -20,6 +20,7 @@ from deltacheck.leaf import limits
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
+from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
 from deltacheck.restore.content import (
     Array,
     Loaded,
@@ -70,6 +71,14 @@ class Chain(Leaf):
         # A keyframe without `key` is in encoded form (docs/reference/format.md, section 2): its
         # rows are decoded like those of a delta.
         return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
+
+    @property
+    def is_stored_whole(self) -> bool:
+        """Return True if each save stores the leaf whole, so that the next one needs no copy."""
+        # Other keyframes are arrays, and those of small leaves are.
+        return (
+            not self.deltas and self.key[1].key is None and self.spec.raw_bytes >= LEAST_WHOLE_BYTES
+        )
 
     @property
     def delta_segments(self) -> list[str]:

@@ -141,13 +141,15 @@ def _read(
     check_budget(max_bytes, total)
     try:
         data = read.read_chunks(chains, chunks, codec)
-        # Whole chains only: a save can continue from a leaf only if it has all of its content.
+        # Whole chains only: a save can continue from a leaf only if it has all of its content. It
+        # needs no content of a leaf that it stores whole anyway.
         if stored is not None:
             stored.update(
                 {
                     path: data[path]
                     for path, numbers in chunks.items()
                     if len(numbers) == chains[path].spec.chunk_count
+                    and not chains[path].is_stored_whole
                 }
             )
         return load(LoadedChunks(chunks, data, into or {}))

@@ -14,6 +14,10 @@ from deltacheck.store.files.durability import Durability
 SHADOWS = ("auto", "device", "host", "mapped", "none")
 ON_BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "log")
+# Half of a state is about what an exact save of AdamW's state encodes, less what a disk takes
+# meanwhile.
+_LEAST_CACHE_BYTES = 64 << 20
+_MOST_CACHE_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class SaveOptions:
     Args:
         policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
-            a slow storage blocks training later; smaller: less memory.
+            a slow storage blocks training later; smaller: less memory. ``None``: half of the state,
+            at least 64 MiB and at most 8 GiB.
         max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
             less work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the
@@ -74,7 +79,7 @@ class SaveOptions:
     """
 
     policy: Policy = field(default_factory=Policy.exact)
-    host_cache_bytes: int = 1 << 30
+    host_cache_bytes: int | None = None
     max_pending: int = 1
     on_busy: str = "wait"
     shadow: str = "auto"
@@ -99,11 +104,10 @@ class SaveOptions:
         if self.on_busy not in ON_BUSY:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {self.on_busy!r}")
         receipt.check_when(self.verify)
-        if self.max_pending < 1 or self.host_cache_bytes < 1:
-            raise ValueError(
-                "max_pending and host_cache_bytes must be at least 1, not"
-                f" {self.max_pending} and {self.host_cache_bytes}"
-            )
+        if self.max_pending < 1:
+            raise ValueError(f"max_pending must be at least 1, not {self.max_pending}")
+        if self.host_cache_bytes is not None and self.host_cache_bytes < 1:
+            raise ValueError(f"host_cache_bytes must be at least 1, not {self.host_cache_bytes}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.on_error not in ON_ERROR:
@@ -117,6 +121,12 @@ class SaveOptions:
                 f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
             )
 
+    def cache_bytes(self, state_bytes: int) -> int:
+        """Return the most encoded bytes that a save of ``state_bytes`` may hold in memory."""
+        if self.host_cache_bytes is not None:
+            return self.host_cache_bytes
+        return cache_bytes_of(state_bytes)
+
     def without_merges(self) -> SaveOptions:
         """Return the same options with keyframes in place of merged deltas."""
         return replace(self, policy=replace(self.policy, merge_deltas=False))
@@ -125,6 +135,11 @@ class SaveOptions:
     def keeps_shadow(self) -> bool:
         """True if the saver holds a copy of the state, so that a changed leaf becomes a delta."""
         return self.shadow != "none"
+
+
+def cache_bytes_of(state_bytes: int) -> int:
+    """Return the default of ``host_cache_bytes`` for a state."""
+    return min(max(state_bytes // 2, _LEAST_CACHE_BYTES), _MOST_CACHE_BYTES)
 
 
 def retention_of(

@@ -59,7 +59,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory.
+            slow disk blocks training later; smaller: less memory. Default: half of the state, at
+            least 64 MiB and at most 8 GiB.
         grace_seconds: The time that unneeded segments stay for readers that began before. Longer:
             safer for slow readers; shorter: disk space sooner.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
@@ -94,7 +95,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         root: str | os.PathLike[str] | None = None,
         *,
         policy: Policy | None = None,
-        host_cache_bytes: int = 1 << 30,
+        host_cache_bytes: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         durability: str = "power",

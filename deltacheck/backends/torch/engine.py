@@ -54,8 +54,9 @@ class Engine:
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. The engine also holds one
-            *shadow*, a copy of the state to compare with.
+            slow disk blocks training later; smaller: less memory. Default: half of the state, at
+            least 64 MiB and at most 8 GiB. The engine also holds one *shadow*, a copy of the state
+            to compare with.
         max_pending: The most saves under way. Larger: more overlap with a slow disk; smaller: less
             work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so
@@ -152,7 +153,7 @@ class Engine:
         root: str | os.PathLike[str] | ObjectPath,
         *,
         policy: Policy | None = None,
-        host_cache_bytes: int = 1 << 30,
+        host_cache_bytes: int | None = None,
         max_pending: int = 1,
         on_busy: str = "wait",
         capture: str = "auto",
@@ -217,7 +218,7 @@ class Engine:
         self._is_eager = capture == "eager"
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.
-        self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
+        self._capture = Capture(options)
         # ``_settle_reads`` needs the saver, which does not exist yet. The session calls it only in
         # a restore.
         self._session = _session(path, options, self._settle_reads, memory, capture, process_group)

@@ -10,14 +10,13 @@ from typing import Literal
 
 from deltacheck.cli.doctor.environment import Facts, FileSystem, Package
 from deltacheck.report.formatting import format_bytes
+from deltacheck.save.save_options import cache_bytes_of
 
 # A flush of a real disk takes tens of microseconds at the least, a system call that does nothing
 # less than one.
 _SHORTEST_SYNC_SECONDS = 5e-6
 _FEW_FILES = 1000  # a save creates some dozens
 _CLOCK_SECONDS = 60.0
-# The most encoded bytes between the training and the disk: the default of ``host_cache_bytes``.
-_CACHE_BYTES = 1 << 30
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "ceph", "gpfs", "glusterfs")
@@ -254,7 +253,7 @@ def memory(facts: Facts) -> Line:
     if facts.state_bytes is None:
         return Line("memory", "ok", f"{free}; the shadow takes the size of the state")
     state = format_bytes(facts.state_bytes)
-    needed_bytes = facts.state_bytes + min(facts.state_bytes, _CACHE_BYTES)
+    needed_bytes = facts.state_bytes + min(facts.state_bytes, cache_bytes_of(facts.state_bytes))
     text = f"{free}; a shadow of {state}, with encoded data {format_bytes(needed_bytes)}"
     if facts.memory_bytes >= needed_bytes:
         return Line("memory", "ok", text)

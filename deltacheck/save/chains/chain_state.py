@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deltacheck.leaf.digest import leaf_digest
-from deltacheck.policy.keyframes import due_for_reads
+from deltacheck.policy.keyframes import due_for_reads, saves_until_estimate
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
@@ -130,8 +130,8 @@ class ChainState:
 
         Args:
             chains: The chains of the step's leaves.
-            bases: Their decoded content in the codec's form, owned from now on. ``None``: no
-                shadow is kept.
+            bases: Their decoded content in the codec's form, owned from now on, without that of
+                leaves that each save stores whole. ``None``: no shadow is kept.
             manifest: The manifest of the step.
         """
         with self._lock:
@@ -147,7 +147,7 @@ class ChainState:
                 for segment, _ in chain.deltas
             }
             self.leaves = {
-                path: _leaf_state(chain, None if bases is None else bases[path])
+                path: _leaf_state(chain, None if bases is None else bases.get(path))
                 for path, chain in chains.items()
             }
 
@@ -307,6 +307,7 @@ class ChainState:
 
 
 def _leaf_state(chain: Chain, base: Any) -> LeafState:
+    is_whole = base is None and chain.is_stored_whole
     return LeafState(
         chain.spec,
         chain.spec.bounds(),
@@ -317,4 +318,6 @@ def _leaf_state(chain: Chain, base: Any) -> LeafState:
         chain.delta_segments,
         chain.delta_bytes,
         sum(entry.since >= 0 for _, entry in chain.deltas),
+        is_whole=is_whole,
+        saves_until_estimate=saves_until_estimate(chain.spec.path) if is_whole else 0,
     )

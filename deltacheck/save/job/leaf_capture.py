@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U64, Codec, GroupCodec, GroupJob
+from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import keyframes
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import PartWriter, Piece, Span
+from deltacheck.save.job.sampled_sizes import sampled_sizes
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.save.progress import Progress
@@ -65,6 +67,7 @@ class LeafCapture:
         self._states = states
         self._due = due
         self._parts = parts
+        self._copy: U8 | None = None
         # Once, because a look at all methods of a protocol takes as long as a small leaf.
         self._group_codec = setup.codec if isinstance(setup.codec, GroupCodec) else None
 
@@ -116,10 +119,13 @@ class LeafCapture:
         leaf.state = state
         if is_whole:
             state.digests = np.zeros((spec.chunk_count, 2), np.uint64)
-            self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current))
+            self._capture_whole(leaf, state, source, current)
             return None
         if current is None:
             pass
+        elif not is_coded and self._is_stored_whole(state, current):
+            self._capture_whole(leaf, state, source, current)
+            return None
         elif path in self._due or state.is_due(setup.options.policy):
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
@@ -136,6 +142,59 @@ class LeafCapture:
         if source.check_content is not None and not is_coded:
             source.check_content(state.base)
         return None
+
+    def _is_stored_whole(self, state: LeafState, current: Any) -> bool:
+        """Return true if each save stores a leaf whole, without a base.
+
+        This is estimated where the base still exists, and again after a number of saves.
+        """
+        options = self._setup.options
+        # A policy that is not exact compares the leaf with what is stored.
+        if not (
+            options.keeps_shadow
+            and options.policy.hidden is None
+            # Mapped memory is not given back leaf by leaf.
+            and self._setup.shadow_file is None
+            and isinstance(current, np.ndarray)
+            and current.nbytes >= keyframes.LEAST_WHOLE_BYTES
+        ):
+            return False
+        if state.saves_until_estimate > 0:
+            state.saves_until_estimate -= 1
+        elif isinstance(state.base, np.ndarray):
+            sizes = sampled_sizes(current, state.base, state.spec.word_bytes)
+            state.is_whole = keyframes.is_smaller_whole(sizes.whole, sizes.delta)
+            state.saves_until_estimate = keyframes.saves_until_estimate(state.spec.path)
+            if state.is_whole:
+                state.base = None
+        return state.is_whole
+
+    def _capture_whole(
+        self, leaf: LeafSave, state: LeafState, source: LeafSource, current: Any
+    ) -> None:
+        """Encode a leaf without a base, if it differs from what is stored of it."""
+        # A copy, because the bytes that are checked and hashed must be those that are encoded.
+        if self._copy is None or self._copy.size < current.size:
+            self._copy = np.empty(current.size, np.uint8)
+        content = self._setup.codec.copy(current, self._copy[: current.size])
+        if source.recheck is not None:
+            source.recheck()
+        if source.check_content is not None:
+            source.check_content(content)
+        self._prove(leaf, state.spec, content)
+        digests = chunk_digests(
+            content, state.bounds, state.spec.word_bytes, range(state.bounds.size - 1)
+        )
+        is_unchanged = (digests == state.digests).all(axis=1)
+        # It no longer changes everywhere, or the sizes are due to be estimated again.
+        if state.is_whole and (is_unchanged.any() or state.saves_until_estimate == 0):
+            state.is_whole, state.saves_until_estimate = False, 0
+            state.base = self._setup.codec.copy(content, None)
+        if is_unchanged.all():
+            return
+        # The entry of a leaf without a digest is a keyframe.
+        state.digest = ""
+        self._encode_whole(leaf, state, content, digests)
 
     def _memory_of(self, state: LeafState, current: Any) -> Any:
         """Return the memory of the base of a leaf that is written whole; ``None``: any."""
@@ -163,21 +222,12 @@ class LeafCapture:
         return current
 
     def _encode(self, codec: Codec[Any], leaf: LeafSave, state: LeafState, current: Any) -> None:
-        """Encode a leaf against its base, run by run; without a base, encode every chunk."""
+        """Encode a leaf against its base, run by run."""
         bounds, word_bytes = state.bounds, state.spec.word_bytes
-        is_whole = state.base is None
         for first, stop in self._runs(codec, bounds, word_bytes):
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
             self._parts.make_room(high - low)
-            digests: U64 | None = None
-            if is_whole:
-                # A copy, because the bytes that are encoded must be those that are hashed, and
-                # there is no base to hash later.
-                content = codec.copy(current[low:high], None)
-                window = bounds[first : stop + 1] - bounds[first]
-                encoded, _ = codec.encode(content, None, window, word_bytes)
-                digests = chunk_digests(content, window, word_bytes, range(stop - first))
-            elif high - low == state.spec.raw_bytes:
+            if high - low == state.spec.raw_bytes:
                 # A codec on a device may return another base, but only of a whole leaf.
                 encoded, state.base = codec.encode(current, state.base, bounds, word_bytes)
             else:
@@ -185,7 +235,17 @@ class LeafCapture:
                 encoded, _ = codec.encode(
                     current[low:high], state.base[low:high], window, word_bytes
                 )
-            self._parts.add(Piece((Span(leaf, 0, first),), encoded, digests))
+            self._parts.add(Piece((Span(leaf, 0, first),), encoded, None))
+
+    def _encode_whole(self, leaf: LeafSave, state: LeafState, content: U8, digests: U64) -> None:
+        """Encode every chunk of a leaf without a base, run by run."""
+        codec, bounds, word_bytes = default_codec(), state.bounds, state.spec.word_bytes
+        for first, stop in self._runs(codec, bounds, word_bytes):
+            low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
+            self._parts.make_room(high - low)
+            window = bounds[first : stop + 1] - bounds[first]
+            encoded, _ = codec.encode(content[low:high], None, window, word_bytes)
+            self._parts.add(Piece((Span(leaf, 0, first),), encoded, digests[first:stop]))
 
     def _runs(self, codec: Codec[Any], bounds: U64, word_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield the first chunk and the end of each run that one call of the codec encodes."""

@@ -35,6 +35,9 @@ class LeafState:
         is_merged: Whether deltas are merged. False: keyframes are written instead, until the next
             one, because they take fewer bytes.
         base_write: A write that still reads the memory of ``base``.
+        is_whole: Whether each save stores the leaf whole, without a base, because that takes hardly
+            more bytes than a delta.
+        saves_until_estimate: Saves until that is decided again.
     """
 
     spec: LeafSpec
@@ -49,6 +52,8 @@ class LeafState:
     merged_deltas: int = 0
     is_merged: bool = True
     base_write: Pending | None = None
+    is_whole: bool = False
+    saves_until_estimate: int = 0
 
     def begin_at(self, segment: str) -> None:
         """Begin a chain at a segment that holds the leaf whole."""

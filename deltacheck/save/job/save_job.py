@@ -86,17 +86,20 @@ class SaveJob:
             for number, (path, source) in enumerate(sources.items())
         }
         self._terms = terms
+        cache_bytes = setup.options.cache_bytes(
+            sum(source.spec.raw_bytes for source in sources.values())
+        )
         self._parts = PartWriter(
             self.writer,
             list(self.leaves.values()),
             progress,
-            setup.options.host_cache_bytes,
+            cache_bytes,
             setup.options.io_timeout_seconds,
         )
         self._capture = LeafCapture(
             setup, progress, self.leaves, turn.states, turn.due, self._parts
         )
-        self._segment = SegmentBuilder(setup, self.writer, progress)
+        self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
 
     @property
     def entries(self) -> Mapping[str, LeafEntry]:
@@ -173,7 +176,7 @@ class SaveJob:
             if leaf.entry is not None:
                 leaf.cause = cause_of(
                     path,
-                    is_whole=leaf.entry.is_whole,
+                    is_array=leaf.entry.key is not None,
                     before=before,
                     manifest=manifest,
                     promised=promised,

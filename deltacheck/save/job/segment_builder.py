@@ -29,15 +29,19 @@ class SegmentBuilder:
         setup: The options of the saver.
         writer: The segment.
         progress: Receives a beat at every keyframe.
+        cache_bytes: Most encoded bytes in memory.
     """
 
-    def __init__(self, setup: Setup, writer: SegmentWriter, progress: Progress) -> None:
+    def __init__(
+        self, setup: Setup, writer: SegmentWriter, progress: Progress, cache_bytes: int
+    ) -> None:
         self.entries: dict[str, LeafEntry] = {}
         self.segments: set[str] = set()
         self.records: dict[str, LeafRecord] = {}
         self._setup = setup
         self._writer = writer
         self._progress = progress
+        self._window_bytes = min(KEYFRAME_WINDOW_BYTES, cache_bytes)
         self._digest_tables: list[U64] = []
         self._digest_rows = 0
 
@@ -57,7 +61,6 @@ class SegmentBuilder:
                 if leaf.stored_spec is not None and not is_packed(leaf.stored_spec)
             ]
         )
-        window_bytes = min(KEYFRAME_WINDOW_BYTES, setup.options.host_cache_bytes)
         window: deque[tuple[int, Pending]] = deque()
         for leaf in leaves:
             self._progress.beat()
@@ -82,7 +85,7 @@ class SegmentBuilder:
                 key = KeyframeAt(array=names[spec.path])
                 window.append((host.nbytes, write))
                 # One write at least stays under way: a single leaf may exceed the window.
-                while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
+                while len(window) > 1 and sum(size for size, _ in window) > self._window_bytes:
                     await_write(window.popleft()[1], setup.options.io_timeout_seconds)
             leaf.changed_words, leaf.encoded_bytes = int(state.bounds[-1]), host.nbytes
             state.begin_at(writer.id)

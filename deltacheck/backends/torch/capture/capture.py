@@ -24,6 +24,7 @@ from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf import fingerprint
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import LaterSources, content_check, itself
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource
 
 log = logging.getLogger("deltacheck")
@@ -38,16 +39,14 @@ class Capture:
     """Plans the reading of every leaf.
 
     Args:
-        shadow: As in ``Engine``.
-        host_cache_bytes: As in ``Engine``.
-        in_order: Every leaf is read once, in the order of the sources. Only then can leaves be
-            copied from a device ahead of their turn.
+        options: The options of the saves.
     """
 
-    def __init__(self, shadow: str, host_cache_bytes: int, in_order: bool) -> None:
-        self._in_order = in_order
-        self._shadow = shadow
-        self._host_cache_bytes = host_cache_bytes
+    def __init__(self, options: SaveOptions) -> None:
+        self._options = options
+        # An exact policy reads every leaf once, in the order of the sources. Only then can leaves
+        # be copied from a device ahead of their turn.
+        self._in_order = options.policy.is_exact
         self._on_device: dict[Accelerator, bool] = {}  # its shadows lie on it; decided once
 
     def later(self, flat: Flat, guarded: Guarded) -> LaterSources | None:
@@ -97,7 +96,9 @@ class Capture:
         }
         # Staging serves its leaves in one order only.
         staged = staged if self._in_order else {}
-        staging = Staging(staged, self._host_cache_bytes)
+        staging = Staging(
+            staged, self._options.cache_bytes(sum(specs[path].raw_bytes for path in specs))
+        )
         sources = {}
         # Other places at every save, so that a write that one save misses is met by another.
         seed = random.getrandbits(62)
@@ -146,10 +147,10 @@ class Capture:
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
         """Return ``True`` if the shadows of a device lie in its own memory."""
         # Without a device encoder every save would copy the shadow to the host.
-        if self._shadow in ("host", "mapped", "none") or device.native is None:
+        if self._options.shadow in ("host", "mapped", "none") or device.native is None:
             return False
         required = int(_SPARE * (state_bytes + windows.device_bytes(codec.WINDOW_BYTES)))
-        if self._shadow == "device" or device.free_bytes() >= required:
+        if self._options.shadow == "device" or device.free_bytes() >= required:
             return True
         log.warning(
             "%s: shadows go to host memory, since %.1f GiB of device memory are free and %.1f GiB"
