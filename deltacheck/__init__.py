@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
-    from deltacheck.restore.follower import Follower, LeafChange, Update, follow
+    from deltacheck.restore.follow.follower import Follower, LeafChange, Update, follow
     from deltacheck.save.exits import finish_on_signal
     from deltacheck.save.handle import SaveHandle
     from deltacheck.store.files.object_path import ObjectStore
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.maintain.verify",
-    "Follower": "deltacheck.restore.follower",
-    "LeafChange": "deltacheck.restore.follower",
+    "Follower": "deltacheck.restore.follow.follower",
+    "LeafChange": "deltacheck.restore.follow.follower",
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.leaf.spec",
     "LeafSpec": "deltacheck.leaf.spec",
@@ -49,8 +49,8 @@ _PUBLIC = {
     "Receiver": "deltacheck.backends.hugging_face.publish.receiver",
     "SaveHandle": "deltacheck.save.handle",
     "SaveReport": "deltacheck.leaf.spec",
-    "Update": "deltacheck.restore.follower",
-    "follow": "deltacheck.restore.follower",
+    "Update": "deltacheck.restore.follow.follower",
+    "follow": "deltacheck.restore.follow.follower",
     "finish_on_signal": "deltacheck.save.exits",
     "open": "deltacheck.reader",
 }

@@ -10,7 +10,7 @@ from deltacheck.errors import TreeMismatch
 from deltacheck.leaf.containers import DTYPE
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_SCALAR, ArrayLeaf, ArrayNode, Flat, array_paths, scalars
-from deltacheck.restore.follower import LeafChange, Update
+from deltacheck.restore.follow.follower import LeafChange, Update
 from deltacheck.store.manifest import Manifest
 
 # A model of another size differs in every leaf. The first few leaves show the cause.

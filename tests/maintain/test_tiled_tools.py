@@ -22,7 +22,7 @@ from deltacheck import errors
 from deltacheck.cli import main
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.restore import follower
+from deltacheck.restore.follow import follower
 from deltacheck.store import compact
 from deltacheck.store.root import open_root
 from tests.support.ranked_run import RankedRun, at_once, cells, model_state, nudge, rows, stages

@@ -15,6 +15,7 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine, apply
+from deltacheck.store.root import Root
 from tests.support.adam_run import AdamRun
 from tests.support.states import TORCH_DTYPES, assert_same, nudge, random_tensor, training_state
 
@@ -181,6 +182,39 @@ def test_a_damaged_manifest_is_said_once(run: tuple[Engine, dict[str, Any]]) -> 
     update = follower.poll()
     assert update is not None
     assert update.step == 2
+
+
+def test_a_damaged_manifest_before_the_newest_step_does_not_matter_at_the_start(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
+    engine, state = run
+    for step in range(2):
+        save(engine, state, step)
+    (engine.root / "checkpoints" / "c0000000000" / "zarr.json").write_bytes(b"{")
+    update = deltacheck.follow(engine.root).poll()
+    assert update is not None
+    assert update.step == 1
+
+
+def test_a_step_that_is_committed_during_a_look_is_delivered(
+    run: tuple[Engine, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, state = run
+    save(engine, state, 0)
+    follower = deltacheck.follow(engine.root)
+    follower.poll()
+    listed = Root.manifest_paths
+
+    def listed_before_a_commit(self: Root) -> list[Any]:
+        paths = listed(self)
+        monkeypatch.undo()
+        save(engine, state, 2)
+        return paths
+
+    save(engine, state, 1)
+    monkeypatch.setattr(Root, "manifest_paths", listed_before_a_commit)
+    updates = [follower.poll() for _ in range(3)]
+    assert [update and update.step for update in updates] == [1, 2, None]
 
 
 def test_a_changed_tree_begins_again(run: tuple[Engine, dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.leaf.external_errors import translated
-from deltacheck.restore import follower as follower_module
+from deltacheck.restore.follow import follower as follower_module
 from deltacheck.store.files.local_storage import LocalStorage
 
 

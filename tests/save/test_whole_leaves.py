@@ -85,9 +85,7 @@ def test_it_is_not_written_again_while_it_stays_the_same(tmp_path: Path) -> None
             engine.save(step, state).wait()
         report = engine.save(3, {NOISE: saved[2][NOISE].clone(), SPARSE: noise(9)}).wait().report
     assert reports(report)[NOISE] == (LeafKind.UNCHANGED, "")
-    assert np.array_equal(
-        deltacheck.open(tmp_path).restore(3)[NOISE], saved[2][NOISE].numpy()
-    )
+    assert np.array_equal(deltacheck.open(tmp_path).restore(3)[NOISE], saved[2][NOISE].numpy())
 
 
 def test_it_is_compared_again_as_soon_as_a_part_of_it_stays_the_same(tmp_path: Path) -> None:

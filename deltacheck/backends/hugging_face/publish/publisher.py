@@ -12,13 +12,13 @@ import numpy as np
 
 from deltacheck.backends.hugging_face import model_export
 from deltacheck.backends.hugging_face.publish.held_weights import HeldWeights
-from deltacheck.backends.hugging_face.publish.new_steps import NewSteps
 from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.backends.hugging_face.publish.version_folder import Tensor, Version
 from deltacheck.backends.hugging_face.publish.version_series import Content, VersionSeries
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.export import shapes
+from deltacheck.restore.follow.new_steps import NewSteps
 from deltacheck.store.files import storage
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import open_root

@@ -27,7 +27,7 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import escape_key
-from deltacheck.restore.follower import LeafChange, Update, changed_elements
+from deltacheck.restore.follow.follower import LeafChange, Update, changed_elements
 
 # Attempts to read a version while old ones are removed beside it.
 _ATTEMPTS = 5

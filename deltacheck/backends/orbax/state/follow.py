@@ -13,7 +13,7 @@ from deltacheck.backends.matching import changes_of
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import typed
-from deltacheck.restore.follower import LeafChange, Update
+from deltacheck.restore.follow.follower import LeafChange, Update
 
 # The word types by element size. An element of 16 bytes has none and is changed on the host.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}

@@ -8,7 +8,7 @@ import torch
 from deltacheck.backends.matching import changes_of
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.external_errors import typed
-from deltacheck.restore.follower import LeafChange, Update
+from deltacheck.restore.follow.follower import LeafChange, Update
 
 
 @typed

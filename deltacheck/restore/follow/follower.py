@@ -23,12 +23,12 @@ from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import Held
+from deltacheck.restore.follow.new_steps import NewSteps
 from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
-from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest, Tiles
-from deltacheck.store.root import Root, StepRef, open_root, open_segments
+from deltacheck.store.root import Root, open_root, open_segments
 from deltacheck.store.segment import Segment
 
 # Leaves that are loaded together. Larger: fewer calls, but that much more memory beside the copy.
@@ -168,12 +168,7 @@ class Follower:
         self._newest_only = newest_only
         self._poll_seconds = poll_seconds
         self._timeout = timeout
-        self._seq = -1
-        # The manifest paths when nothing newer was left. While the listing stays the same, no
-        # manifest is read.
-        self._listed: list[Place] = []
-        # Unreadable manifests whose errors were raised. They must not block the steps after them.
-        self._reported: set[Place] = set()
+        self._steps = NewSteps(root)
         self.anchor()
 
     def __iter__(self) -> Iterator[Update]:
@@ -208,14 +203,14 @@ class Follower:
             return self._poll()
 
     def _poll(self) -> Update | None:
-        reference = self._next()
+        reference = self._steps.next(self._newest_only)
         if reference is None:
             return None
         try:
             manifest = self._root.read(reference.manifest_path)
             # Set before the update is made: after an error the next call goes on with the next
             # step.
-            self._seq = manifest.seq
+            self._steps.seq = manifest.seq
             return self._update(manifest)
         except FileNotFoundError:
             return None  # deleted since it was listed
@@ -230,22 +225,6 @@ class Follower:
         self._leaves: dict[str, _Leaf] = {}
         self._stored: dict[str, Held] = {}
         self._segments: list[Segment] = []
-
-    def _next(self) -> StepRef | None:
-        """Return the step to deliver next. Raise once for each manifest that cannot be read."""
-        manifest_paths = self._root.manifest_paths()
-        if manifest_paths == self._listed:
-            return None
-        checkpoints, damaged = self._root.read_all()
-        for path in sorted(damaged.keys() - self._reported):
-            self._reported.add(path)
-            raise damaged[path]
-        newer = [ref for ref in checkpoints if ref.seq > self._seq]
-        if len(newer) <= 1 or self._newest_only or self._seq < 0:
-            self._listed = manifest_paths  # nothing is left to see before it changes
-        if not newer:
-            return None
-        return newer[-1] if self._newest_only or self._seq < 0 else newer[0]
 
     def _update(self, manifest: Manifest) -> Update:
         names = {

@@ -1,4 +1,4 @@
-"""Find the steps of a run that are not published."""
+"""Find the steps of a run that a consumer has not seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NewSteps:
         root: The root of the run.
 
     Attributes:
-        seq: The number of the newest save that was published; -1: none.
+        seq: The number of the newest save that was consumed; -1: none.
     """
 
     def __init__(self, root: Root) -> None:
@@ -24,32 +24,41 @@ class NewSteps:
         # Unreadable manifests whose errors were raised. They must not block the steps after them.
         self._reported: set[Place] = set()
 
-    def next(self, newest_only: bool, repeat: bool) -> StepRef | None:
-        """Return the step to publish next; ``None``: there is no new one.
+    def next(self, newest_only: bool, *, repeat: bool = False) -> StepRef | None:
+        """Return the step to consume next, at first the newest; ``None``: there is no new one.
 
         Args:
             newest_only: Skip all new steps but the newest.
             repeat: Return the newest step if there is no new one.
 
         Raises:
-            Damaged: The newest manifest cannot be read. Raised once for each.
+            Damaged: A manifest that is not skipped cannot be read. Raised once for each.
             UnsupportedFormat: A newer version of deltacheck has written it.
         """
         paths = self._root.manifest_paths()
         if paths == self._known_paths and not repeat:
             return None
-        checkpoints, damaged = self._root.read_all()
-        last = max((paths.index(r.manifest_path) for r in checkpoints), default=-1)
+        steps, damaged = self._root.read_all()
+        skips_all = newest_only or self.seq < 0
+        position = {path: number for number, path in enumerate(paths)}
+        passed = max(
+            (
+                # A step that was committed after the listing comes after all others.
+                position.get(ref.manifest_path, len(paths))
+                for ref in steps
+                if skips_all or ref.seq <= self.seq
+            ),
+            default=-1,
+        )
         for path in sorted(damaged.keys() - self._reported):
             self._reported.add(path)
-            # It may be the newest step. An older one is not of interest.
-            if path in paths[last + 1 :]:
+            if position.get(path, len(paths)) > passed:
                 raise damaged[path]
-        newer = [ref for ref in checkpoints if ref.seq > self.seq]
+        newer = [ref for ref in steps if ref.seq > self.seq]
         if repeat and not newer:
-            newer = checkpoints[-1:]
-        if len(newer) <= 1 or newest_only or self.seq < 0:
+            newer = steps[-1:]
+        if len(newer) <= 1 or skips_all:
             self._known_paths = paths
         if not newer:
             return None
-        return newer[-1] if newest_only or self.seq < 0 else newer[0]
+        return newer[-1] if skips_all else newer[0]

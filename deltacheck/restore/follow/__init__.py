@@ -1,0 +1,1 @@
+"""Follow a run while it trains: find its new steps, and deliver their changes."""
