@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LEAST_RATIO_BYTES = 16 << 10
 # Leaves of at least so many bytes may be stored whole at every save. The copies of smaller ones
 # take no noticeable memory.
-LEAST_WHOLE_BYTES = 64 << 10
+LEAST_WHOLE_BYTES = 1 << 20
 # The most that a leaf may take whole, relative to its delta. Larger: less memory and faster
 # restores; smaller: smaller saves.
 _WHOLE_RATIO = 1.1

@@ -330,3 +330,17 @@ def _restorable(root: Path, wanted: dict[int, Any] | Any) -> set[int]:
         assert not list(differences(state, restored))
         steps.add(step)
     return steps
+
+
+def test_tables_of_leaves_that_each_save_stores_whole_are_rebuilt(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with Engine(root) as engine:
+        for step in range(4):
+            noise = torch.randn(600, 512, generator=torch.Generator().manual_seed(step))
+            small = noise[:300].clone()
+            engine.save(step, {"noise": noise, "small": small, "step": step}).result(60)
+    before = {path: path.read_bytes() for path in tables_of(root)}
+    for path in before:
+        path.unlink()
+    assert not repair(open_root(root)).lost
+    assert {path: path.read_bytes() for path in before} == before

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import STREAMS, U8, U32, U64
+from deltacheck.codec.base import PLANES, RAW, STREAMS, U8, U32, U64
 from deltacheck.errors import Damaged
 from deltacheck.leaf.digest import digest_of, leaf_digest
 from deltacheck.leaf.spec import LeafSpec, batches
@@ -109,6 +109,15 @@ class SegmentArrays:
         """Return the chunks of some runs."""
         rows = [self.indexes[part][first : first + count] for part, first, count in runs]
         return np.concatenate(rows)[:, columns.CHUNK].astype(np.int64)
+
+    def needs_no_base(self, runs: Runs, chunk_count: int) -> bool:
+        """Return true if some runs give every chunk of a leaf without a base."""
+        rows = np.concatenate(
+            [self.indexes[part][first : first + count] for part, first, count in runs]
+        )
+        return rows.shape[0] == chunk_count and bool(
+            np.isin(rows[:, columns.METHOD], (PLANES, RAW)).all()
+        )
 
     def words(self, runs: Runs) -> U32:
         """Return the number of words, and the bytes of each word, of the chunks of some runs."""

@@ -12,7 +12,7 @@ written is never used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 
 import msgspec
@@ -28,6 +28,7 @@ from deltacheck.maintain.rebuild.segment_arrays import (
     SegmentArrays,
     digest_after,
 )
+from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
 from deltacheck.store import documents, layout
 from deltacheck.store.files.storage import Place, subdirectories
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef, SegmentTable
@@ -81,10 +82,22 @@ def _saved_tables(
             continue  # the rows number other leaves
         if not runs.keys() <= facts.records.keys():
             continue
+        # Such rows are an encoded keyframe or a delta; the index does not say which.
+        whole = {
+            path
+            for path, rows in runs.items()
+            if arrays.needs_no_base(rows, facts.records[path].spec(path).chunk_count)
+        }
         for packed in packed_sets(arrays, facts, runs.keys()):
-            table = _table(segment_id, arrays, facts, packed, runs, chunk_digests)
-            for each in parts:
-                yield msgspec.structs.replace(table, parts=each)
+            for keyframes in [whole, _large(whole, facts), set()] if whole else [whole]:
+                table = _table(segment_id, arrays, facts, packed, runs, keyframes, chunk_digests)
+                for each in parts:
+                    yield msgspec.structs.replace(table, parts=each)
+
+
+def _large(paths: Iterable[str], facts: Facts) -> set[str]:
+    """Return the leaves that a save may store whole in rows."""
+    return {p for p in paths if facts.records[p].spec(p).raw_bytes >= LEAST_WHOLE_BYTES}
 
 
 def _table(
@@ -93,9 +106,13 @@ def _table(
     facts: Facts,
     packed: set[str],
     runs: Mapping[str, Runs],
+    keyframes: Set[str],
     chunk_digests: ChunkDigests,
 ) -> SegmentTable:
-    """Return the table of a segment with these small leaves, without its parts."""
+    """Return the table of a segment with these small leaves, without its parts.
+
+    ``keyframes``: the leaves whose rows are an encoded keyframe.
+    """
     entries: dict[str, LeafEntry] = {}
     lengths: dict[str, int] = {}
     rows = 0
@@ -106,7 +123,7 @@ def _table(
         key, base, digest = None, "", record.digest
         count = sum(run[2] for run in runs[path]) if path in runs else spec.chunk_count
         if path in runs:
-            base = facts.before.get(path, "")
+            base = "" if path in keyframes else facts.before.get(path, "")
             if not digest and arrays.digests is not None:
                 before = chunk_digests.by_leaf_digest(path).get(base) if base else None
                 new_digests = arrays.digests[rows : rows + count]

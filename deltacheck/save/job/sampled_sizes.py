@@ -30,7 +30,7 @@ def sampled_sizes(current: U8, base: U8, word_bytes: int) -> SampledSizes:
     """Estimate both sizes from the entropy of the bytes that the encoder gives.
 
     Args:
-        current: The content, uint8, 1-D, at least 64 KiB.
+        current: The content, uint8, 1-D, at least 16 KiB.
         base: The content before; the same length. It is not changed.
         word_bytes: Bytes of a word.
     """
