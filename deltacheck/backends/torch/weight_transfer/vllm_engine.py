@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.backends.torch.weight_transfer.tensors import tensor_of
-from deltacheck.restore.follower import LeafChange, Update
+from deltacheck.restore.follow.follower import LeafChange, Update
 
 # vLLM marks unchanged elements of a sparse patch by NaN, and copies them by ``Tensor.copy_``.
 _SPARSE_TYPES = ("float16", "bfloat16", "float32", "float64")
