@@ -33,6 +33,7 @@ from deltacheck.cli.view.queries import MOST_VALUES, BadQuery, Queries, parse_bo
 from deltacheck.cli.view.server import ViewServer
 from deltacheck.maintain import drift
 from deltacheck.report.change_map import change_map
+from deltacheck.restore import export
 from deltacheck.store.root import open_root
 from tests.support.forge import GOLDEN, unpack
 from tests.support.hostile import NAMES, save_hostile
@@ -501,6 +502,26 @@ def test_changed_elements_are_those_whose_bits_differ(name: str, tmp_path: Path)
         np.testing.assert_array_equal(np.concatenate([[], *result]), expected)
         compared += expected.size
     assert compared > 0
+
+
+def test_changes_of_a_few_chunks_are_at_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "BATCH_BYTES", 2 << 20)
+    before = np.zeros((6, 300, 1000), np.float32)
+    after = before.copy()
+    # Neither the first chunk nor neighbours, and more than a batch.
+    positions = np.array([700_000, 700_001, 1_200_000, 1_799_998])
+    after.reshape(-1)[positions] = 1
+    with Engine(tmp_path / "root") as engine:
+        engine.save(0, {"w": before}).wait()
+        engine.save(1, {"w": after}).wait()
+    root = open_root(tmp_path / "root")
+    first, last = (Side.of(root, root.manifest(step)).leaves(["w"])["w"] for step in (0, 1))
+    assert first.spec.chunk_count > 6
+    batches = list(drift.changed_elements(first, last))
+    assert len(batches) > 1
+    np.testing.assert_array_equal(np.concatenate(batches), positions)
 
 
 def test_slices_are_written_as_in_numpy() -> None:
