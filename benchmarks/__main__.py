@@ -100,6 +100,14 @@ def main(
     kills: Annotated[
         int, typer.Option("--kills", min=1, help="For restart: the number of kills.")
     ] = 100,
+    saves: Annotated[
+        int | None,
+        typer.Option("--saves", min=4, help="For schedules: the number of saves of each run."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", help="For schedules and restart: no save or kill begins later."),
+    ] = None,
     optimizers: Annotated[
         bool, typer.Option("--optimizers", help="For size: states of other optimizers than Adam.")
     ] = False,
@@ -129,7 +137,17 @@ def main(
             with tempfile.TemporaryDirectory(dir=name) as own_folder:
                 results.append(
                     implementation.run(
-                        Settings(quick, Path(own_folder), ranks, leaves, only, optimizers, kills)
+                        Settings(
+                            quick,
+                            Path(own_folder),
+                            ranks,
+                            leaves,
+                            only,
+                            optimizers,
+                            kills,
+                            saves,
+                            None if minutes is None else 60 * minutes,
+                        )
                     )
                 )
             results[-1].show(console)

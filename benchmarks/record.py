@@ -26,6 +26,8 @@ class Settings:
         only: A part of the names of the runs to measure; ``None``: all.
         optimizers: Measure the states of other optimizers than Adam, if the benchmark can.
         kills: The number of kills, if the benchmark has any.
+        saves: The number of saves of each run, likewise; ``None``: as documented.
+        most_seconds: No kill and no save of a run begins later; ``None``: as documented.
     """
 
     quick: bool
@@ -35,6 +37,8 @@ class Settings:
     only: str | None = None
     optimizers: bool = False
     kills: int = 100
+    saves: int | None = None
+    most_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

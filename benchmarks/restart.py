@@ -58,7 +58,9 @@ def run(settings: Settings) -> Result:
     kills = QUICK_KILLS if settings.quick else settings.kills
     starts = max(1, kills // KILLS_PER_START)
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as memory:
-        restarts, fresh, lost, wrong = _trial(settings.folder, Path(memory), kills, starts)
+        restarts, fresh, lost, wrong = _trial(
+            settings.folder, Path(memory), kills, starts, settings.most_seconds or MOST_SECONDS
+        )
     ratio = median(restarts) / median(fresh)
     rows: list[list[Cell]] = [
         ["start of a new run", len(fresh), median(fresh), min(fresh), max(fresh), None, None],
@@ -100,7 +102,7 @@ def run(settings: Settings) -> Result:
 
 
 def _trial(
-    folder: Path, memory: Path, kills: int, starts: int
+    folder: Path, memory: Path, kills: int, starts: int, most_seconds: float
 ) -> tuple[list[float], list[float], list[int], int]:
     """Return the seconds of restarts and starts, the lost steps, and the wrong restores."""
     chance = random.Random()
@@ -114,7 +116,7 @@ def _trial(
     began = time.monotonic()
     ranks = _Ranks(disk, homes[0])
     ranks.until(0)
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + most_seconds
     for number in range(kills):
         if time.monotonic() > end:
             break

@@ -8,6 +8,7 @@ the same data, or of the steps before the first save.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,6 +41,7 @@ LARGEST_OVER_MEAN = 3.0
 BOUNDED_SHARE = 0.5
 LEAST_PART = 0.02  # of the later saves; smaller parts are not shown
 _WARMUP_STEPS = 20
+_LEAST_SAVES = 6  # however long they take: the stable start, and some saves after it
 _PROFILED_PART = 0.25  # of a run, by a run of its own before
 
 Schedule = Callable[[int], float]
@@ -81,6 +83,8 @@ class Course:
         whole_limit: The promised mean of 200 saves, the first included; ``None`` without one.
         settle: The number of steps before the first save.
         policies: The policies that are compared.
+        most_seconds: No save begins later than this after the start of the first, from the seventh
+            on.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Course:
     whole_limit: float | None = None
     settle: int = 0
     policies: tuple[str, ...] = (EXACT, MODEL_EXACT, PROFILED, BOUNDED)
+    most_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +289,15 @@ def run(settings: Settings) -> Result:
     rows: list[list[Cell]] = []
     parts: list[list[Cell]] = []
     figures: list[Figure] = []
-    chosen = [course for course in courses(settings) if (settings.only or "") in course.name]
+    chosen = [
+        replace(
+            course,
+            saves=settings.saves or course.saves,
+            most_seconds=settings.most_seconds or course.most_seconds,
+        )
+        for course in courses(settings)
+        if (settings.only or "") in course.name
+    ]
     for number, course in enumerate(chosen):
         folder = settings.folder / str(number)
         folder.mkdir()
@@ -397,7 +410,10 @@ def saved_under(
     }
     peers: list[int] = []
     _train(training, course.settle)
-    for _ in range(course.saves):
+    end = time.monotonic() + course.most_seconds
+    for number in range(course.saves):
+        if number >= _LEAST_SAVES and time.monotonic() > end:
+            break
         loss = _train(training, course.every)
         # The rate that the last step has used is that of the state's moments; a scheduler has
         # already set the next one in the state, which a policy reads first.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy.merging import can_merge
 from deltacheck.policy.retention import History, Retention
 from deltacheck.restore import receipt
 from deltacheck.save.adaptive_effort import EFFORTS
@@ -130,6 +131,22 @@ class SaveOptions:
     def without_merges(self) -> SaveOptions:
         """Return the same options with keyframes in place of merged deltas."""
         return replace(self, policy=replace(self.policy, merge_deltas=False))
+
+    @property
+    def merges(self) -> bool:
+        """True if deltas are merged behind the saves.
+
+        Else leaves are written whole instead, or by every save that finds them changed.
+        """
+        return self.compact_after is None and self.keeps_shadow and can_merge(self.policy)
+
+    @property
+    def numbers_of_save(self) -> int:
+        """The sequence numbers that ranks take for each save: with merges, the lower one is theirs.
+
+        Ranks write the segments of a save under one number, and so those of its merges.
+        """
+        return 2 if self.merges else 1
 
     @property
     def keeps_shadow(self) -> bool:

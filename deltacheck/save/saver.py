@@ -19,7 +19,6 @@ from deltacheck.codec.base import Codec
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
-from deltacheck.policy.merging import can_merge
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
@@ -65,15 +64,14 @@ class Saver:
         self, store: Store, codec: Codec[Any], options: SaveOptions, numbers: Numbers
     ) -> None:
         self.codec = codec
-        # Leaves are written whole instead, or by every save that finds them changed.
-        if options.compact_after is not None or not options.keeps_shadow:
+        if not options.merges:
             options = options.without_merges()
         shadow_file = ShadowFile() if options.shadow == "mapped" else None
         self._setup = Setup(store, codec, options, shadow_file)
         self._treatment = Treatment(options.policy, codec.host, self._shadow)
         compactor = (
             Compactor(store, options.policy, options.compact_after, options.io_timeout_seconds)
-            if options.compact_after is not None or can_merge(options.policy)
+            if options.compact_after is not None or options.merges
             else None
         )
         self._chains = ChainState(numbers, compactor)
@@ -294,21 +292,17 @@ class Saver:
             self._planned.wait()
         return self._chains.standing()
 
-    @property
-    def merges(self) -> bool:
-        """True if chains are shortened behind the training, in segments of their own."""
-        return self._chains.compactor is not None
+    def proposed_number(self) -> int:
+        """Return the lowest sequence number that ranks may give to the next save of this saver."""
+        return self.standing()[1] + self.options.numbers_of_save - 1
 
-    def number_from(self, seq: int, spare_seq: int | None = None) -> None:
-        """Give the next save at least this sequence number.
+    def number_from(self, seq: int) -> None:
+        """Give the next save at least the sequence number that ranks have agreed on.
 
-        Savers that share a store must not use a number twice.
-
-        Args:
-            seq: The number.
-            spare_seq: A lower number, which no save has, for a segment that shortens chains.
+        Savers that share a store must not use a number twice. If deltas are merged, a merge that
+        begins with this save has the number below, which no save may have.
         """
-        self._chains.number_from(seq, spare_seq)
+        self._chains.number_from(seq, seq - 1 if self.options.merges else None)
 
     def compactions(self) -> tuple[set[str], set[int]]:
         """Return the segments and the numbers of compactions that no step has yet."""

@@ -5,6 +5,7 @@ Every rank imports this module, so it does not import pytest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -31,7 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import deltacheck
+from deltacheck import Policy
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter
+from deltacheck.backends.torch.dcp.stream import stream_of
+from tests.ranks.jobs import merged_content
 
 
 def join(rank: int, size: int, port: int) -> None:
@@ -250,6 +255,48 @@ def fsdp(
     found = digests(held)
     dist.destroy_process_group()
     return found
+
+
+def merge(
+    rank: int, size: int, port: int, root: str, saves: int, fails_at: int | None = None
+) -> Any:
+    """Save a leaf of which little changes, with short chains and the newest two steps kept.
+
+    The save number ``fails_at`` fails on rank 1 after its part is durable. Return the first
+    segment's number that each step needs, and the bytes of merges that steps state.
+    """
+    join(rank, size, port)
+    options: dict[str, Any] = {
+        "policy": Policy.exact(max_chain_depth=6),
+        "keep_last": 2,
+        "grace_seconds": 0,
+    }
+    oldest, merged_bytes = [], 0
+    mesh = init_device_mesh("cpu", (size,))
+    opened = deltacheck.open(root) if Path(root).exists() else None
+    first = 0 if opened is None else max(opened.steps())
+    dist.barrier()
+    if opened is not None:
+        target = {"w": distribute_tensor(merged_content(0), mesh, [Shard(0)])}
+        dcp.load(target, storage_reader=DeltaStorageReader(root, resume=True))
+    for step in range(first + 1, first + saves + 1):
+        held = {"w": distribute_tensor(merged_content(step), mesh, [Shard(0)])}
+        writer = DeltaStorageWriter(root, **options)
+        # The merge that was planned with the save is taken by the next one.
+        if step - first == fails_at:
+            with contextlib.suppress(CheckpointException):
+                dcp.save(held, checkpoint_id=step, storage_writer=Failing(root, **options))
+        dcp.save(held, checkpoint_id=step, storage_writer=writer)
+        saver = stream_of(writer._path, writer._options).follow()
+        compactor = saver._chains.compactor
+        assert compactor is not None
+        compactor.wait()
+        manifest = deltacheck.open(root).manifest(step)
+        oldest.append(min(ref.id for ref in manifest.segments).split("-")[0])
+        merged_bytes += manifest.merged_bytes
+        dist.barrier()
+    dist.destroy_process_group()
+    return oldest, merged_bytes
 
 
 def strided(rank: int, size: int, port: int, root: str, save: bool) -> Any:

@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import deltacheck
 from deltacheck import Profiler
 from deltacheck.backends.orbax import (
     DeltaRestoreArgs,
@@ -285,6 +286,43 @@ def under_policies(rank: int, size: int, port: int, root: str, saves: int) -> di
                 m.save(run.step, args=DeltaSaveArgs(placed(live[run.step])))
                 m.wait_until_finished()
     return live
+
+
+def merge(rank: int, size: int, port: int, root: str, saves: int) -> tuple[Any, int]:
+    """Save an array of which little changes, with short chains and the newest two steps kept.
+
+    Return the kinds of its parts by save in this process, and the bytes of merges that steps state.
+    """
+    start(rank, size, port)
+    on, kinds, merged_bytes = mesh(2 * size), [], 0
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    policy = Policy.exact(max_chain_depth=6)
+    with manager(root, options, policy=policy, grace_seconds=0) as m:
+        first = m.latest_step() or 0
+        if first:
+            sharding = NamedSharding(on, P("x"))
+            target = jax.ShapeDtypeStruct((400, 1000), np.float32, sharding=sharding)
+            m.restore(first, args=DeltaRestoreArgs({"w": target}))
+        for step in range(first + 1, first + saves + 1):
+            m.save(step, args=DeltaSaveArgs({"w": put(merged_content(step), on, "x")}))
+            m.wait_until_finished()
+            kinds.append({leaf.kind.value for leaf in report(m).leaves})
+            merged_bytes += deltacheck.open(root).manifest(step).merged_bytes
+            # The merge that was planned with the save is taken by the next one.
+            (item,) = handler_of(m)._items.values()
+            assert item._saver is not None
+            assert item._saver._chains.compactor is not None
+            item._saver._chains.compactor.wait()
+            multihost_utils.sync_global_devices(f"merged {step}")
+    return kinds, merged_bytes
+
+
+def merged_content(step: int) -> np.ndarray:
+    """Return the content of the array of ``merge`` at a step."""
+    content = np.arange(400_000, dtype=np.float32).reshape(400, 1000)
+    for number in range(1, step + 1):
+        content.reshape(-1)[number * 37 :: 1009] += 1.0
+    return content
 
 
 def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[str, float]]:

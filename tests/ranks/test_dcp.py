@@ -9,6 +9,7 @@ import pytest
 
 import deltacheck
 from tests.ranks import dcp_jobs as jobs
+from tests.ranks.jobs import merged_content
 from tests.ranks.launch import launch
 
 
@@ -64,6 +65,26 @@ def test_a_rank_killed_before_the_commit_leaves_no_step_and_the_run_resumes(
         assert taken < 60_000  # of 1.2 MB: a resumed run goes on with deltas
     assert deltacheck.open(root).steps() == [1, 2]
     assert deltacheck.open(root).verify(deep=True) == []
+
+
+@pytest.mark.timeout(600)
+def test_ranks_merge_deltas_in_place_of_keyframes_also_after_a_save_that_failed(
+    tmp_path: Path,
+) -> None:
+    root, first = str(tmp_path / "root"), 0
+    for size, fails_at in ((2, 9), (1, None)):
+        results = launch(jobs.merge, size, root, 16, fails_at)
+        for oldest, merged_bytes in results:
+            # Each step needs the keyframes of the first save, or of that after the failed one.
+            assert len(set(oldest)) == (2 if fails_at else 1)
+            assert merged_bytes > 0
+        first += 16
+        run = deltacheck.open(root)
+        assert run.steps() == [first - 1, first]
+        for step in run.steps():
+            assert np.array_equal(run.restore(step)["w"], merged_content(step).numpy())
+        assert run.verify(deep=True) == []
+    assert len(run.manifest().segments) < 16
 
 
 # The sequences of tests/backends/torch/test_dcp_contract.py that need ranks or processes.

@@ -72,6 +72,25 @@ def test_steps_of_two_and_four_processes_keep_the_promises_of_each_policy(tmp_pa
         assert deltacheck.open(tmp_path / name).verify(deep=True) == []
 
 
+def test_processes_merge_deltas_in_place_of_keyframes_and_no_collection_touches_a_merge(
+    tmp_path: Path,
+) -> None:
+    root, first = tmp_path / "root", 0
+    for _ in range(2):
+        for kinds, merged_bytes in launch(jax_run.merge, 2, str(root), 12):
+            assert kinds[0] == {"delta" if first else "keyframe"}
+            assert kinds[1:] == [{"delta"}] * 11
+            assert merged_bytes > 0
+        first += 12
+        run = deltacheck.open(root)
+        assert run.steps() == [first - 1, first]
+        for step in run.steps():
+            assert np.array_equal(run.restore(step)["w"], jax_run.merged_content(step))
+        assert run.verify(deep=True) == []
+    # Two processes and 24 saves: chains without merges or keyframes need 48 segments.
+    assert len(run.manifest().segments) < 16
+
+
 def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

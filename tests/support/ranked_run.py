@@ -117,7 +117,7 @@ class RankedRun:
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
-        # As in a process group: a merge would write tiles outside of the agreement of the ranks.
+        # One number for each save: these threads have no numbers for merges.
         settings = SaveOptions(policy=policy, **options).without_merges()
         self.savers = [
             Saver(one, default_codec(), settings, Numbers(next_seq)) for one in self.stores

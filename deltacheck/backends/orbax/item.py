@@ -286,6 +286,7 @@ class Item:
                 # Creating the store can fail, too, and the others wait for the next exchange.
                 saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
                 group.joint.groups = saver.groups
+                group.joint.compactions = saver.compactions
                 # Process 0 decides for all: a step is no base for some processes only.
                 if not opened.is_committed:
                     saver.forget()
@@ -342,7 +343,7 @@ class Item:
         if self.writer is None:
             self.writer = writer_of(self.root, self, self._options.durability)
         assert isinstance(self.writer, Writer)
-        return self.writer.numbers.take(), is_committed
+        return self.writer.numbers.take(self._options.numbers_of_save), is_committed
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Continue from a restored step, so that the next save is a delta to it."""
@@ -394,8 +395,7 @@ class Item:
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
-                # A merge would write tiles outside of the agreement of the processes.
-                self._options if is_alone else self._options.without_merges(),
+                self._options,
                 # All items of a root share one store. Processes agree on the number of each save.
                 Numbers(0, writer.numbers if is_alone and isinstance(writer, Writer) else None),
             )
@@ -465,8 +465,8 @@ class Item:
     def protected(self) -> set[str]:
         """Return the segments that the next save may build on."""
         segments = set() if self._saver is None else self._saver.protected_segments()
-        if self._group is not None:
-            segments |= self._group.segments
+        if self._group is not None and self.writer is not None:
+            segments |= self._group.protected(self.writer.store)
         # Read once: this runs on the collector thread, and a save may clear the attribute
         # meanwhile.
         base = self._base

@@ -50,10 +50,10 @@ class Numbers:
             yield
             self._shared.next = self.next
 
-    def take(self) -> int:
-        """Return the next number, which no other save then has."""
+    def take(self, count: int = 1) -> int:
+        """Return the last of the next ``count`` numbers, which no other save then has."""
         with self.taking():
-            self.next += 1
+            self.next += count
             return self.next - 1
 
 

@@ -20,7 +20,7 @@ from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.ranks.channel import Ranks
 from deltacheck.save.ranks.folder_probe import Probe
-from deltacheck.save.ranks.joint import Joint
+from deltacheck.save.ranks.joint import Joint, Merges
 from deltacheck.save.ranks.rank_setup import (
     REMEDY,
     RankSetup,
@@ -124,19 +124,11 @@ class Group:
 
         These are the bases of their next saves, and their compactions under way.
         """
-        numbers = self.joint.merge_numbers
-        names = self.segments | self.joint.merge_segments
-        # The name of a segment that is about to be written is not known yet, only its number.
-        return names.union(
-            name
-            for name in (store.segment_ids() if numbers else ())
-            if layout.seq_of(name) in numbers
-        )
+        return self.segments | self.joint.merges.protected(store)
 
     def forget_segments(self) -> None:
         """Protect nothing until the next step: every rank begins new chains."""
-        self.segments = self.joint.merge_segments = frozenset()
-        self.joint.merge_numbers = frozenset()
+        self.segments, self.joint.merges = frozenset(), Merges()
 
     def maker(
         self, make: Callable[[Manifest], Written], root: Place

@@ -38,7 +38,7 @@ from deltacheck.save.ranks.rules import (
     stored_digest,
 )
 from deltacheck.save.treatment.signals import Signals, combined
-from deltacheck.store import compact
+from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
     LeafRecord,
@@ -46,6 +46,7 @@ from deltacheck.store.manifest import (
     SegmentRef,
     Tiles,
 )
+from deltacheck.store.root import Store
 
 # Hexadecimal digits of a tile's digest.
 _DIGITS = 32
@@ -143,6 +144,32 @@ class Report(msgspec.Struct, frozen=True):
 inspect_types(SaveProposal, Agreement, Contribution, Assignment, Report)
 
 
+class Merges(NamedTuple):
+    """The compactions of all ranks that no step has yet, for the rank that collects segments.
+
+    Args:
+        segments: The segments that they have written or read.
+        numbers: Their numbers. The name of a segment that is about to be written is not known yet.
+    """
+
+    segments: frozenset[str] = frozenset()
+    numbers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, reports: Iterable[Report]) -> Merges:
+        """Return the compactions that the ranks have reported with a save."""
+        reports = tuple(reports)
+        return cls(
+            frozenset(name for report in reports for name in report.merge_segments),
+            frozenset(seq for report in reports for seq in report.compactions),
+        )
+
+    def protected(self, store: Store) -> frozenset[str]:
+        """Return the segments of ``store`` that a collection must spare for them."""
+        names = store.segment_ids() if self.numbers else ()
+        return self.segments.union(name for name in names if layout.seq_of(name) in self.numbers)
+
+
 class AgreedSave(NamedTuple):
     """A save that the ranks have agreed on.
 
@@ -234,8 +261,7 @@ class Joint:
             and the tree. ``None``: there are none.
         compactions: Return the segments and the numbers of this rank's compactions that no step has
             yet. ``None``: there are none.
-        merge_segments: The segments of all ranks' compactions, on rank 0.
-        merge_numbers: Their numbers, likewise.
+        merges: The compactions of all ranks, on rank 0.
 
     Args:
         ranks: The channels between the ranks.
@@ -245,8 +271,7 @@ class Joint:
         self.ranks = ranks
         self.groups: Callable[[Mapping[str, LeafSpec], Node], list[list[str]]] | None = None
         self.compactions: Callable[[], tuple[Iterable[str], Iterable[int]]] | None = None
-        self.merge_segments: frozenset[str] = frozenset()
-        self.merge_numbers: frozenset[int] = frozenset()
+        self.merges = Merges()
         self._tree: Node = {}
         self._plan: Plan | None = None
         self._copies: Copies | None = None
@@ -403,10 +428,7 @@ class Joint:
             # parts are durable.
             reports = [decoded(message, Report) for message in messages]
             # Before the commit, which may collect segments.
-            self.merge_segments = frozenset(
-                name for report in reports for name in report.merge_segments
-            )
-            self.merge_numbers = frozenset(seq for report in reports for seq in report.compactions)
+            self.merges = Merges.of(reports)
             result = make(merged(manifest, exchange.plan, reports, exchange.copies_of_all))
             # The bytes are counted once, in the report of rank 0.
             return [

@@ -345,7 +345,9 @@ class DeltaStorageWriter(StorageWriter):
             require_probe(self._path, task.probe, task.root)
         held_items = self._stream.held_items
         with beginning(task.step):
-            copies = digests_of(_copies(held_items, plan, planner, task), task.seq)
+            # Large copies take turns by the number of the save, not of its segments.
+            number = task.seq // self._options.numbers_of_save
+            copies = digests_of(_copies(held_items, plan, planner, task), number)
             if self._options.policy.is_exact:
                 local, state = _local((), plan, planner, task), None
             else:

@@ -34,7 +34,7 @@ from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.folder_probe import Probe
-from deltacheck.save.ranks.joint import Report, merged, stored_names
+from deltacheck.save.ranks.joint import Merges, Report, merged, stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
 from deltacheck.save.ranks.rules import RankRules, stored_digest
 from deltacheck.save.root_writer import RootWriter
@@ -150,6 +150,7 @@ class Stream:
         self._last_written = -1
         self._manifest: Manifest | None = None
         self._newest: frozenset[str] = frozenset()  # segments of the step being committed
+        self._merges = Merges()  # those of all ranks as of that step, on the coordinator
 
     def lead(self) -> None:
         """Take the lease of the root if this process does not have it. Raises ``RootBusy``."""
@@ -181,16 +182,14 @@ class Stream:
             self._saver = Saver(
                 opened.store,
                 TorchCodec(),
-                # All ranks write the segments of a save under one number, which leaves none for a
-                # merge.
-                self.options.without_merges(),
+                self.options,
                 Numbers(opened.next_seq),
             )
         except BaseException:
             self._writer.release()
             raise
         self._writer.protect(self._saver.protected_segments)
-        self._writer.protect(lambda: self._newest)
+        self._writer.protect(lambda: self._newest | self._merges.protected(opened.store))
         exits.finish_at_exit(self, str(self.path), self.options.exit_timeout_seconds)
 
     @property
@@ -258,7 +257,9 @@ class Stream:
             )
         # The number of a failed save is not used again: even if this process wrote nothing for it,
         # others may have.
-        self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
+        self._last_seq = max(
+            self._last_seq + self.options.numbers_of_save, self.follow().proposed_number()
+        )
         self._remove_probe()
         # From the first commit on, the segments of the other ranks have shown that they are here.
         if self._committed < 0 and len(boxes_by_rank) > 1:
@@ -331,7 +332,18 @@ class Stream:
         digests = "".join(stored_digest(manifest, name) for name in stored_names(tiles))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
         rules = RankRules.of(manifest, agreed.digests)
-        report = Report(task.step, manifest.segments, digests, copies, rules)
+        # A merge that was planned with this save has begun: its segments are among these.
+        merge_segments, compactions = saver.compactions()
+        report = Report(
+            task.step,
+            manifest.segments,
+            digests,
+            copies,
+            rules,
+            tuple(merge_segments),
+            tuple(compactions),
+            manifest.merged_bytes,
+        )
         return Part(report, sizes, None if state is None else saver.measured(state))
 
     def commit(self, parts: Sequence[Part], tree: Node, roots: Sequence[str]) -> None:
@@ -350,12 +362,13 @@ class Stream:
             path: dataclasses.replace(tiling, shape=(sizes[path],)) if path in sizes else tiling
             for path, tiling in self._planned.tiling.items()
         }
+        reports = [part.report for part in parts]
         manifest = msgspec.structs.replace(
-            merged(own_manifest, plan, [part.report for part in parts], self._planned.copies),
-            tree=tree,
+            merged(own_manifest, plan, reports, self._planned.copies), tree=tree
         )
         # Before the commit, which may collect segments: the saver protects those of this rank only.
         self._newest = frozenset(ref.id for ref in manifest.segments)
+        self._merges = Merges.of(reports)
         require_visible(self.path, manifest, roots)
         self._root_writer.commit(manifest)
         # After the commit: ranks keep a save as a base only if a task names its number.

@@ -183,20 +183,18 @@ class RankGroup(Group):
             holdings = shards.held(flat)
             held = None if saver.is_exact else shards.held_state(flat, metrics)
             signals = None if held is None else saver.signals(step, held)
-        # A number below that of the save is set aside for the merges of all ranks.
-        spare = 1 if saver.merges else 0
         agreed_save = self.joint.begin(
-            step, saver.standing()[1] + spare, holdings, flat.skeleton, busy, signals
+            step, saver.proposed_number(), holdings, flat.skeleton, busy, signals
         )
         if agreed_save is None:
             return None
         try:
             # The ranks share one store, so none may use a lower number again.
-            saver.number_from(agreed_save.seq, agreed_save.seq - 1 if spare else None)
+            saver.number_from(agreed_save.seq)
             local = shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
             # Now, because the training may change the copies once the save has returned.
             # Large copies take turns by the number of the save, not of its segments.
-            number = agreed_save.seq // (1 + spare)
+            number = agreed_save.seq // saver.options.numbers_of_save
             copies = digests_of(shards.copies(flat, agreed_save.copies), number)
         except BaseException as error:
             if make_room is not None:
