@@ -28,7 +28,6 @@ from deltacheck.save.ranks.rank_setup import (
     require_same_options,
     require_visible,
 )
-from deltacheck.store import layout
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
