@@ -149,8 +149,8 @@ class Stream:
         # The sequence number of the save that the shadow is of; -1 if there is none.
         self._last_written = -1
         self._manifest: Manifest | None = None
-        self._newest: frozenset[str] = frozenset()  # segments of the step being committed
-        self._merges = Merges()  # those of all ranks as of that step, on the coordinator
+        # The merges of all ranks, with the segments of the step being committed, on the coordinator.
+        self._merges = Merges()
 
     def lead(self) -> None:
         """Take the lease of the root if this process does not have it. Raises ``RootBusy``."""
@@ -189,7 +189,7 @@ class Stream:
             self._writer.release()
             raise
         self._writer.protect(self._saver.protected_segments)
-        self._writer.protect(lambda: self._newest | self._merges.protected(opened.store))
+        self._writer.protect(lambda: self._merges.protected(opened.store))
         exits.finish_at_exit(self, str(self.path), self.options.exit_timeout_seconds)
 
     @property
@@ -367,8 +367,9 @@ class Stream:
             merged(own_manifest, plan, reports, self._planned.copies), tree=tree
         )
         # Before the commit, which may collect segments: the saver protects those of this rank only.
-        self._newest = frozenset(ref.id for ref in manifest.segments)
-        self._merges = Merges.of(reports)
+        merges = Merges.of(reports)
+        newest = {ref.id for ref in manifest.segments}
+        self._merges = merges._replace(segments=merges.segments | newest)
         require_visible(self.path, manifest, roots)
         self._root_writer.commit(manifest)
         # After the commit: ranks keep a save as a base only if a task names its number.
