@@ -149,7 +149,7 @@ class Stream:
         # The sequence number of the save that the shadow is of; -1 if there is none.
         self._last_written = -1
         self._manifest: Manifest | None = None
-        # The merges of all ranks, with the segments of the step being committed, on the coordinator.
+        # On the coordinator: merges of all ranks, and segments of the step being committed.
         self._merges = Merges()
 
     def lead(self) -> None:
