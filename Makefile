@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -85,6 +85,29 @@ trl-test: $(VENV)/.stamp-install build/trl/.stamp  ## kill and resume TRL's trai
 build/trl/.stamp: constraints.txt | $(VENV)/.stamp-install
 	rm -rf $(@D)
 	$(PIP) install --quiet --no-deps --target $(@D)/site-packages $(PINNED) trl datasets dill multiprocess pandas pyarrow
+	touch $@
+
+megatron-test: $(VENV)/.stamp-install build/megatron/.stamp  ## save, kill, resume and reshard with five versions of Megatron-Core on two ranks (two minutes)
+	DELTACHECK_MEGATRON="$(CURDIR)/build/megatron" $(BIN)/pytest -n 0 tests/ranks/test_megatron_core.py $(ARGS)
+
+# Besides the one in constraints.txt. The first is too old, and refused.
+MEGATRON_OLDER := 0.15.3 0.16.1 0.17.1 0.18.2
+
+# The wheels are for Python 3.12. Only a helper for data sets in them is compiled, and all else runs on 3.11, too.
+build/megatron/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	for version in $(MEGATRON_OLDER) $$(sed -n 's/^megatron-core==//p' constraints.txt); do \
+		$(PIP) install --quiet --no-deps --target $(@D)/$$version --python-version 3.12 --only-binary :all: --platform manylinux_2_28_x86_64 megatron-core==$$version; \
+	done
+	touch $@
+
+titan-test: $(VENV)/.stamp-install build/torchtitan/.stamp  ## kill and resume with torchtitan's containers and our checkpoint manager on two ranks (half a minute)
+	PYTHONPATH="$(CURDIR)/build/torchtitan/packages" $(BIN)/pytest -n 0 tests/ranks/test_torchtitan.py $(ARGS)
+
+# Not in .venv: nothing else needs it. Its other requirements are of data sets, metrics and GPUs.
+build/torchtitan/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D)/packages $(PINNED) torchtitan docstring-parser spmd-types typeguard tyro
 	touch $@
 
 grain-test: $(VENV)/.stamp-install build/grain/.stamp  ## save and resume JAX runs with the place of a grain iterator in each step, killed, too (half a minute)

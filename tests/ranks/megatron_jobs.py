@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from deltacheck.backends.torch import Engine
 from tests.ranks.dcp_jobs import join, stored_bytes
+from tests.ranks.megatron_core_jobs import prepare
 
 LAYERS, ROWS, COLUMNS, WORDS = 4, 120, 160, 101
 
@@ -201,8 +202,11 @@ def own(
     )
 
 
-def megatron_save(rank: int, size: int, port: int, root: str, kind: str, steps: list[int]) -> Any:
+def megatron_save(
+    rank: int, size: int, port: int, folder: str, root: str, kind: str, steps: list[int]
+) -> Any:
     """By Megatron-Core's ``dist_checkpointing.save``; the last step asynchronously."""
+    prepare(folder)
     from megatron.core import dist_checkpointing
 
     from deltacheck.backends.torch.megatron import DeltaSaveStrategy
@@ -233,7 +237,10 @@ def megatron_save(rank: int, size: int, port: int, root: str, kind: str, steps: 
     return found
 
 
-def megatron_load(rank: int, size: int, port: int, root: str, kind: str, step: int) -> Any:
+def megatron_load(
+    rank: int, size: int, port: int, folder: str, root: str, kind: str, step: int
+) -> Any:
+    prepare(folder)
     from megatron.core import dist_checkpointing
 
     from deltacheck.backends.torch.megatron import DeltaLoadStrategy

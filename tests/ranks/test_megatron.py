@@ -1,10 +1,9 @@
 """States that are described as Megatron-Core describes them: saved and restored under other
-parallelisms, by the Engine and by its strategies.
+parallelisms by the Engine. The strategies: ``test_megatron_core.py``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,3 @@ def test_pipeline_stages_that_the_engine_saved_come_back_under_tensor_parallelis
     saved = deltacheck.open(root).restore()
     assert saved["common"] == {"iteration": 2, "args": {"lr": 0.1}}
     assert saved["sharded"]["layers.weight"].shape == (jobs.LAYERS, jobs.ROWS, jobs.COLUMNS)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
-)
-@pytest.mark.timeout(600)
-def test_megatron_cores_own_save_and_load_go_through_our_strategies(tmp_path: Path) -> None:
-    sizes = launch(jobs.megatron_save, 2, str(tmp_path), "pipeline", [1, 2, 3])[0]
-    assert sizes[1] - sizes[0] < sizes[0] / 10
-    assert sizes[2] - sizes[1] < sizes[0] / 10
-    for size, kind, step in ((1, "pipeline", 1), (3, "tensor", 3)):
-        for bad, told, same in launch(jobs.megatron_load, size, str(tmp_path), kind, step):
-            assert not bad
-            assert told == (step, {"lr": 0.1})
-            assert same
