@@ -43,7 +43,7 @@ def root(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(root: Path) -> list[dict[str, Any]]:
-    """What the ranks of the killed run have written down."""
+    """The notes of the ranks of the killed run."""
     return [json.loads((root / f"killed-{rank}.json").read_text()) for rank in (0, 1)]
 
 
