@@ -297,6 +297,7 @@ def test_the_page_shows_the_documents_of_the_commands(
         for step in steps:
             document = client.json("show", step=step)
             groups = document.pop("groups")
+            assert all(row.pop("text") for row in document["scalars"])
             assert document == printed(capsys, "show", root, step)
             members = [path for group in groups for path in group["members"]]
             assert sorted(members) == sorted(leaf["path"] for leaf in document["leaves"])
@@ -315,6 +316,8 @@ def test_the_page_shows_the_documents_of_the_commands(
             result = client.json("change", before=steps[0], after=steps[-1], leaf=row["path"])
             assert result.pop("map")["changed"] == row["changed"]
             assert result == row
+        sides = [row[side] for row in diff["scalars"] for side in ("before", "after") if row[side]]
+        assert all(side.pop("text") for side in sides)
         for key in ("added", "removed", "reshaped", "scalars"):
             assert diff[key] == command[key]
 
@@ -393,6 +396,18 @@ def test_a_wrong_query_is_answered_with_its_error(
 def test_a_parameter_is_named_once_and_readable(client: Client) -> None:
     for text in ("step=1&step=0", "step=%ff", "step", "&".join(f"p{i}=1" for i in range(99))):
         assert client.get(f"api/show?{text}")[0] == 400
+
+
+def test_large_integers_come_as_texts(tmp_path: Path) -> None:
+    with Engine(tmp_path / "root") as engine:
+        for step in (0, 1):
+            engine.save(step, {"seed": 2**63 + step, "w": np.array([2**63 + step])}).wait()
+    with serving(tmp_path / "root") as client:
+        (seed,) = client.json("show", step=1)["scalars"]
+        assert seed["text"] == "9223372036854775809"
+        (seed,) = client.json("diff", before=0, after=1)["scalars"]
+        assert (seed["before"]["text"], seed["after"]["text"]) == (str(2**63), str(2**63 + 1))
+        assert client.json("values", step=1, leaf="w", box="0")["values"] == [str(2**63 + 1)]
 
 
 def test_a_slice_has_a_limit(tmp_path: Path) -> None:

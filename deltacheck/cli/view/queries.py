@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deltacheck.cli import arguments
 from deltacheck.cli.check import verified_document
@@ -97,7 +97,8 @@ class Queries:
         groups: list[Row] = []
         for row, members in inspect.grouped(document["leaves"]):
             groups.append(row | {"members": [leaf["path"] for leaf in members]})
-        return document | {"groups": groups}
+        scalars = [_with_text(row) for row in document["scalars"]]
+        return document | {"groups": groups, "scalars": scalars}
 
     def _values(self, parameters: Mapping[str, str]) -> Row:
         from deltacheck.reader import Checkpoints
@@ -157,7 +158,10 @@ class Queries:
                 }
                 for path in paths["reshaped"]
             ],
-            "scalars": compare.compare_scalars(before.manifest, after.manifest),
+            "scalars": [
+                row | {name: row[name] and _with_text(row[name]) for name in ("before", "after")}
+                for row in compare.compare_scalars(before.manifest, after.manifest)
+            ],
         }
 
     def _change(self, parameters: Mapping[str, str]) -> Row:
@@ -209,6 +213,11 @@ class Queries:
         if spec is None:
             raise no_leaf(side.manifest.step, path, side.owners)
         return spec
+
+
+def _with_text(row: Any) -> Row:
+    """Add the text of a Python value. The page's numbers would round large integers."""
+    return {**row, "text": repr(row["value"])}
 
 
 def _step_of(word: str) -> int | str | None:

@@ -152,7 +152,7 @@ async function viewStep({ step = "latest" }) {
     shown.scalars.length > 0 ? element("h2", {}, "Python values") : null,
     shown.scalars.length > 0 ? table([
       ["value", (row) => name(row.path), true], ["type", (row) => row.type, true],
-      ["", (row) => name(JSON.stringify(row.value)), true],
+      ["", (row) => name(row.text ?? JSON.stringify(row.value)), true],
     ], shown.scalars) : null,
     element("h2", {}, "Segments"),
     table([["segment", (row) => name(row.id), true], ["stored", (row) => size(row.stored_bytes)]], shown.segments),
@@ -267,7 +267,7 @@ async function viewDiff({ before, after }) {
   } catch (error) {
     return [...head, failure(error)];
   }
-  const described = (value) => (value === null ? "-" : "value" in value ? name(`${value.type} ${JSON.stringify(value.value)}`) : `${value.dtype} ${shape(value.shape)}`);
+  const described = (value) => (value === null ? "-" : "value" in value ? name(`${value.type} ${value.text ?? JSON.stringify(value.value)}`) : `${value.dtype} ${shape(value.shape)}`);
   const plain = [["leaf", (row) => name(row.path), true], ["type", (row) => row.dtype, true], ["shape", (row) => shape(row.shape), true]];
   const both = [["", (row) => name(row.path), true], ["before", (row) => described(row.before), true], ["after", (row) => described(row.after), true]];
   const list = (title, columns, rows) => (rows.length > 0 ? [element("h2", {}, title), table(columns, rows)] : []);
