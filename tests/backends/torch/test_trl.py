@@ -85,6 +85,7 @@ def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
     assert told["examples"] == ["at step 6, from step 0", "at step 8, from step 6"]
 
 
+@pytest.mark.filterwarnings("ignore")  # the module warns that it is experimental
 def test_trl_finds_every_method_of_its_weight_transfer() -> None:
     from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 
@@ -95,6 +96,7 @@ def test_trl_finds_every_method_of_its_weight_transfer() -> None:
         assert list(signature(ours).parameters) == list(signature(theirs).parameters)
 
 
+@pytest.mark.filterwarnings("ignore")  # the module warns that it is experimental
 def test_trl_finds_every_call_that_its_client_has() -> None:
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
