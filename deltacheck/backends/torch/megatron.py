@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltacheck import reader
@@ -348,7 +349,8 @@ def _obstacle() -> str:
         save_config(CheckpointingConfig(*_BACKEND), directory)
         try:
             loaded = load_common_state_dict(directory)
-        except Exception as error:  # noqa: BLE001 - a version may raise anything that looks elsewhere
+        # A version that looks elsewhere may raise anything. DCP's exception is no ``Exception``.
+        except (Exception, CheckpointException) as error:  # noqa: BLE001
             return f"it does not read {_COMMON_FILE} ({type(error).__name__}: {error})"
     return "" if loaded == expected else f"it reads {_COMMON_FILE} as {loaded!r}"
 
