@@ -105,7 +105,7 @@ class LeafKind(StrEnum):
     """The way in which one save stored a leaf."""
 
     KEYFRAME = "keyframe"
-    DELTA = "delta"
+    DELTA = "delta"  # its changes, or all of it encoded because that takes hardly more bytes
     UNCHANGED = "unchanged"
     DERIVED = "derived"  # a restore computes it from other leaves
 

@@ -60,7 +60,7 @@ class CauseCounter:
                 continue
             cause = cause_of(
                 path,
-                is_array=any(part.chain[-1][1].key is not None for part in new_parts.values()),
+                is_array=state.kind is LeafKind.KEYFRAME,
                 before=before,
                 manifest=manifest,
                 promised=promised,

@@ -43,12 +43,13 @@ class Part:
     def changed_words(self) -> int | None:
         """Return the number of words that the save found changed; ``None`` for a keyframe.
 
-        Reads the index of the delta. A keyframe does not show what changed.
+        Reads the index of the delta. An array does not show what changed; of a leaf that is encoded
+        whole, all words count.
         """
         if self.kind is LeafKind.UNCHANGED:
             return 0
         segment, entry = self.chain[-1]
-        if entry.is_whole:
+        if entry.key is not None:
             return None
         rows = [
             segment.part(part).index[first : first + count, columns.CHANGED]
@@ -165,7 +166,7 @@ def _part(
                 LeafKind.UNCHANGED
                 if not is_own
                 else LeafKind.DELTA
-                if len(chain) > 1
+                if chain[0][1].key is None
                 else LeafKind.KEYFRAME
             )
             return Part(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))

@@ -69,7 +69,7 @@ def test_only_a_leaf_that_takes_no_more_bytes_is_stored_whole_and_needs_no_copy(
         for step, state in enumerate(saved):
             report = engine.save(step, state).wait().report
             if step:
-                assert reports(report)[NOISE] == (LeafKind.KEYFRAME, causes.CHANGED)
+                assert reports(report)[NOISE] == (LeafKind.DELTA, causes.CHANGED)
                 assert bases(engine) == {SPARSE}
         assert has_deltas(tmp_path, 4) == {NOISE: False, SPARSE: True}
     run = deltacheck.open(tmp_path)

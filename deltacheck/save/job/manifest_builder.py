@@ -142,7 +142,7 @@ def _leaf_report(leaf: LeafSave) -> LeafReport:
     elif leaf.entry is None:
         kind = LeafKind.UNCHANGED
     else:
-        kind = LeafKind.KEYFRAME if leaf.entry.is_whole else LeafKind.DELTA
+        kind = LeafKind.DELTA if leaf.entry.key is None else LeafKind.KEYFRAME
     form = leaf.stored_spec or leaf.source
     return LeafReport(
         leaf.source.path,
