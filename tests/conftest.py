@@ -77,7 +77,7 @@ def pytest_report_header() -> str:
 
 
 # Folders of tests that prove tools and documents rather than the product: `make test-tools`.
-TOOLS = ("benchmarks", "docs", "evaluate", "gpu_kit", "report", "wheels")
+TOOLS = ("benchmarks", "docs", "evaluate", "gpu_kit", "report", "versions", "wheels")
 # Parameters of the codec matrix: every codec with every case. `make test` takes one in THINNING.
 MATRIX = ("case", "damage", "vector")
 THINNING = 4

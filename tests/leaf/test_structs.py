@@ -63,6 +63,8 @@ def test_a_type_that_is_known_is_decoded_by_several_threads_at_once() -> None:
 
 
 def test_what_threads_decode_is_known() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("orbax.checkpoint")
     code = """
     import msgspec
     from deltacheck.leaf import structs

@@ -6,7 +6,6 @@ Orbax makes a new v1 handler for every call, and does not close it. So the chain
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -28,6 +27,7 @@ from deltacheck.backends.orbax.handler import (
 )
 from deltacheck.backends.orbax.item import Commit
 from deltacheck.backends.orbax.manager_root import v1_internals
+from deltacheck.backends.orbax.manager_root.durable import on_thread
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
     is_foreign,
@@ -163,8 +163,8 @@ class _Session:
             save.commit.abandon(_NOT_CREATED)
             raise
         # On threads: the event loop is Orbax's.
-        await asyncio.to_thread(save.commit.result)
-        await asyncio.to_thread(self.delta.finalize, save.directory.path)
+        await on_thread(save.commit.result)
+        await on_thread(self.delta.finalize, save.directory.path)
 
     def give_up(self, save: _Save) -> None:
         """Give up a save whose rest Orbax does not run."""

@@ -13,14 +13,18 @@ import asyncio
 import copy
 import functools
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
 from orbax import checkpoint as ocp
 
 from deltacheck.leaf.external_errors import walk
 from deltacheck.store.files.durability import sync_directory
+
+_Result = TypeVar("_Result")
 
 
 def with_durable_steps(root: Path, options: Any) -> Any:
@@ -36,6 +40,40 @@ def with_durable_steps(root: Path, options: Any) -> Any:
     return options
 
 
+async def on_thread(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call a function on a thread, or on this one if the interpreter ends.
+
+    A program may end while a save is under way. From Python 3.12 on, no thread can be started then,
+    and Orbax's own calls that follow in this event loop run on this thread, too.
+    """
+    is_started = False
+
+    def call() -> _Result:
+        nonlocal is_started
+        is_started = True
+        return function(*arguments)
+
+    try:
+        return await asyncio.to_thread(call)
+    except RuntimeError:
+        if is_started:
+            raise
+        asyncio.get_running_loop().set_default_executor(_SameThread())
+        return function(*arguments)
+
+
+class _SameThread(ThreadPoolExecutor):
+    """Runs each call on the calling thread. An event loop takes this class of executors only."""
+
+    def submit(self, call: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+        future = Future[_Result]()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            future.set_exception(error)
+        return future
+
+
 @functools.cache
 def _durable(kind: Any) -> Any:
     """Return a subclass of one of Orbax's classes for unfinished directories."""
@@ -44,13 +82,13 @@ def _durable(kind: Any) -> Any:
         async def finalize(self) -> None:
             """Sync the content, let Orbax make the directory final, and sync the entries."""
             # On threads: a sync may take long, and the event loop is Orbax's.
-            await asyncio.to_thread(_sync_files, Path(self.get()))
+            await on_thread(_sync_files, Path(self.get()))
             await super().finalize()
             final = Path(self.get_final())
             # Once more: in its ``CommitFile`` mode Orbax ends with a new file, and a rename changes
             # entries.
-            await asyncio.to_thread(_sync_files, final)
-            await asyncio.to_thread(sync_directory, final.parent)
+            await on_thread(_sync_files, final)
+            await on_thread(sync_directory, final.parent)
 
     Durable.__name__ = Durable.__qualname__ = f"Durable{kind.__name__}"
     return Durable
