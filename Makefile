@@ -37,8 +37,8 @@ build install: $(VENV)/.stamp-install  ## build the native module and install th
 
 libraries: $(LIBRARIES)/.stamp  ## download the sources of libzstd and c-blosc by hash, which every build needs
 
-demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
-	$(BIN)/python -m deltacheck.evaluate.demo $(ARGS)
+demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, compare; a page of figures in build/demo (minutes, CPU only)
+	$(BIN)/python -m deltacheck.evaluate.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
@@ -224,6 +224,13 @@ wheel: $(LIBRARIES)/.stamp build/wheels/tools/.stamp  ## build sdist and manylin
 
 wheel-test: $(VENV)/.stamp-install  ## try each wheel in a bare environment: kill, resume, verify in torch and JAX; bytes as in .venv (minutes)
 	$(BIN)/python -m tests.wheels.check $(DIST) --pythons "$(PYTHONS)"
+
+# Environments of tests/versions/environments.toml; by default all.
+ENVIRONMENTS ?=
+
+.PHONY: versions
+versions: $(LIBRARIES)/.stamp  ## run the core suites with the oldest and newest Python, torch, JAX, Orbax, TensorStore, NumPy (PYTHONS="3.12" ENVIRONMENTS="newest-jax"; gigabytes)
+	$(BIN)/python -m tests.versions.run --pythons "$(PYTHONS)" --environments "$(ENVIRONMENTS)" $(ARGS)
 
 # Not in .venv: nothing else needs it. scikit-build-core writes the source distribution.
 build/wheels/tools/.stamp: constraints.txt build-constraints.txt | $(VENV)/.stamp-venv

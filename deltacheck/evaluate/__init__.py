@@ -6,6 +6,6 @@
 pure functions of the results. ``demo`` is a fixed plan; ``workloads`` has the built-in runs.
 """
 
-from deltacheck.evaluate.workload import Workload
+from deltacheck.evaluate.workload import TorchRun, Workload
 
-__all__ = ["Workload"]
+__all__ = ["TorchRun", "Workload"]

@@ -83,13 +83,16 @@ class Session:
         folder: For plan, log and checkpoints.
         shared: An existing folder for what the factory creates once, such as weights.
         tasks: The number of expected tasks.
+        worker: The module of the workers.
     """
 
-    def __init__(self, plan: Plan, folder: Path, shared: Path, tasks: int) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, shared: Path, tasks: int, worker: str = _WORKER
+    ) -> None:
         self.plan, self.folder = plan, folder
         (folder / PLAN).write_bytes(msgspec.json.encode(plan))
         environment = {FOLDER: str(shared)}
-        self._pool = WorkerPool(_WORKER, [str(folder)], folder, environment, tasks)
+        self._pool = WorkerPool(worker, [str(folder)], folder, environment, tasks)
 
     def run(self, task: Task, on_report: OnReport = lambda reports: None) -> Reports:
         """Let a worker perform a task to its end.

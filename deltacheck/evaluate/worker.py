@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -234,7 +234,7 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
         if finished_save is not None:
             report("acknowledged", step=finished_save[0])
         state = run.workload.state()
-        files.append(_live_file(run_folder, step))
+        files.append(live_file(run_folder, step))
         run.write_snapshot(state, files[-1])
         # Under another policy, a restored leaf may have the values of any earlier save.
         for old in files[:-LIVE_SNAPSHOTS] if plan.policy == "exact" else ():
@@ -250,7 +250,7 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
     policy = _policy(plan, folder)
     saver = run.backend.Saver(run_folder / "root", policy)
-    resumed, start = _restore_and_check(run, saver, policy, run_folder)
+    resumed, start = restore_and_check(run, saver, policy, run_folder)
     missing: float | None = None
     for next_step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
         loss = run.train_until(next_step)
@@ -268,10 +268,16 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     report("resumed", **resumed, missing_steps=missing, ending=ending)
 
 
-def _restore_and_check(
+def restore_and_check(
     run: Run, saver: Any, policy: Policy, run_folder: Path
 ) -> tuple[dict[str, Any], Snapshot]:
     """Restore the newest step into a run, and compare it with the live state of the save.
+
+    Args:
+        run: A new run.
+        saver: A saver on ``run_folder / "root"``.
+        policy: The policy of the saver.
+        run_folder: Has the root, and live states in ``live``.
 
     Returns:
         The fields of the event that reports it, and the live state.
@@ -281,7 +287,7 @@ def _restore_and_check(
     seconds = time.perf_counter() - start_time
     manifest = deltacheck.open(run_folder / "root").manifest(step)
     restored = run.snapshot(state)
-    live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
+    live_at = cache(lambda earlier: snapshot.read(live_file(run_folder, earlier)))
     live_steps = sorted(int(file.stem) for file in (run_folder / "live").glob("*.npz"))
     checks = contract.check(
         live_at(step),
@@ -324,7 +330,7 @@ def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     policy = _policy(plan, folder)
     saver = run.backend.Saver(root, policy)
     if resuming:
-        resumed, start = _restore_and_check(run, saver, policy, run_folder)
+        resumed, start = restore_and_check(run, saver, policy, run_folder)
     else:
         resumed, start = {"restored_step": 0}, None
     contracts = set().union(
@@ -353,7 +359,7 @@ def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
             # An exact policy has nothing to test but its chain of deltas.
             is_tested = contracts <= used if contracts else step >= first_kill_step
         state = run.workload.state()
-        run.write_snapshot(state, _live_file(run_folder, step))
+        run.write_snapshot(state, live_file(run_folder, step))
         report("saving", step=step, is_tested=is_tested)
         saver.save(step, state, run.metrics(loss))
     run.train_until(plan.steps)
@@ -362,7 +368,8 @@ def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     report("chain_end", ending=asdict(run.ending(kill.seed)))
 
 
-def _live_file(run_folder: Path, step: int) -> Path:
+def live_file(run_folder: Path, step: int) -> Path:
+    """Return the file of the live state that was saved at a step."""
     return run_folder / "live" / f"{step}.npz"
 
 
@@ -410,15 +417,23 @@ def _report_saved(save_times: tuple[int, float, float, int] | None, peer: dict[s
         )
 
 
-def main(folder: Path) -> None:
-    """Wait for a task, and perform it."""
+Perform: TypeAlias = Callable[[Task, Plan, Path, Factory], None]
+
+
+def main(folder: Path, perform: Perform) -> None:
+    """Wait for a task, and let a function perform it.
+
+    Args:
+        folder: The folder of the plan.
+        perform: Performs one task of the plan.
+    """
     reserve_stdout()
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     try:
         factory = load_factory(plan.factory)
         line = sys.stdin.readline()
         if line:  # nothing: the evaluation has ended without this process
-            _perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
+            perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
     except Exception as error:
         is_expected = isinstance(error, DeltacheckError)
         problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -428,10 +443,10 @@ def main(folder: Path) -> None:
 
 def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
     if task.kill is not None:
-        perform = {"save_until_killed": save_until_killed, "resume": resume, "chain": chain}[
+        function = {"save_until_killed": save_until_killed, "resume": resume, "chain": chain}[
             task.name
         ]
-        perform(plan, folder, factory, task.kill)
+        function(plan, folder, factory, task.kill)
     elif task.root:
         save(plan, folder, factory, folder / task.root)
     else:
@@ -439,4 +454,4 @@ def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), _perform)

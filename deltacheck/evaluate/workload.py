@@ -68,6 +68,75 @@ class Workload(Protocol):
         """
 
 
+class TorchRun:
+    """A PyTorch training loop as a ``Workload``, for `deltacheck eval`.
+
+    Its state is that of the model, the optimizer and ``parts``, and of torch's generator on the
+    CPU. A run that draws from other generators needs a ``Workload`` of its own.
+
+    Args:
+        model: The ``torch.nn.Module``.
+        optimizer: Its ``torch.optim.Optimizer``.
+        train_step: Trains one step and returns its loss.
+        evaluate: Returns a held-out loss. ``None``: the loss of the last step, which
+            shows great harm only.
+        **parts: Further objects with ``state_dict`` and ``load_state_dict``, such as a scheduler,
+            a gradient scaler or a data loader.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        train_step: Callable[[], float],
+        evaluate: Callable[[], float] | None = None,
+        **parts: Any,
+    ) -> None:
+        self._parts = {"model": model, "optimizer": optimizer, **parts}
+        self._train_step, self._evaluate = train_step, evaluate
+        self._loss = float("nan")
+
+    def step(self) -> float:
+        """Train one step.
+
+        Returns:
+            Its loss.
+        """
+        self._loss = float(self._train_step())
+        return self._loss
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of all parts and of the generator.
+
+        Returns:
+            A dict of state dicts, by the name of the part, and ``"rng"``.
+        """
+        import torch
+
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**parts, "rng": torch.get_rng_state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a restored state.
+
+        Args:
+            state: Nested as ``state()`` returned it.
+        """
+        import torch
+
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        torch.set_rng_state(state["rng"])
+
+    def evaluate(self) -> float:
+        """Measure the final model.
+
+        Returns:
+            The result of ``evaluate``, or the loss of the last step.
+        """
+        return self._loss if self._evaluate is None else float(self._evaluate())
+
+
 Factory: TypeAlias = Callable[[int], Workload]
 
 

@@ -76,6 +76,7 @@ HOW_TO = {
     "deltacheck.backends.orbax.applied": "follow.md",
     "deltacheck.backends.orbax.v1": "orbax.md",
     "deltacheck.backends.orbax.load": "cross-framework.md",
+    "deltacheck.evaluate.TorchRun": "evaluate.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
     "deltacheck.testing.codec": "write-a-backend.md",
 }

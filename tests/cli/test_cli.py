@@ -955,8 +955,10 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_demo_passes_its_options_and_its_verdict_on(
     played: list[dict[str, Any]], tmp_path: Path, deltacheck_: Command
 ) -> None:
-    done = deltacheck_("demo", "--seed", 5, "--steps", 12, "--quick", "--keep", tmp_path / "kept")
-    assert played == [{"seed": 5, "steps": 12, "quick": True, "keep": tmp_path / "kept"}]
+    words = ("--keep", tmp_path / "kept", "--html", tmp_path / "demo.html", "--png", tmp_path)
+    done = deltacheck_("demo", "--seed", 5, "--steps", 12, "--quick", *words)
+    files = {"keep": tmp_path / "kept", "html": tmp_path / "demo.html", "png": tmp_path}
+    assert played == [{"seed": 5, "steps": 12, "quick": True} | files]
     assert done.code == 1
     assert done.out == "the story\n"
 

@@ -349,5 +349,5 @@ def test_recipe_survives_the_disk(tmp_path: Path) -> None:
 
 
 def test_the_demo_always_saves_the_last_step() -> None:
-    assert Demonstration.create(seed=1, steps=10).plan.checkpoints() == (4, 8, 10)
-    assert Demonstration.create(seed=1, steps=8).plan.checkpoints() == (4, 8)
+    assert Demonstration.create(seed=1, steps=5).plan.checkpoints() == (2, 4, 5)
+    assert Demonstration.create(seed=1, steps=4).plan.checkpoints() == (2, 4)

@@ -39,8 +39,8 @@ TOOLS = (
     "flask",
     "flask-cors",
     "hypothesis",
+    "matplotlib",
     "moto[s3]",
-    "optax",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
@@ -229,7 +229,8 @@ def install(environment: Environment, pip: list[str], wheel: Path, home: Path) -
     command = [*pip, "install", "--quiet", "--constraint", str(file)]
     # An older torch of another build may be on pip's own list of places, hence the exact pin.
     exact = [f"{name}=={version}" for name, version in environment.pins.items()]
-    subprocess.run([*command, *exact, package, *TOOLS], check=True)
+    tools = (*TOOLS, "optax") if "jax" in environment.extras else TOOLS  # optax brings JAX
+    subprocess.run([*command, *exact, package, *tools], check=True)
     # The version of a wheel does not tell its content.
     subprocess.run(
         [*command, "--force-reinstall", "--no-deps", str(wheel)], check=True, stdout=sys.stderr

@@ -54,7 +54,7 @@ def test_each_framework_is_tried_at_both_ends() -> None:
 def test_the_oldest_python_is_that_of_the_project() -> None:
     assert PROJECT["requires-python"] == f">={min(row.python for row in ENVIRONMENTS)}"
     classified = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "3." in text}
-    assert classified == {row.python for row in ENVIRONMENTS}
+    assert classified <= {row.python for row in ENVIRONMENTS}
 
 
 def test_ci_takes_another_python_and_no_torch() -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -328,24 +329,31 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Keep checkpoints and logs in this new folder.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write each figure as a PNG image.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train, kill, resume, and compare bit for bit, also in JAX and zarr.
+    """Train, save in six ways, kill, resume each way, and compare, also in JAX and zarr.
 
     The exit code is 1 if a comparison failed.
     """
     from deltacheck.evaluate.demo import demonstration
 
+    play = partial(
+        demonstration.main, seed=seed, steps=steps, quick=quick, keep=keep, html=html, png=png
+    )
     if not as_json:
         # The demo has its own exit codes, which are those of this command.
-        raise typer.Exit(demonstration.main(seed=seed, steps=steps, quick=quick, keep=keep))
+        raise typer.Exit(play())
     with tempfile.TemporaryDirectory(prefix="deltacheck-demo-json-") as folder:
         figures = Path(folder) / "figures.json"
         # stdout holds the JSON document only; the report for people goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
-            code = demonstration.main(
-                seed=seed, steps=steps, quick=quick, keep=keep, json_file=figures
-            )
+            code = play(json_file=figures)
         # A demo that cannot run on this machine ends before it writes its figures.
         if figures.exists():
             output.print_json(json.loads(figures.read_text()))

@@ -1,6 +1,7 @@
-"""`deltacheck demo`: a fine-tuning run that is killed, resumes, and is compared bit for bit.
+"""`deltacheck demo`: a fine-tuning that is saved in six ways, killed, and resumed from each.
 
-The demo is a fixed plan of ``deltacheck.evaluate``: ``demonstration.py`` lists its tasks, and
-``summary.py`` prints the result. The training is in ``deltacheck.evaluate.workloads``. Nothing here
-imports torch before the demo runs.
+``demonstration.py`` is the course. Runs without checkpoints are tasks of ``deltacheck.evaluate``;
+``demo_tasks.py`` has the others. ``methods.py`` lists the ways of saving, ``savers.py`` performs
+them. ``summary.py`` judges and prints, ``demo_figures.py`` draws. The training is in
+``deltacheck.evaluate.workloads``. Nothing here imports torch before the demo runs.
 """

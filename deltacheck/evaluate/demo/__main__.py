@@ -25,9 +25,22 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page of figures to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the figures as images here.")] = None,
 ) -> None:
-    """Train, kill, resume, compare bit for bit, read back in JAX and zarr."""
-    code = demonstration.main(seed=seed, steps=steps, quick=quick, keep=keep, json_file=json_file)
+    """Train, save in six ways, kill, resume each, compare, read back in JAX and zarr."""
+    for file in (json_file, html):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+    code = demonstration.main(
+        seed=seed,
+        steps=steps,
+        quick=quick,
+        keep=keep,
+        json_file=json_file,
+        html=html,
+        png=png,
+    )
     raise typer.Exit(code)
 
 

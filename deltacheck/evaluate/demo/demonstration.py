@@ -1,21 +1,23 @@
-"""The demo: train, kill, resume, compare, and read back in other libraries.
+"""The demo: train, save in every way, kill, resume each, compare, read back in other libraries.
 
-The training runs are tasks of two evaluation plans, one for pre-training and one for fine-tuning.
-Their worker processes are those of `deltacheck eval`; this process only watches and compares.
+Runs without checkpoints are tasks of `deltacheck eval`; the others are in ``demo_tasks.py``. This
+process only watches and compares.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,17 +32,31 @@ from rich.progress import (
 import deltacheck
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate.demo import summary
-from deltacheck.evaluate.demo.summary import KillOutcome, Outcome
-from deltacheck.evaluate.records import FINAL_STATE, Plan, Task
-from deltacheck.evaluate.session import OnReport, Reports, Session, kills
+from deltacheck.evaluate.demo.methods import EXACT, METHODS, ROOT, Method, saved_steps
+from deltacheck.evaluate.demo.summary import KillOutcome, Outcome, Way
+from deltacheck.evaluate.records import FINAL_STATE, Ending, Kill, Plan, Task
+from deltacheck.evaluate.session import OnReport, Reports, Session, ending_of
 from deltacheck.evaluate.workloads import equality, text
 from deltacheck.evaluate.workloads.equality import Verdict
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 _BUILTIN = "deltacheck.evaluate.workloads.builtin"
-_CHECKPOINTS = "checkpoints"
-_EVERY, _EVERY_QUICK = 4, 3  # steps between two checkpoints
-_LEAST_CHECKPOINTS = 4  # so that a kill falls between two that are neither the first nor the last
+_WORKER = "deltacheck.evaluate.demo.demo_tasks"
+_EVERY, _EVERY_QUICK = 2, 2  # steps between two checkpoints
+_LEAST_CHECKPOINTS = 8  # so that a kill falls between two that are neither the first nor the last
+_OTHER_SEEDS, _OTHER_SEEDS_QUICK = 3, 1  # runs that show the noise
+_PROCESSES = 2  # at the same time, with one thread each
+# Kills fall after this share of the steps: until the run is stable, lossy policies are exact.
+_EARLIEST_KILL = 0.6
+_SAVE_FIELDS = ("step", "overlapped", "blocking_seconds", "durable_seconds", "stored_bytes")
+# One thread, so that two processes share two cores. More steps than in other uses of the recipe:
+# the policies need some until the run is stable.
+_SIZES: dict[bool, dict[str, Any]] = {
+    False: {"threads": 1, "batch": 4, "steps": 60},
+    True: {"steps": 24},
+}
+
+_Result = TypeVar("_Result")
 
 
 class DemoFailed(DeltacheckError):
@@ -49,10 +65,11 @@ class DemoFailed(DeltacheckError):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """The runs of one demo: a recipe, and the plan that kills its fine-tuning once."""
+    """The runs of a demo: a recipe, the plan of its fine-tuning, and other seeds of it."""
 
     recipe: Recipe
     plan: Plan
+    other_seeds: tuple[int, ...]
 
     @classmethod
     def create(cls, seed: int, steps: int | None = None, quick: bool = False) -> Demonstration:
@@ -64,11 +81,21 @@ class Demonstration:
             quick: Use a tiny model, for a look at the course in seconds.
         """
         changes = {} if steps is None else {"steps": steps}
-        recipe = (tiny_demo if quick else demo)(seed, **changes)
+        recipe = (tiny_demo if quick else demo)(seed, **_SIZES[quick] | changes)
         assert recipe.steps is not None
         every = _EVERY_QUICK if quick else _EVERY
+        seed_count = _OTHER_SEEDS_QUICK if quick else _OTHER_SEEDS
         fine_tuning = _plan("demo", seed, recipe.steps, every)
-        return cls(recipe, fine_tuning)
+        return cls(recipe, fine_tuning, tuple(range(seed + 1, seed + 1 + seed_count)))
+
+    def kill(self) -> Kill:
+        """Choose the save that is killed, and the moment within it."""
+        dice = random.Random(self.plan.first_seed)
+        earliest = _EARLIEST_KILL * self.plan.steps
+        saves = [step for step in self.plan.checkpoints()[1:-1] if step >= earliest]
+        # The delay is measured in saves of one method, and a checkpoint has one of each.
+        share = dice.random() * len(METHODS)
+        return Kill(self.plan.first_seed, 0, dice.choice(saves), mid_save=True, share=share)
 
 
 def main(
@@ -78,6 +105,8 @@ def main(
     quick: bool = False,
     keep: Path | None = None,
     json_file: Path | None = None,
+    html: Path | None = None,
+    png: Path | None = None,
 ) -> int:
     """Run the demo and print it.
 
@@ -88,16 +117,21 @@ def main(
         quick: Use a tiny model, for a look at the course in seconds.
         keep: A new or empty folder that is left with the checkpoints and logs.
         json_file: A file for all figures.
+        html: A file for a page of figures, which needs matplotlib.
+        png: A folder for the same figures as images.
 
     Returns:
         The exit code: 0 if every comparison held, 1 if one did not, 2 if the demo cannot run here.
     """
     console = Console()
-    # ``find_spec`` finds torch without importing it.
+    # ``find_spec`` finds packages without importing them.
     if importlib.util.find_spec("torch") is None:
         console.print(
             "The demo trains with PyTorch, which is not installed: pip install 'deltacheck[all]'"
         )
+        return 2
+    if (html or png) and importlib.util.find_spec("matplotlib") is None:
+        console.print("Figures need matplotlib: pip install 'deltacheck[report]'")
         return 2
     # A new seed for each demo: the moment of the kill differs, and the printed seed repeats it.
     seed = secrets.randbelow(1 << 31) if seed is None else seed
@@ -119,6 +153,8 @@ def main(
     summary.show(outcome, console)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(outcome), indent=1))
+    for file in _write_figures(outcome, html, png):
+        console.print(f"wrote {escape(str(file))}")
     return 0 if all(verdict.holds for verdict in outcome.verdicts) else 1
 
 
@@ -128,64 +164,155 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
     from deltacheck.evaluate.demo.saves import describe_saves
 
     start_time = time.perf_counter()
-    plan, root = demonstration.plan, folder / _CHECKPOINTS
-    shared = folder / "shared"
+    plan = demonstration.plan
+    shared, saving = folder / "shared", folder / "saving"
     shared.mkdir()
+    saving.mkdir()
     console.print(f"[bold]deltacheck demo[/], seed {plan.first_seed}, in {folder}")
     with _progress(console) as progress:
         _write_data(demonstration.recipe, shared, _bar(progress, "reading the standard library", 1))
         pretrained = _pretrain(demonstration, folder, shared, progress)
-        # Three tasks: the reference, the run that is killed, and the one that resumes.
-        with closing(Session(plan, folder, shared, tasks=3)) as session:
-            bar = _bar(progress, "fine-tuning, uninterrupted", plan.steps)
-            reference = session.run(Task("train"), bar)
-            before = Reports()
-            bar = _bar(progress, "fine-tuning, with checkpoints", plan.steps)
-            kill = _run_until_killed(session, before, bar)
+        reference, *unkilled = _train_all(demonstration, folder, shared, progress)
+        before = Reports()
+        with closing(Session(plan, saving, shared, 2, _WORKER)) as session:
+            bar = _bar(progress, "fine-tuning, saved in 6 ways", plan.steps)
+            kill = _run_until_killed(demonstration, session, before, bar)
             progress.stop_task(progress.task_ids[-1])  # its clock stops short of the end
             progress.console.print(
-                f"killed with SIGKILL {kill.seconds_after_call:.2f} s after"
-                f" save({kill.saving_step}) was called, after step {kill.last_step}; newest"
-                f" checkpoint: step {kill.newest_checkpoint}"
+                f"killed with SIGKILL {kill.seconds_after_call:.2f} s after the checkpoint of step"
+                f" {kill.saving_step} was begun, after step {kill.last_step}"
             )
-            bar = _bar(progress, "fine-tuning, resumed", plan.steps)
-            resumed = session.run(Task("save", root=_CHECKPOINTS), bar)
-        restored = resumed.other_events.get("restored", {"step": None})
-        # A resume from another step would train the same losses and prove nothing about the kill.
-        if restored["step"] != kill.newest_checkpoint:
-            raise DemoFailed(
-                f"the second process did not resume from step {kill.newest_checkpoint}, but from"
-                f" {restored['step']}"
-            )
-        expected = _load_final_state(folder)
+            restored = session.run(Task("restore")).other_events["restored_all"]["seconds"]
+        sizes = {method.key: _size(method, saving / method.key, before) for method in METHODS}
+        resumed = _resume_all(plan, saving, shared, progress)
+        expected = _load_final_state(folder / str(plan.first_seed))
+        losses = [ending.evaluation for ending in (reference, *unkilled)]
+        ways = [
+            _way(method, before, reports, reference, (restored[method.key], *sizes[method.key]))
+            for method, reports in zip(METHODS, resumed, strict=True)
+        ]
         verdicts = [
             equality.compare_losses("losses before the kill", reference.losses, before.losses),
-            equality.compare_losses("losses after the resume", reference.losses, resumed.losses),
-            *_compare_states(plan, expected, root, progress),
+            *(summary.judge(way, losses) for way in ways),
+            *_compare_states(plan, expected, saving / EXACT / ROOT, progress),
         ]
-    saved = before.saved + resumed.saved
+    saved = [event for event in before.saved if event["method"] == EXACT]
     return Outcome(
         seed=plan.first_seed,
         steps=plan.steps,
         every=plan.every,
         parameters=_parameters(expected["model"]),
         pretrain_losses=list(pretrained.losses.values()),
-        losses=list(reference.losses.values()),
+        losses=reference.losses,
+        final_losses=losses,
         kill=asdict(kill),
-        restore_seconds=restored["seconds"],
-        step_seconds=reference.step_seconds,
-        saved=describe_saves(root, saved),
-        torch_saved=[
-            {
-                "event": "torch_saved",
-                "step": event["step"],
-                "bytes": event["peer_bytes"],
-                "seconds": event["peer_seconds"],
-            }
-            for event in saved
-        ],
+        step_seconds=before.step_seconds,
+        saved=describe_saves(saving / EXACT / ROOT, saved),
+        ways=ways,
         verdicts=verdicts,
         seconds=time.perf_counter() - start_time,
+    )
+
+
+def _train_all(
+    demonstration: Demonstration, folder: Path, shared: Path, progress: Progress
+) -> list[Ending]:
+    """Fine-tune every seed to the end without checkpoints, beginning with that of the demo."""
+    plan = demonstration.plan
+    seeds = (plan.first_seed, *demonstration.other_seeds)
+    bar = _bar(progress, f"fine-tuning {len(seeds)} seeds, not killed", plan.steps * len(seeds))
+    shares = _Shares(bar)
+
+    def train(seed: int) -> Ending:
+        own_folder = folder / str(seed)
+        own_folder.mkdir()
+        with closing(Session(replace(plan, first_seed=seed), own_folder, shared, 1)) as session:
+            (ending,) = session.run(Task("train"), shares.add(seed)).unkilled
+        return ending
+
+    return _in_parallel([lambda seed=seed: train(seed) for seed in seeds])  # type: ignore[misc]
+
+
+def _resume_all(plan: Plan, saving: Path, shared: Path, progress: Progress) -> list[Reports]:
+    """Resume the killed run from the newest step of each method."""
+    # A session writes the plan, which the workers of the others read.
+    sessions = [Session(plan, saving, shared, 1, _WORKER) for _ in METHODS]
+    total = plan.steps * len(METHODS)
+    shares = _Shares(_bar(progress, "resumed from each way", total))
+
+    def resume(session: Session, method: Method) -> Reports:
+        with closing(session):
+            return session.run(Task("resume", root=method.key), shares.add(method.key))
+
+    jobs = [
+        lambda session=session, method=method: resume(session, method)
+        for session, method in zip(sessions, METHODS, strict=True)
+    ]
+    return _in_parallel(jobs)
+
+
+def _in_parallel(jobs: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    with ThreadPoolExecutor(_PROCESSES) as pool:
+        return list(pool.map(lambda job: job(), jobs))
+
+
+class _Shares:
+    """A bar of progress for several runs."""
+
+    def __init__(self, on_report: OnReport) -> None:
+        self._on_report, self._steps = on_report, dict[object, int]()
+
+    def add(self, name: object) -> OnReport:
+        """Return a function for a run to call."""
+
+        def on_report(reports: Reports) -> None:
+            self._steps[name] = reports.step
+            self._on_report(Reports(step=sum(self._steps.values())))
+
+        return on_report
+
+
+def _size(method: Method, folder: Path, reports: Reports) -> tuple[int, int]:
+    """Return the number of checkpoints of a method, and the bytes of all of its files.
+
+    Peers keep their newest files only, so theirs are summed up.
+    """
+    from deltacheck.evaluate.workloads.experiment import bytes_under  # imports TensorStore
+
+    sizes = [event["stored_bytes"] for event in reports.saved if event["method"] == method.key]
+    if not method.is_ours:
+        return len(sizes), sum(sizes)
+    return len(saved_steps(method, folder)), bytes_under(folder / ROOT)
+
+
+def _way(
+    method: Method,
+    before: Reports,
+    reports: Reports,
+    reference: Ending,
+    measured: tuple[float, int, int],
+) -> Way:
+    """Combine the measurements of a method."""
+    resumed = reports.other_events["resumed"]
+    ending = ending_of(resumed["ending"])
+    saves = [event for event in before.saved if event["method"] == method.key]
+    seconds, count, total_bytes = measured
+    return Way(
+        method=method,
+        saves=[{name: save[name] for name in _SAVE_FIELDS} for save in saves],
+        checkpoints=count,
+        total_bytes=total_bytes,
+        restored_step=resumed["restored_step"],
+        restore_seconds=seconds,
+        leaves=resumed["leaves"],
+        broken=[leaf["path"] for leaf in resumed["failed"]],
+        inexact=resumed["inexact"],
+        losses=ending.losses,
+        final_loss=ending.evaluation,
+        difference=ending.evaluation - reference.evaluation,
+        different_leaves=sum(
+            ending.digests.get(path) != digest for path, digest in reference.digests.items()
+        ),
     )
 
 
@@ -230,22 +357,25 @@ def _pretrain(
     return reports
 
 
-def _run_until_killed(session: Session, reports: Reports, on_report: OnReport) -> KillOutcome:
-    """Fine-tune with checkpoints up to the kill, and return what it left."""
-    (kill,) = kills(session.plan)
-    task = Task("save", root=_CHECKPOINTS)
-    delay = session.run_until_killed(task, kill, reports, on_report)
-    newest_step = max(deltacheck.open(session.folder / _CHECKPOINTS).steps(), default=None)
-    if newest_step is None:
-        raise DemoFailed(f"no checkpoint survived the kill at step {reports.step}")
-    return KillOutcome(kill.saving_step, delay, reports.step, newest_step)
+def _run_until_killed(
+    demonstration: Demonstration, session: Session, reports: Reports, on_report: OnReport
+) -> KillOutcome:
+    """Fine-tune with checkpoints of every method up to the kill, and return its moment."""
+    kill = demonstration.kill()
+    delay = session.run_until_killed(Task("save"), kill, reports, on_report)
+    for method in METHODS:
+        if not saved_steps(method, session.folder / method.key):
+            raise DemoFailed(
+                f"no checkpoint of {method.title} survived the kill at step {reports.step}"
+            )
+    return KillOutcome(kill.saving_step, delay, reports.step)
 
 
 # --- comparison -----------------------------------------------------------------------------------
 
 
 def _load_final_state(folder: Path) -> dict[str, Any]:
-    """Load the state that the uninterrupted run has left in torch's own format."""
+    """Load the state that an uninterrupted run has left in torch's own format."""
     import torch
 
     state: dict[str, Any] = torch.load(folder / FINAL_STATE, weights_only=True)
@@ -287,6 +417,24 @@ def _parameters(weights: Mapping[str, Any]) -> int:
 
 
 # --- files and progress ---------------------------------------------------------------------------
+
+
+def _write_figures(outcome: Outcome, html: Path | None, png: Path | None) -> list[Path]:
+    """Write the page and the images that were asked for, and return their files."""
+    if html is None and png is None:
+        return []
+    from deltacheck.evaluate.demo import demo_figures
+    from deltacheck.report import page
+
+    figures = demo_figures.draw(outcome)
+    files = [] if png is None else page.write_images(figures, png)
+    if html is not None:
+        problems = [f"{v.claim}: {v.detail}" for v in outcome.verdicts if not v.holds]
+        title = "deltacheck demo: one fine-tuning, saved in six ways, killed and resumed"
+        facts = demo_figures.facts(outcome)
+        page.write_page(html, page.page(title, facts, problems, figures, "Does not hold:"))
+        files.append(html)
+    return files
 
 
 @contextmanager

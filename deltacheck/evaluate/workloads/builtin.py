@@ -29,6 +29,11 @@ class ProtocolWorkload:
     def __init__(self, run: Workload) -> None:
         self._run = run
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, which a gradient log listens to."""
+        return self._run.optimizer
+
     def step(self) -> float:
         return self._run.train_step()
 
@@ -78,7 +83,8 @@ def tiny_lora(seed: int) -> ProtocolWorkload:
 def demo_pretraining(seed: int) -> ProtocolWorkload:
     """Create the run that trains the demo's model."""
     folder = Path(os.environ[FOLDER])
-    recipe = replace(Recipe.read(folder / RECIPE), seed=seed)
+    # Two threads, whatever the recipe has: no other run goes on beside this one.
+    recipe = replace(Recipe.read(folder / RECIPE), seed=seed, threads=2)
     return ProtocolWorkload(pretraining(recipe, Rows.read(folder / PRETRAINING_ROWS)))
 
 

@@ -1,0 +1,140 @@
+"""`python -m deltacheck.evaluate.demo.demo_tasks FOLDER`: a task of the demo, in its process.
+
+The protocol is that of ``deltacheck.evaluate.worker``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from deltacheck.evaluate import contract, snapshot
+from deltacheck.evaluate.demo.methods import EXACT, METHODS, Method
+from deltacheck.evaluate.demo.savers import POLICIES, Saver, open_saver
+from deltacheck.evaluate.processes import report
+from deltacheck.evaluate.records import Plan, Task
+from deltacheck.evaluate.worker import Run, live_file, main, restore_and_check
+from deltacheck.evaluate.workload import Factory
+from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
+
+# A reused moment may have the values of any save of its age, which is compared with the live one.
+_LIVE_SNAPSHOTS = 12
+
+
+def save(plan: Plan, folder: Path, factory: Factory) -> None:
+    """Train with checkpoints of every method, until the parent kills this process.
+
+    The methods take turns: each save ends before that of the next method begins, except the last
+    of a checkpoint, beside which training goes on. Another method is last at each checkpoint.
+    """
+    run = Run(factory, plan.first_seed)
+    savers = {method.key: _open(method, folder, run) for method in METHODS}
+    (folder / "live").mkdir()
+    for method in METHODS:  # where ``restore_and_check`` looks for them
+        (folder / method.key / "live").symlink_to(folder / "live")
+    turns = deque(savers)
+    files: list[Path] = []
+    for step in plan.checkpoints():
+        loss = run.train_until(step)
+        _report_saved(turns[-1], savers, overlapped=True)
+        state = run.workload.state()
+        files.append(live_file(folder, step))
+        run.write_snapshot(state, files[-1])
+        for old in files[:-_LIVE_SNAPSHOTS]:
+            old.unlink(missing_ok=True)
+        turns.rotate()
+        report("saving", step=step)
+        for key in turns:
+            savers[key].save(step, state, run.metrics(loss))
+            if key != turns[-1]:
+                _report_saved(key, savers, overlapped=False)
+    run.train_until(plan.steps)
+    time.sleep(60)  # a short run may end before the signal comes
+
+
+def restore(plan: Plan, folder: Path, factory: Factory) -> None:
+    """Restore the newest step of every method, and report the seconds.
+
+    Each is restored twice, and the second time counts: the first one imports modules and reads
+    files that are not in memory.
+    """
+    run, seconds = Run(factory, plan.first_seed), dict[str, float]()
+    for _ in range(2):
+        for method in METHODS:
+            saver = _open(method, folder, run)
+            start_time = time.perf_counter()
+            saver.restore(run.workload.state())
+            seconds[method.key] = time.perf_counter() - start_time
+            saver.close()
+    report("restored_all", seconds=seconds)
+
+
+def resume(plan: Plan, folder: Path, factory: Factory, method: Method) -> None:
+    """Restore the newest step of a method, compare it with the live state, and train to the end."""
+    run = Run(factory, plan.first_seed)
+    saver = _open(method, folder, run)
+    if method.is_ours:
+        policy = POLICIES[method.key]
+        resumed, _ = restore_and_check(run, saver, policy, folder / method.key)
+    else:
+        resumed = _restore_peer(run, saver, folder)
+    if method.key != EXACT:
+        saver.close()
+    run.train_until(plan.steps)
+    if method.key == EXACT:  # for other libraries to read
+        saver.save(plan.steps, run.workload.state(), {})
+        saver.finish()
+        saver.close()
+    report("resumed", **resumed, ending=asdict(run.ending(plan.first_seed)))
+
+
+def _restore_peer(run: Run, saver: Saver, folder: Path) -> dict[str, Any]:
+    """Restore as a peer does, and return the fields of the event that reports it."""
+    step, state = saver.restore(run.workload.state())
+    restored = snapshot.digests(run.snapshot(state))
+    live = snapshot.digests(snapshot.read(live_file(folder, step)))
+    run.workload.load(state)
+    run.step = step
+    report("restored", step=step)
+    return {
+        "restored_step": step,
+        "leaves": len(live),
+        "failed": [{"path": path} for path in contract.differences(live, restored)],
+        "inexact": [],
+    }
+
+
+def _open(method: Method, folder: Path, run: Run) -> Saver:
+    workload = cast(ProtocolWorkload, run.workload)
+    return open_saver(method, folder / method.key, workload.optimizer)
+
+
+def _report_saved(key: str, savers: dict[str, Saver], *, overlapped: bool) -> None:
+    measured = savers[key].finish()
+    if measured is not None:
+        step, blocking, durable, stored_bytes = measured
+        report(
+            "saved",
+            method=key,
+            step=step,
+            overlapped=overlapped,
+            blocking_seconds=blocking,
+            durable_seconds=durable,
+            stored_bytes=stored_bytes,
+        )
+
+
+def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
+    if task.name == "resume":
+        [method] = [method for method in METHODS if method.key == task.root]
+        resume(plan, folder, factory, method)
+    else:
+        {"save": save, "restore": restore}[task.name](plan, folder, factory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), _perform)
