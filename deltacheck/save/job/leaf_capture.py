@@ -155,8 +155,10 @@ class LeafCapture:
             and options.policy.hidden is None
             # Mapped memory is not given back leaf by leaf.
             and self._setup.shadow_file is None
+            # Codecs of JAX take arrays of any type, too, and read them in their own way.
             and isinstance(current, np.ndarray)
-            and current.nbytes >= keyframes.LEAST_WHOLE_BYTES
+            and (current.dtype, current.ndim) == (np.uint8, 1)
+            and current.size >= keyframes.LEAST_WHOLE_BYTES
         ):
             return False
         if state.saves_until_estimate > 0:
