@@ -557,6 +557,15 @@ def test_a_text_is_slices_or_refused(text: str) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let processes take an interrupt, which those of a shell's background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_command_prints_its_address_and_ends_with_an_interrupt(hostile: Path) -> None:
     command = [sys.executable, "-m", "deltacheck.cli", "view", str(hostile), "--json"]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -577,8 +586,11 @@ def test_the_command_prints_its_address_and_ends_with_an_interrupt(hostile: Path
         assert connection.getresponse().status == 200
         # The connection stays open, and must not keep the server from ending.
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-        connection.close()
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            connection.close()
     assert process.returncode == 130
     assert json.loads(errors)["error"]["exit_code"] == 130
 
