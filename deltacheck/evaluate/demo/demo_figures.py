@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from deltacheck.evaluate.demo import summary
-from deltacheck.evaluate.demo.methods import DCP, DERIVED, EXACT, LOG, MODEL_EXACT, TORCH_SAVE
+from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
 from deltacheck.evaluate.demo.summary import Outcome, Way
 from deltacheck.report.drawing import (
     BLUE,
@@ -29,8 +29,8 @@ from deltacheck.report.drawing import (
     set_log_axis,
 )
 
-_COLOURS = {TORCH_SAVE: INK, DCP: GREY, EXACT: BLUE, DERIVED: SKY, MODEL_EXACT: ORANGE, LOG: GREEN}
-_MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", MODEL_EXACT: "D", LOG: "^"}
+_COLOURS = {TORCH_SAVE: INK, DCP: GREY, EXACT: BLUE, DERIVED: SKY, AUTO: ORANGE, LOG: GREEN}
+_MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", AUTO: "D", LOG: "^"}
 
 
 def facts(outcome: Outcome) -> dict[str, str]:
@@ -129,8 +129,8 @@ def _bytes(outcome: Outcome) -> Drawing:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
     caption = (
         "Bytes of each save, on a logarithmic axis. The first save of each way has the whole"
-        " state. Policy.model_exact() is exact until the run is stable. The gradient log stores the"
-        " state itself every few saves."
+        " state. Policy.auto() is exact until the run is stable. The gradient log stores the state"
+        " itself every few saves."
     )
     columns = ("way", "step", "bytes")
     return Drawing("bytes", "Bytes of each save", caption, figure, (), columns, tuple(rows))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import deltacheck
 
-TORCH_SAVE, DCP, EXACT, DERIVED, MODEL_EXACT, LOG = (
+TORCH_SAVE, DCP, EXACT, DERIVED, AUTO, LOG = (
     "torch_save",
     "dcp_async",
     "exact",
     "derived",
-    "model_exact",
+    "auto",
     "gradient_log",
 )
 # In the folder of a method
@@ -41,8 +41,8 @@ METHODS = (
     Method(EXACT, "Policy.exact()", "every bit"),
     Method(DERIVED, "Policy.exact(derive=True)", "every bit; weights computed from masters"),
     Method(
-        MODEL_EXACT,
-        "Policy.model_exact()",
+        AUTO,
+        "Policy.auto()",
         "weights: every bit; masters: within a bound; moments: of a save before",
         is_exact=False,
     ),

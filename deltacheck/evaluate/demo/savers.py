@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from deltacheck.backends.torch import GradientLog
 from deltacheck.backends.torch.files import evaluation
 from deltacheck.evaluate.demo.methods import (
+    AUTO,
     DERIVED,
     EXACT,
     LOG,
-    MODEL_EXACT,
     ROOT,
     SUFFIX,
     TORCH_SAVE,
@@ -32,7 +32,7 @@ Measured: TypeAlias = tuple[int, float, float, int]
 POLICIES = {
     EXACT: Policy.exact(),
     DERIVED: Policy.exact(derive=True),
-    MODEL_EXACT: Policy.model_exact(),
+    AUTO: Policy.auto(),
     LOG: Policy.exact(),
 }
 _KEPT_FILES = 2  # of a peer, each of which is a whole state
