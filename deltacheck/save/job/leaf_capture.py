@@ -86,6 +86,8 @@ class LeafCapture:
             member = self._capture_leaf(sources.popleft())
             if member is not None:
                 group.append(member)
+        # As large as the largest leaf that was stored whole.
+        self._copy = None
         if group:
             self._encode_group(group)
 
