@@ -19,8 +19,9 @@ WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not 
 PAGES = sorted({HERE / "README.md", *(HERE / "docs").rglob("*.md")} - {WRITTEN_BY_MAKE})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = {
-    "docs/how-to/trl.md": ("trl", "datasets", "peft")
-}  # packages that .venv need not have; `make trl-test` runs the page
+    "docs/how-to/trl.md": ("trl", "datasets", "peft"),
+    "docs/how-to/ray.md": ("ray",),
+}  # packages that .venv need not have; `make trl-test` runs the first page
 NOT_RUN = (
     "make ",
     "pip install ",
@@ -49,6 +50,9 @@ def script(page: Path) -> str:
         lines.append(
             "warnings.simplefilter('ignore', FutureWarning)"
         )  # these packages call what others of them are to remove
+    if "ray" in BESIDE.get(named(page), ()):
+        # Ray sets its own deprecated options.
+        lines.append("warnings.simplefilter('ignore', DeprecationWarning)")
     for language, code in blocks(page):
         if language == "python":
             lines.append(code)
