@@ -6,6 +6,7 @@ saver calls it on its committer thread once every segment of the step is durable
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -159,7 +160,9 @@ class RootWriter:
         self._redated = now
         if isinstance(self.root.path, Path):
             # One thread for each walk: it may hang with the storage, and no save waits for it.
-            Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
+            # Not while the interpreter ends: no thread can be started then.
+            with contextlib.suppress(RuntimeError):
+                Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
 
     def retain(self) -> None:
         """Delete the checkpoints that the retention does not keep, and collect their segments.

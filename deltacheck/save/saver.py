@@ -167,6 +167,7 @@ class Saver:
         if self._is_refused(progress, request):
             return handle
         self._handles.append(handle)
+        self._setup.store.start_threads()
         if isinstance(sources, LaterSources):
             self._start_later(request, sources, handle)
         else:

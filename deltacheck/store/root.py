@@ -82,6 +82,13 @@ class Store:
     def _streams(self) -> StreamWriter:
         return StreamWriter(self._writing, self.durability, local=storage_of(self.path).has_files)
 
+    def start_threads(self) -> None:
+        """Start the threads that write files, unless they run.
+
+        From Python 3.12 on, none can be started while the interpreter ends and saves finish.
+        """
+        _ = self._streams
+
     @classmethod
     def create(
         cls, path: Place, threads: int | None = None, durability: Durability = Durability.POWER

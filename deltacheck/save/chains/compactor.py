@@ -250,7 +250,11 @@ class Compactor:
                 target=self._run, args=(plan, manifest), name="deltacheck-compactor", daemon=True
             )
             self._running = _Running(thread, segments, plan.seq)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and no later save needs the result
+            with self._lock:
+                self._running = _Running()
 
     def take(self) -> CompactedChains | None:
         """Return the result of the last compaction, once."""

@@ -63,7 +63,9 @@ from deltacheck.errors import (
 )
 from deltacheck.policy import Policy
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.saver import Saver
 from deltacheck.store.files import arrays
+from deltacheck.store.files.background import Background
 
 Options = ocp.CheckpointManagerOptions
 
@@ -1053,6 +1055,31 @@ def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -
     run_python(code)
     for root in ("held", "named"):
         assert_same(load(tmp_path / root), {"w": jnp.arange(1000.0)})
+
+
+def test_a_save_under_way_starts_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on, none can be started while the program ends."""
+    has_returned = threading.Event()
+    plan = Saver._plan_later
+
+    def plan_after_the_return(self: Saver, *arguments: Any) -> Any:
+        assert has_returned.wait(30)
+        return plan(self, *arguments)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(Saver, "_plan_later", plan_after_the_return)
+    mngr = manager(tmp_path)
+    mngr.save(0, args=DeltaSaveArgs({"w": jnp.arange(1000.0)}))
+    with monkeypatch.context() as patch:
+        patch.setattr(Background, "__init__", refused)
+        has_returned.set()
+        mngr.wait_until_finished()
+    mngr.close()
+    assert_same(load(tmp_path), {"w": jnp.arange(1000.0)})
 
 
 # --- chains over restores -------------------------------------------------------------------------
