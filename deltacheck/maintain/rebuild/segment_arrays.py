@@ -107,22 +107,24 @@ class SegmentArrays:
 
     def chunks(self, runs: Runs) -> NDArray[np.int64]:
         """Return the chunks of some runs."""
-        rows = [self.indexes[part][first : first + count] for part, first, count in runs]
-        return np.concatenate(rows)[:, columns.CHUNK].astype(np.int64)
+        return self._rows(runs)[:, columns.CHUNK].astype(np.int64)
 
     def needs_no_base(self, runs: Runs, chunk_count: int) -> bool:
         """Return true if some runs give every chunk of a leaf without a base."""
-        rows = np.concatenate(
-            [self.indexes[part][first : first + count] for part, first, count in runs]
-        )
+        rows = self._rows(runs)
         return rows.shape[0] == chunk_count and bool(
             np.isin(rows[:, columns.METHOD], (PLANES, RAW)).all()
         )
 
     def words(self, runs: Runs) -> U32:
         """Return the number of words, and the bytes of each word, of the chunks of some runs."""
-        rows = [self.indexes[part][first : first + count] for part, first, count in runs]
-        return np.concatenate(rows)[:, [columns.WORDS, columns.WORD_BYTES]]
+        return self._rows(runs)[:, [columns.WORDS, columns.WORD_BYTES]]
+
+    def _rows(self, runs: Runs) -> U32:
+        """Return the index rows of some runs."""
+        return np.concatenate(
+            [self.indexes[part][first : first + count] for part, first, count in runs]
+        )
 
     def packed_content(self, storage: str) -> U8:
         """Return the bytes of a packed array."""

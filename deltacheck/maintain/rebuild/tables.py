@@ -88,16 +88,14 @@ def _saved_tables(
             for path, rows in runs.items()
             if arrays.needs_no_base(rows, facts.records[path].spec(path).chunk_count)
         }
+        large = {p for p in whole if facts.records[p].spec(p).raw_bytes >= LEAST_WHOLE_BYTES}
+        # A save stores large leaves in this way. Each different choice is tried once.
+        choices = {frozenset(paths) for paths in (whole, large, ())}
         for packed in packed_sets(arrays, facts, runs.keys()):
-            for keyframes in [whole, _large(whole, facts), set()] if whole else [whole]:
+            for keyframes in sorted(choices, key=len, reverse=True):
                 table = _table(segment_id, arrays, facts, packed, runs, keyframes, chunk_digests)
                 for each in parts:
                     yield msgspec.structs.replace(table, parts=each)
-
-
-def _large(paths: Iterable[str], facts: Facts) -> set[str]:
-    """Return the leaves that a save may store whole in rows."""
-    return {p for p in paths if facts.records[p].spec(p).raw_bytes >= LEAST_WHOLE_BYTES}
 
 
 def _table(
