@@ -205,7 +205,7 @@ def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
     for step in (step for step in plan.checkpoints() if step > run.step):
         loss = run.train_until(step)
         # The peer writes while no save of ours is in progress, which would slow it down.
-        _report_saved(saver.finish(), peer)
+        report_saved(saver.finish(), **peer)
         state = run.workload.state()
         start_time = time.perf_counter()
         peer_bytes = run.backend.peer_save(state, peer_file)
@@ -213,7 +213,7 @@ def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
         report("saving", step=step)
         saver.save(step, state, run.metrics(loss))
     run.train_until(plan.steps)
-    _report_saved(saver.finish(), peer)
+    report_saved(saver.finish(), **peer)
     peer_file.unlink()
     report("saving_run", ending=asdict(run.ending(plan.first_seed)))
     saver.close()
@@ -404,7 +404,13 @@ def _framework(state: Any) -> str:
     raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
 
 
-def _report_saved(save_times: tuple[int, float, float, int] | None, peer: dict[str, Any]) -> None:
+def report_saved(save_times: tuple[int, float, float, int] | None, **others: Any) -> None:
+    """Report the times and the bytes of a save, if one has ended.
+
+    Args:
+        save_times: The step, the blocking and the durable seconds, and the stored bytes.
+        **others: Further fields of the report.
+    """
     if save_times is not None:
         step, blocking, durable, stored_bytes = save_times
         report(
@@ -413,7 +419,7 @@ def _report_saved(save_times: tuple[int, float, float, int] | None, peer: dict[s
             blocking_seconds=blocking,
             durable_seconds=durable,
             stored_bytes=stored_bytes,
-            **peer,
+            **others,
         )
 
 

@@ -17,7 +17,7 @@ from deltacheck.evaluate.demo.methods import EXACT, METHODS, Method
 from deltacheck.evaluate.demo.savers import POLICIES, Saver, open_saver
 from deltacheck.evaluate.processes import report
 from deltacheck.evaluate.records import Plan, Task
-from deltacheck.evaluate.worker import Run, live_file, main, restore_and_check
+from deltacheck.evaluate.worker import Run, live_file, main, report_saved, restore_and_check
 from deltacheck.evaluate.workload import Factory
 from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 
@@ -40,7 +40,7 @@ def save(plan: Plan, folder: Path, factory: Factory) -> None:
     files: list[Path] = []
     for step in plan.checkpoints():
         loss = run.train_until(step)
-        _report_saved(turns[-1], savers, overlapped=True)
+        report_saved(savers[turns[-1]].finish(), method=turns[-1], overlapped=True)
         state = run.workload.state()
         files.append(live_file(folder, step))
         run.write_snapshot(state, files[-1])
@@ -51,7 +51,7 @@ def save(plan: Plan, folder: Path, factory: Factory) -> None:
         for key in turns:
             savers[key].save(step, state, run.metrics(loss))
             if key != turns[-1]:
-                _report_saved(key, savers, overlapped=False)
+                report_saved(savers[key].finish(), method=key, overlapped=False)
     run.train_until(plan.steps)
     time.sleep(60)  # a short run may end before the signal comes
 
@@ -111,21 +111,6 @@ def _restore_peer(run: Run, saver: Saver, folder: Path) -> dict[str, Any]:
 def _open(method: Method, folder: Path, run: Run) -> Saver:
     workload = cast(ProtocolWorkload, run.workload)
     return open_saver(method, folder / method.key, workload.optimizer)
-
-
-def _report_saved(key: str, savers: dict[str, Saver], *, overlapped: bool) -> None:
-    measured = savers[key].finish()
-    if measured is not None:
-        step, blocking, durable, stored_bytes = measured
-        report(
-            "saved",
-            method=key,
-            step=step,
-            overlapped=overlapped,
-            blocking_seconds=blocking,
-            durable_seconds=durable,
-            stored_bytes=stored_bytes,
-        )
 
 
 def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
