@@ -109,17 +109,18 @@ def _decoded_bytes(paths: Sequence[Path]) -> int:
     allowed = limits.current().max_bytes
     if allowed is not None:
         return allowed
-    size = 0
-    for path in paths:
-        if path.is_dir():
-            files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-            size += sum(file.lstat().st_size for file in files)
-            # Models that were downloaded are links to a cache.
-            links = [entry for entry in path.iterdir() if entry.is_symlink()]
-            size += sum(link.stat().st_size for link in links if link.is_file())
-        elif path.exists():
-            size += path.stat().st_size
-    return _DECODED_PER_FILE_BYTE * size
+    return _DECODED_PER_FILE_BYTE * sum(map(bytes_of, paths))
+
+
+def bytes_of(path: Path) -> int:
+    """Return the bytes of a source: of a file, or of all files of a folder."""
+    if path.is_dir():
+        files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        size = sum(file.lstat().st_size for file in files)
+        # Models that were downloaded are links to a cache.
+        links = [entry for entry in path.iterdir() if entry.is_symlink()]
+        return size + sum(link.stat().st_size for link in links if link.is_file())
+    return path.stat().st_size if path.exists() else 0
 
 
 def _error_of(message: dict[str, str]) -> Exception:

@@ -288,6 +288,12 @@ def local_time(iso: str) -> str:
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def shows_progress() -> bool:
+    """Return whether a progress bar would be shown: on a terminal, and without ``--json``."""
+    # With JSON, stderr has one object per line, and a bar would break the lines.
+    return not _json and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr.
@@ -301,8 +307,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function to call with the number of bytes that were processed since its last call.
     """
-    # With JSON, stderr has one object per line, and a bar would break the lines.
-    if _json or total == 0 or not sys.stderr.isatty():
+    if total == 0 or not shows_progress():
         yield lambda advance: None
         return
     from rich.console import Console
@@ -314,8 +319,10 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
     )
-    # The bar is transient: what remains on the terminal is the same as in a pipe.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # The bar is transient: what remains on the terminal is the same as in a pipe. Lines that are
+    # printed beside it go through the console, unless stdout is a file.
+    console, on_terminal = Console(stderr=True), sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=on_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda advance: bar.advance(task, advance)
 

@@ -24,11 +24,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from deltacheck.cli.copies import _Growth
 from deltacheck.cli.output import Column, columns_within
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore import export
@@ -566,9 +567,9 @@ def test_a_missing_segment_is_shown_where_it_is_missed(damaged: Path, deltacheck
     assert segment.name in shown.err
 
 
-def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
+def seen_on_terminal(command: list[str]) -> tuple[str, str]:
+    """Run a command whose stderr is a terminal; return the text there, and stdout."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "deltacheck.cli", "verify", str(run.root), "--deep"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=True)
     os.close(theirs)
     seen = b""
@@ -576,10 +577,52 @@ def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
         while more := os.read(ours, 65536):
             seen += more
     os.close(ours)
-    assert b"reading" in seen
-    assert b"reading" not in done.stdout
+    return seen.decode(), done.stdout.decode()
+
+
+def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
+    command = [sys.executable, "-m", "deltacheck.cli", "verify", str(run.root), "--deep"]
+    seen, out = seen_on_terminal(command)
+    assert "reading" in seen
+    assert "reading" not in out
     quiet = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert b"reading" not in quiet.stderr
+
+
+def test_an_import_shows_its_progress_on_a_terminal_only(tmp_path: Path) -> None:
+    files = [str(tmp_path / f"model-{step}.safetensors") for step in (1, 2)]
+    for file in files:
+        save_file({"weight": torch.randn(200, 200)}, file)
+    command = [sys.executable, "-m", "deltacheck.cli", "import"]
+    seen, out = seen_on_terminal([*command, str(tmp_path / "root"), *files])
+    assert "importing" in seen
+    size = 2 * os.path.getsize(files[0]) / 1024  # both files, when the last is committed
+    assert f"{size:.1f}/{size:.1f} KiB" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["step 1", "step 2"]
+    quiet = [*command, str(tmp_path / "other"), *files]
+    done = subprocess.run(quiet, capture_output=True, timeout=60, check=True)
+    assert b"importing" not in done.stderr
+
+
+def test_the_bar_of_an_import_follows_the_growth_of_the_root(tmp_path: Path) -> None:
+    advances: list[int] = []
+    growth = _Growth(tmp_path, [100, 300], advances.append)
+    (tmp_path / "first").write_bytes(bytes(60))
+    growth.look()
+    assert sum(advances) == 60
+    (tmp_path / "first").write_bytes(bytes(170))  # more than the source has
+    growth.look()
+    assert sum(advances) == 100
+    (tmp_path / "first").write_bytes(bytes(10))  # never back
+    growth.look()
+    assert sum(advances) == 100
+    growth.commit()
+    (tmp_path / "second").write_bytes(bytes(50))
+    growth.look()
+    assert sum(advances) == 150
+    growth.commit()
+    growth.look()
+    assert sum(advances) == 400
 
 
 def test_tables_fit_the_terminal_and_name_the_columns_that_they_leave_out(
