@@ -44,6 +44,7 @@ BENCHMARKS = {
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "schedules": "benchmarks.schedules",
+    "layouts": "benchmarks.layouts",
     "rank_sizes": "benchmarks.rank_sizes",
     "first_moment": "benchmarks.first_moment",
     "rate_floor": "benchmarks.rate_floor",
@@ -92,8 +93,8 @@ def main(
         typer.Option(
             "--only",
             help=(
-                "For schedules: runs whose names contain this; stability: parts; cold: small or"
-                " medium."
+                "For schedules and layouts: runs whose names contain this; stability: parts; cold:"
+                " small or medium."
             ),
         ),
     ] = None,
@@ -102,7 +103,9 @@ def main(
     ] = 100,
     saves: Annotated[
         int | None,
-        typer.Option("--saves", min=4, help="For schedules: the number of saves of each run."),
+        typer.Option(
+            "--saves", min=4, help="For schedules and layouts: the number of saves of each run."
+        ),
     ] = None,
     minutes: Annotated[
         float | None,

@@ -155,16 +155,15 @@ def _warmup(step: int) -> float:
     return min(1.0, (step + 1) / _WARMUP_STEPS)
 
 
-class SteadyPolicyGradient:
-    """A reinforcement learning run of ``prepared`` at a constant rate of 1e-6.
+class RunTraining:
+    """A run of ``ways`` at its constant rate.
 
-    Attributes:
-        profile: The profile of the steps so far.
+    Args:
+        run: The run.
     """
 
-    def __init__(self, size: prepared.Size) -> None:
-        self._run = Run("torch", prepared.recipe_of("rl_like", size))
-        self.profile, _ = prepared.settle(self._run, size)
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     @property
     def step(self) -> int:
@@ -184,6 +183,22 @@ class SteadyPolicyGradient:
         """Return everything that decides how the run continues."""
         state: dict[str, Any] = self._run.workload.state()
         return state
+
+    def torch_save(self, file: Path) -> int:
+        """Save the state with ``torch.save``; return its bytes."""
+        return self._run.torch_save(file)
+
+
+class SteadyPolicyGradient(RunTraining):
+    """A reinforcement learning run of ``prepared`` at a constant rate of 1e-6.
+
+    Attributes:
+        profile: The profile of the steps so far.
+    """
+
+    def __init__(self, size: prepared.Size) -> None:
+        super().__init__(Run("torch", prepared.recipe_of("rl_like", size)))
+        self.profile, _ = prepared.settle(self._run, size)
 
 
 def courses(settings: Settings) -> list[Course]:
@@ -389,7 +404,7 @@ def measure(course: Course, folder: Path) -> dict[str, Saved]:
     training = course.start(folder)
     profile: Profile | None = getattr(training, "profile", None)
     if profile is None:
-        profile = _profiled(training, course)
+        profile = profiled(training, course)
         training = course.start(folder)
     policies = {
         EXACT: Policy.exact(),
@@ -401,11 +416,27 @@ def measure(course: Course, folder: Path) -> dict[str, Saved]:
 
 
 def saved_under(
-    training: Training, course: Course, policies: Mapping[str, Policy], folder: Path
+    training: Training,
+    course: Course,
+    policies: Mapping[str, Policy],
+    folder: Path,
+    *,
+    framework: str = "torch",
+    peer: Callable[[Path], int] | None = None,
 ) -> dict[str, Saved]:
-    """Save a training under several policies, and return the saves by their names."""
+    """Save a training under several policies, and return the saves by their names.
+
+    Args:
+        training: The training.
+        course: The number of its saves, and their distance.
+        policies: The policies by name.
+        folder: For the roots.
+        framework: ``torch`` or ``jax``.
+        peer: Saves the state with ``torch.save`` and returns its bytes, if it has no tensors of
+            torch.
+    """
     chains = {
-        name: Chain("torch", folder / f"root-{number}", policy)
+        name: Chain(framework, folder / f"root-{number}", policy)
         for number, (name, policy) in enumerate(policies.items())
     }
     peers: list[int] = []
@@ -421,7 +452,8 @@ def saved_under(
         for chain in chains.values():
             chain.save(training.step, training.state(), metrics)
         if not peers:
-            peers.append(peer_save(training.state(), folder / "peer.pt"))
+            file = folder / "peer.pt"
+            peers.append(peer_save(training.state(), file) if peer is None else peer(file))
     saved = {}
     for name, chain in chains.items():
         chain.close()
@@ -464,7 +496,7 @@ class _Part:
     by_leaf: Mapping[str, float]
 
 
-def _profiled(training: Training, course: Course) -> Profile:
+def profiled(training: Training, course: Course) -> Profile:
     """Train the first part of a course, and return its profile, sampled as it will be saved."""
     profiler = Profiler(
         interval_steps=course.every, optimizer=AdamRule(*sentence_encoder.BETAS, 1e-8)

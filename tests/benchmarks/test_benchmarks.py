@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("numcodecs")  # comes with zarr
 
 
-from benchmarks import optimizers, schedules
+from benchmarks import layouts, optimizers, schedules
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.record import Figure, Result, Settings, Table, format_cell
 
@@ -96,6 +96,37 @@ def test_a_delta_is_smaller_than_a_keyframe_and_grows_with_the_steps_between(
         sum(by_key[1, part]["in memory"] for part in parts)
         <= by_key[1, "whole AdamW state"]["in memory"]
     )
+
+
+def test_each_layout_is_saved_under_each_policy(results: dict[str, dict[str, Any]]) -> None:
+    tables = results["layouts"]["tables"]
+    assert len(tables) == len(layouts.LAYOUTS)
+    for number, layout in enumerate(layouts.LAYOUTS):
+        assert tables[number]["title"].startswith(layout.name)
+        table = {row["policy"]: row for row in rows(results["layouts"], number)}
+        assert list(table) == list(layouts.POLICIES)
+        assert all(0 < row["later"] <= row["all"] < 1.1 for row in table.values())
+        assert table["exact"]["pays from"] is None
+    masters = {row["policy"]: row for row in rows(results["layouts"])}
+    # The weights are computed, so they take nothing.
+    assert masters["exact(derive=True)"]["all"] < 0.995 * masters["exact"]["all"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "number"),
+    [
+        ([1.0, 0.5, 0.1, 0.1], 3),
+        ([0.9, 0.5, 0.5, 0.5], 1),
+        ([1.0, 0.5, 0.5, 0.5], None),
+        ([0.9, 1.0, 0.5, 0.04], 4),
+        ([1.0, 0.1, 1.0, 0.1], 4),
+        ([1.0, 0.5, 0.5, 0.47], None),
+    ],
+)
+def test_a_policy_pays_from_the_save_after_which_it_stays_smaller(
+    shares: list[float], number: int | None
+) -> None:
+    assert layouts.pays_from(shares, [1.0, 0.5, 0.5, 0.5]) == number
 
 
 def test_the_context_of_sizes_is_what_compressors_can_do(
