@@ -101,7 +101,17 @@ def _facts(record: Record) -> dict[str, str]:
     now = output.utc(time.time())
     return facts | {
         "stage": record.steps[-1].stage or "none (exact policy)" if record.steps else "-",
-        "profile": record.profile.source if record.profile is not None else "none",
+        "profile": _profile(record),
         "written by": ", ".join(record.writers) or "-",
         "this page": f"deltacheck {__version__}, {output.local_time(now) if now else '-'}",
     }
+
+
+def _profile(record: Record) -> str:
+    """Describe the profile: its source, and its stable start."""
+    if record.profile is None:
+        return "none"
+    start = record.profile.stable_start
+    words = "no stable start" if start is None else f"stable from step {start}"
+    # A profile that a program has made of a live run has no source.
+    return f"{record.profile.source}: {words}" if record.profile.source else words

@@ -310,7 +310,8 @@ def changes(record: Record) -> Drawing:
         "What changed, by leaf group",
         "Of the words of a group that were not written whole, the share whose bits differ from"
         " those of the checkpoint before. A leaf that is written whole (a keyframe) does not show"
-        " what changed. In brackets: number of leaves." + _together(record.steps),
+        " what changed. White: not stored, but computed from other leaves. In brackets: number of"
+        " leaves." + _together(record.steps),
         figure,
         tuple(tips),
         ("leaves", "number", *(str(step.step) for step in record.steps)),
