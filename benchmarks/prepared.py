@@ -16,11 +16,16 @@ from typing import Any
 import deltacheck
 from benchmarks.ways import Chain, Run
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
+from deltacheck.evaluate.workloads.recipe import (
+    MATURED_STEPS,
+    Recipe,
+    moment_growth,
+    recipe,
+    tiny,
+)
 from deltacheck.profile import Profile
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
-MATURED_STEPS = 1000
 # Of training and of Orbax, which needs the most: state, gradients, temporaries, four copies
 _BYTES_A_PARAMETER = 100
 _LOOK_EVERY, _LOOKS = 2, 9  # of the profiler
@@ -131,13 +136,7 @@ def load(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, Pro
 def _mature(run: Run) -> None:
     """Set the moments to their values after ``MATURED_STEPS`` more steps with similar gradients."""
     if run.framework == "torch":
-        for group in run.workload.optimizer.param_groups:
-            before, after = group["step"], group["step"] + MATURED_STEPS
-            group["step"] = after
-            for parameter in group["params"]:
-                state = run.workload.optimizer.state[parameter]
-                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-                    state[name].mul_(_bias_ratio(beta, before, after))
+        run.workload.optimizer.mature(MATURED_STEPS)
         return
     import jax
     import optax
@@ -146,7 +145,7 @@ def _mature(run: Run) -> None:
         if not isinstance(node, optax.ScaleByAdamState):
             return node
         before, after = int(node.count), int(node.count) + MATURED_STEPS
-        means, squares = (_bias_ratio(beta, before, after) for beta in run.recipe.betas)
+        means, squares = (moment_growth(beta, before, after) for beta in run.recipe.betas)
         return optax.ScaleByAdamState(
             node.count + MATURED_STEPS,
             jax.tree.map(lambda m: m * means, node.mu),
@@ -160,7 +159,3 @@ def _mature(run: Run) -> None:
         is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState),
     )
     run.workload.training = training | {"optimizer": moments}
-
-
-def _bias_ratio(beta: float, before: int, after: int) -> float:
-    return float((1 - beta**after) / (1 - beta**before))

@@ -17,6 +17,7 @@ pytest.importorskip("optax")
 ROOT = Path(__file__).parents[2]
 
 from deltacheck.evaluate.workloads import jax_workloads, tasks, torch_workloads
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.evaluate.workloads.recipe import TASKS, Recipe, recipe, small, tiny
 
 FRAMEWORKS = {"torch": torch_workloads, "jax": jax_workloads}
@@ -167,3 +168,22 @@ def test_recipes_differ_in_size_only() -> None:
             assert create(task).rate == recipe(task).rate
             assert create(task).betas == (0.9, 0.999)
     assert isinstance(recipe("sft", seed=3), Recipe)
+
+
+def test_a_matured_optimizer_is_that_of_more_steps_with_the_same_gradients() -> None:
+    def trained(steps: int) -> MixedPrecisionAdamW:
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = MixedPrecisionAdamW([weight], lr=1e-3, betas=(0.9, 0.99))
+        for _ in range(steps):
+            weight.grad = torch.tensor([0.5, -1.0, 2.0], dtype=torch.bfloat16)
+            optimizer.step()
+        return optimizer
+
+    matured, longer = trained(5), trained(205)
+    (before,) = (state["master"].clone() for state in matured.state.values())
+    matured.mature(200)
+    assert matured.param_groups[0]["step"] == longer.param_groups[0]["step"] == 205
+    for state, expected in zip(matured.state.values(), longer.state.values(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[name], expected[name], rtol=1e-4, atol=0.0)
+        assert torch.equal(state["master"], before)

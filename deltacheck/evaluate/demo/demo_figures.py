@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from deltacheck.evaluate.demo import summary
 from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
 from deltacheck.evaluate.demo.summary import Outcome, Way
+from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 from deltacheck.report.drawing import (
     BLUE,
     FAINT,
@@ -41,6 +42,7 @@ def facts(outcome: Outcome) -> dict[str, str]:
         "verdict": "every promise was kept" if holds else "a promise was broken",
         "model": f"{outcome.parameters / 1e6:.1f} M parameters, AdamW, bf16 weights",
         "run": f"{outcome.steps} steps, a checkpoint every {outcome.every}",
+        "optimizer": f"settled: {MATURED_STEPS:,} steps added to its count",
         "killed": f"after step {kill['last_step']}, in the save of step {kill['saving_step']}",
         "a training step": f"{median(outcome.step_seconds) * 1e3:.0f} ms",
         "seed": str(outcome.seed),
@@ -57,13 +59,18 @@ def draw(outcome: Outcome) -> tuple[Drawing, ...]:
 
 def _overview(outcome: Outcome) -> Drawing:
     """Draw bytes, waits and restore of each way as bars beside each other."""
-    figure = Figure(figsize=(10.0, 2.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12.0, 2.9), layout="constrained", facecolor="white")
     peer = outcome.peer
     parts: tuple[tuple[str, Callable[[Way], float], Callable[[float], str]], ...] = (
         (
-            "bytes of a save, with all that belongs to it",
+            "bytes of a save, mean, the first included",
             lambda way: way.mean_bytes / 1e6,
             lambda value: f"{value:.1f} MB, {value * 1e6 / peer.mean_bytes:.0%}",
+        ),
+        (
+            "bytes of a save, median",
+            lambda way: way.median_bytes / 1e6,
+            lambda value: f"{value:.1f} MB, {value * 1e8 / peer.median_bytes:.2g} %",
         ),
         (
             "training waits for a save",
@@ -88,15 +95,18 @@ def _overview(outcome: Outcome) -> Drawing:
                 va="center", fontsize=8, color=INK,
             )  # fmt: skip
         axes.set_title(title, fontsize=9, loc="left", color=INK)
-        axes.set_xlim(0, max(values) * 1.5)
+        axes.set_xlim(0, max(values) * 1.7)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.set_xticks([])
         axes.set_yticks(range(len(names)), names, fontsize=8)
     panels[0].invert_yaxis()
     caption = (
         "One training, saved in each way at every checkpoint. Bytes: all files divided by the"
-        " number of checkpoints. Waits: the median of the saves beside which training went on."
-        " Restore: into a new process, with files in memory."
+        " number of checkpoints. Median: of the bytes of the saves, most of which follow the stable"
+        " start of Policy.auto(). Waits: the median of the saves beside which training went on."
+        " Restore: into a new process, with files in memory. Before the first save, the optimizer"
+        " was settled: after some steps its moments were set to their unbiased estimates, and"
+        f" {MATURED_STEPS:,} steps were added to its count."
     )
     columns = ("way", *summary.COSTS[1:])
     rows = tuple(summary.costs(outcome))

@@ -21,9 +21,6 @@ from deltacheck.evaluate.worker import Run, live_file, main, report_saved, resto
 from deltacheck.evaluate.workload import Factory
 from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 
-# A reused moment may have the values of any save of its age, which is compared with the live one.
-_LIVE_SNAPSHOTS = 12
-
 
 def save(plan: Plan, folder: Path, factory: Factory) -> None:
     """Train with checkpoints of every method, until the parent kills this process.
@@ -37,15 +34,13 @@ def save(plan: Plan, folder: Path, factory: Factory) -> None:
     for method in METHODS:  # where ``restore_and_check`` looks for them
         (folder / method.key / "live").symlink_to(folder / "live")
     turns = deque(savers)
-    files: list[Path] = []
     for step in plan.checkpoints():
         loss = run.train_until(step)
         report_saved(savers[turns[-1]].finish(), method=turns[-1], overlapped=True)
         state = run.workload.state()
-        files.append(live_file(folder, step))
-        run.write_snapshot(state, files[-1])
-        for old in files[:-_LIVE_SNAPSHOTS]:
-            old.unlink(missing_ok=True)
+        # All are kept: a reused moment may have the values of any save before, and is compared with
+        # the live ones of that save.
+        run.write_snapshot(state, live_file(folder, step))
         turns.rotate()
         report("saving", step=step)
         for key in turns:

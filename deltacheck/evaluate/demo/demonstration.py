@@ -49,11 +49,15 @@ _PROCESSES = 2  # at the same time, with one thread each
 # Kills fall after this share of the steps: until the run is stable, lossy policies are exact.
 _EARLIEST_KILL = 0.6
 _SAVE_FIELDS = ("step", "overlapped", "blocking_seconds", "durable_seconds", "stored_bytes")
-# One thread, so that two processes share two cores. More steps than in other uses of the recipe:
-# the policies need some until the run is stable.
+# Steps of fine-tuning, and those before it, see ``builtin.demo_settling``.
+_STEPS, _STEPS_QUICK = 60, 24
+_SETTLE_STEPS, _SETTLE_STEPS_QUICK = 30, 6
+# PyTorch's default betas. The rate is constant, as in the middle of a long run.
+_RECIPE: dict[str, Any] = {"betas": (0.9, 0.999), "steps": None, "warmup_steps": 0}
+# One thread, so that two processes share two cores.
 _SIZES: dict[bool, dict[str, Any]] = {
-    False: {"threads": 1, "batch": 4, "steps": 60},
-    True: {"steps": 24},
+    False: {"threads": 1, "batch": 4, "pretrain_rate": 3e-3},
+    True: {},
 }
 
 _Result = TypeVar("_Result")
@@ -65,11 +69,15 @@ class DemoFailed(DeltacheckError):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """The runs of a demo: a recipe, the plan of its fine-tuning, and other seeds of it."""
+    """The runs of a demo: a recipe, the plan of its fine-tuning, and other seeds of it.
+
+    ``settle_steps``: of fine-tuning before the runs that are compared.
+    """
 
     recipe: Recipe
     plan: Plan
     other_seeds: tuple[int, ...]
+    settle_steps: int
 
     @classmethod
     def create(cls, seed: int, steps: int | None = None, quick: bool = False) -> Demonstration:
@@ -80,13 +88,14 @@ class Demonstration:
             steps: Of fine-tuning; ``None`` for the usual number.
             quick: Use a tiny model, for a look at the course in seconds.
         """
-        changes = {} if steps is None else {"steps": steps}
-        recipe = (tiny_demo if quick else demo)(seed, **_SIZES[quick] | changes)
-        assert recipe.steps is not None
+        recipe = (tiny_demo if quick else demo)(seed, **_RECIPE | _SIZES[quick])
+        if steps is None:
+            steps = _STEPS_QUICK if quick else _STEPS
         every = _EVERY_QUICK if quick else _EVERY
         seed_count = _OTHER_SEEDS_QUICK if quick else _OTHER_SEEDS
-        fine_tuning = _plan("demo", seed, recipe.steps, every)
-        return cls(recipe, fine_tuning, tuple(range(seed + 1, seed + 1 + seed_count)))
+        settle_steps = _SETTLE_STEPS_QUICK if quick else _SETTLE_STEPS
+        other_seeds = tuple(range(seed + 1, seed + 1 + seed_count))
+        return cls(recipe, _plan("demo", seed, steps, every), other_seeds, settle_steps)
 
     def kill(self) -> Kill:
         """Choose the save that is killed, and the moment within it."""
@@ -171,7 +180,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
     console.print(f"[bold]deltacheck demo[/], seed {plan.first_seed}, in {folder}")
     with _progress(console) as progress:
         _write_data(demonstration.recipe, shared, _bar(progress, "reading the standard library", 1))
-        pretrained = _pretrain(demonstration, folder, shared, progress)
+        pretrained = _prepare(demonstration, folder, shared, progress)
         reference, *unkilled = _train_all(demonstration, folder, shared, progress)
         before = Reports()
         with closing(Session(plan, saving, shared, 2, _WORKER)) as session:
@@ -341,19 +350,29 @@ def _write_data(recipe: Recipe, shared: Path, on_report: OnReport) -> None:
     on_report(Reports(step=1))
 
 
-def _pretrain(
+def _prepare(
     demonstration: Demonstration, folder: Path, shared: Path, progress: Progress
 ) -> Reports:
-    """Train a new model, and leave its state for the fine-tuning."""
+    """Train a new model, and fine-tune it until its optimizer is settled."""
     from deltacheck.evaluate.workloads import builtin
 
-    steps = demonstration.recipe.pretrain_steps
-    plan = _plan("demo_pretraining", demonstration.plan.first_seed, steps, steps)
-    own_folder = folder / "pretraining"
-    own_folder.mkdir()
-    with closing(Session(plan, own_folder, shared, tasks=1)) as session:
-        reports = session.run(Task("train"), _bar(progress, "pre-training", steps))
-    (own_folder / FINAL_STATE).rename(shared / builtin.PRETRAINED)
+    seed, steps = demonstration.plan.first_seed, demonstration.recipe.pretrain_steps
+    first = _plan("demo_pretraining", seed, steps, steps)
+    target = shared / builtin.PRETRAINED
+    reports = _train(first, folder / "pretraining", target, _bar(progress, "pre-training", steps))
+    steps = demonstration.settle_steps
+    second = _plan("demo_settling", seed, steps, steps)
+    target = shared / builtin.SETTLED
+    _train(second, folder / "settling", target, _bar(progress, "settling the optimizer", steps))
+    return reports
+
+
+def _train(plan: Plan, folder: Path, target: Path, on_report: OnReport) -> Reports:
+    """Train without checkpoints, and leave the final state in ``target``, for other runs."""
+    folder.mkdir()
+    with closing(Session(plan, folder, target.parent, tasks=1)) as session:
+        reports = session.run(Task("train"), on_report)
+    (folder / FINAL_STATE).rename(target)
     return reports
 
 

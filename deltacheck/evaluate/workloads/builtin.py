@@ -14,13 +14,13 @@ import torch
 
 from deltacheck.evaluate.workload import FOLDER
 from deltacheck.evaluate.workloads import tasks
-from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
+from deltacheck.evaluate.workloads.recipe import MATURED_STEPS, Recipe, small, tiny
 from deltacheck.evaluate.workloads.text import Rows
 from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained, pretraining
 
 # Files in the folder that the processes of an evaluation share. The demo writes recipe and rows.
 RECIPE, PRETRAINING_ROWS, ROWS = "recipe.json", "pretrain.npz", "finetune.npz"
-PRETRAINED = "pretrained.pt"
+PRETRAINED, SETTLED = "pretrained.pt", "settled.pt"
 
 
 class ProtocolWorkload:
@@ -88,12 +88,27 @@ def demo_pretraining(seed: int) -> ProtocolWorkload:
     return ProtocolWorkload(pretraining(recipe, Rows.read(folder / PRETRAINING_ROWS)))
 
 
-def demo(seed: int) -> ProtocolWorkload:
-    """Create the demo's fine-tuning, from the weights that ``demo_pretraining`` ended with."""
+def demo_settling(seed: int) -> ProtocolWorkload:
+    """Create the first steps of the demo's fine-tuning, after which its optimizer is settled."""
     folder = Path(os.environ[FOLDER])
-    recipe = replace(Recipe.read(folder / RECIPE), seed=seed)
+    recipe = replace(Recipe.read(folder / RECIPE), seed=seed, threads=2)
     weights = torch.load(folder / PRETRAINED, weights_only=True)["model"]
     return ProtocolWorkload(Workload(recipe, weights, Rows.read(folder / ROWS)))
+
+
+def demo(seed: int) -> ProtocolWorkload:
+    """Create the demo's fine-tuning, from the state that ``demo_settling`` ended with.
+
+    Its moments are set as after ``MATURED_STEPS`` more steps. All later updates are the optimizer's
+    own.
+    """
+    folder = Path(os.environ[FOLDER])
+    recipe = replace(Recipe.read(folder / RECIPE), seed=seed)
+    start = torch.load(folder / SETTLED, weights_only=True)
+    run = Workload(recipe, start["model"], Rows.read(folder / ROWS))
+    run.optimizer.load_state_dict(start["optimizer"])
+    run.optimizer.mature(MATURED_STEPS)
+    return ProtocolWorkload(run)
 
 
 def _small(task: str) -> Recipe:
