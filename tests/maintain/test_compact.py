@@ -114,6 +114,7 @@ def test_a_damaged_step_is_left_as_it_is(run: tuple[Path, dict[int, Any]]) -> No
 
 
 def test_the_steps_of_a_manager_are_not_compacted(tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
     from deltacheck.backends import orbax as backend
 
     with backend.manager(tmp_path / "root") as manager:

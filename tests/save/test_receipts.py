@@ -173,6 +173,7 @@ def test_without_verify_the_encoders_fault_would_be_saved(
 def test_a_manager_reads_back_what_it_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str
 ) -> None:
+    pytest.importorskip("orbax.checkpoint")
     from deltacheck.backends import orbax as backend
     from deltacheck.backends.orbax.manager import handler_of
 

@@ -83,6 +83,8 @@ def test_the_same_states_are_encoded_to_the_same_arrays(
 
     The packing by blosc and zstd, names, times and nonces may differ.
     """
+    if name.endswith("manager"):
+        pytest.importorskip("orbax.checkpoint")
     before = forge.unpack(name, tmp_path / "golden")
     make.WRITERS[name](tmp_path / "now")
     old, new = deltacheck.open(before), deltacheck.open(tmp_path / "now")

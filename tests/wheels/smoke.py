@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +20,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 import ml_dtypes
 import numpy as np
 
 FRAMEWORKS = ("torch", "jax")
 STEPS, KILLED_IN, LAST = 4, 4, 6
+PROGRAM = [sys.executable, "-m", "deltacheck.cli"]
+TYPES = {"css": "text/css", "mjs": "text/javascript", "svg": "image/svg+xml"}
 Arrays = dict[str, Any]
 
 
@@ -47,6 +52,7 @@ def main() -> None:
         for name in present:
             kill_and_resume(name, Path(folder, f"{name}-killed"))
             print(f"{name}: killed, restored bit for bit, resumed, verified", flush=True)
+            print(f"view: {look(Path(folder, f'{name}-killed'), LAST)} files", flush=True)
             report["digests"][name] = whole_run(name, Path(folder, f"{name}-whole"))
     report["skipped"] = sorted(set(FRAMEWORKS) - set(present))
     if options.out:
@@ -65,10 +71,6 @@ def describe(folder: Path) -> dict[str, Any]:
     lines = {line["name"]: line for line in document["checks"]}
     for name in ("encoder", "zstd", "c-blosc"):
         require(lines[name]["status"] == "ok", f"doctor: {name}: {lines[name]}")
-    from deltacheck.cli.view.server import page_files
-
-    files = {"index.html", "app.mjs", "reader/roots.mjs", "vendor/fzstd.mjs"}
-    require(files <= page_files().keys(), "the page of `deltacheck view` is not installed")
     print(f"deltacheck {deltacheck.__version__}: zstd and blosc are built in", flush=True)
     return {
         "package": str(Path(deltacheck.__file__).parent),
@@ -182,6 +184,39 @@ def kill_and_resume(name: str, root: Path) -> None:
     command("verify", str(root), "--deep")
 
 
+def look(root: Path, newest: int) -> int:
+    """Serve a root with ``view``, as a browser sees it, and return the number of the page's files.
+
+    The files are those that the page, its scripts and their imports name.
+    """
+    server = subprocess.Popen([*PROGRAM, "view", str(root)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address_line = server.stdout.readline()
+        require("http://" in address_line, "deltacheck view gave no address")
+        page = address_line.split()[-1]
+        found, waiting = set(), [page]
+        while waiting:
+            found.add(address := waiting.pop())
+            # A file that is missing answers 404, which raises.
+            with urlopen(address, timeout=60) as answer:
+                type, text = answer.headers.get_content_type(), answer.read().decode()
+            expected = TYPES.get(address.rpartition(".")[2], "text/html")
+            require(type == expected, f"deltacheck view: {address} is of type {type}")
+            names = re.findall(r'(?:\bfrom |\bimport[ (]|\bsrc=|\bhref=)"([^"]+)"', text)
+            waiting += {urljoin(address, name) for name in names}.difference(found, waiting)
+        with urlopen(f"{page}api/steps", timeout=60) as answer:
+            steps = [row["step"] for row in json.load(answer)["steps"]]
+        require(newest in steps, f"deltacheck view: steps {steps}")
+    finally:
+        server.kill()
+        server.communicate()
+    scripts = {"app.mjs", "source.mjs", "folder.mjs", "reader/roots.mjs", "vendor/fzstd.mjs"}
+    missing = {page + name for name in scripts} - found
+    require(not missing, f"deltacheck view: no script imports {sorted(missing)}")
+    return len(found)
+
+
 def whole_run(name: str, root: Path) -> dict[str, str]:
     """Return the digests of the files of a training that nothing interrupts."""
     require(child(name, root, STEPS - 1) == 0, f"{name}: the run failed")
@@ -215,7 +250,7 @@ def child(name: str, root: Path, last: int) -> int:
 
 def command(*arguments: str, expected: tuple[int, ...] = (0,)) -> str:
     """Run the command ``deltacheck`` and return its output."""
-    program = [sys.executable, "-m", "deltacheck.cli", *arguments]
+    program = [*PROGRAM, *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
     text = f"deltacheck {' '.join(arguments)} ended with status {done.returncode}: {done.stderr}"
     require(done.returncode in expected and done.stdout != "", text)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
 
+from deltacheck.cli.view.server import page_files
 from tests.support.paths import REPOSITORY
 from tests.wheels import smoke
 from tests.wheels.build import chosen, size_problem, wants_cuda
@@ -89,6 +92,20 @@ def test_the_smoke_suite_writes_the_same_files_twice_and_sees_a_changed_leaf(
     state["low"].view(np.uint8)[7, 7] ^= 1
     with pytest.raises(SystemExit, match="leaf low of step 1 differs"):
         smoke.compare(state, np.asarray)
+
+
+def test_the_smoke_suite_gets_every_file_of_the_page_and_misses_one_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smoke.run("torch", tmp_path, 1)
+    assert smoke.look(tmp_path, 1) == len(page_files())
+    with pytest.raises(SystemExit, match="steps"):
+        smoke.look(tmp_path, 2)
+    without = "import deltacheck.cli.view.server as s; s._FOLDERS = s._FOLDERS[:-1]"
+    start = "from deltacheck.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    monkeypatch.setattr(smoke, "PROGRAM", [sys.executable, "-c", f"{without}; {start}"])
+    with pytest.raises(HTTPError, match="404"):
+        smoke.look(tmp_path, 1)
 
 
 def kernel_objects() -> list[Path]:

@@ -45,7 +45,7 @@ log = logging.getLogger("deltacheck")
 
 if not hasattr(ocp.Context, "checkpointables"):
     raise ImportError(
-        f"deltacheck.backends.orbax.v1 needs orbax-checkpoint 0.12.4 or newer, not"
+        f"deltacheck.backends.orbax.v1 needs orbax-checkpoint 0.12.5 or newer, not"
         f" {orbax.checkpoint.__version__}; its v1 interface has changed since. Upgrade it, or use"
         " deltacheck.backends.orbax.manager"
     )

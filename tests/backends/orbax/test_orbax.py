@@ -38,7 +38,7 @@ import ml_dtypes
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 import deltacheck
@@ -543,11 +543,14 @@ def test_a_leaf_may_change_its_kind_and_its_place_and_stays_a_delta(tmp_path: Pa
             assert bits(deltacheck.open(tmp_path).restore()["w"]) == bits(changed)
 
 
+EXPLICIT = (AxisType.Explicit, AxisType.Explicit)
+
+
 @pytest.mark.parametrize(
     "context",
     [
         lambda: jax.set_mesh(mesh(4)),
-        lambda: jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"))),
+        lambda: jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=EXPLICIT)),
         lambda: jax.transfer_guard("disallow"),
         lambda: jax.debug_nans(True),
         lambda: jax.default_device(jax.devices()[3]),

@@ -508,7 +508,8 @@ def test_arrays_return_with_their_saved_sharding_or_a_warning_says_what_to_pass(
         first = jax.devices()[0]
         whole = mngr.restore(0, args=DeltaRestoreArgs(shardings=first))
         assert {array.sharding.device_set == {first} for array in whole.values()} == {True}
-        assert caplog.text == ""
+        # Orbax may log late about a save of an earlier test.
+        assert [record for record in caplog.records if record.name == "deltacheck"] == []
         with monkeypatch.context() as fewer, caplog.at_level(logging.WARNING, "deltacheck"):
             fewer.setattr(jax, "devices", lambda: [first])
             restored = mngr.restore(0, args=DeltaRestoreArgs(abstract))

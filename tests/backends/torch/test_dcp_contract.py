@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,9 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    staging,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import (
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter
@@ -33,7 +30,11 @@ from deltacheck.backends.torch.dcp.turns import Turns
 from deltacheck.errors import SaveFailed
 from tests.support.states import bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    # The file storage of PyTorch 2.6 itself uses it.
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,29 +127,35 @@ def test_a_step_is_saved_again_unless_overwrite_is_false(storage: Storage) -> No
 
 STAGERS: dict[str, Callable[[], Any]] = {
     "default": lambda: None,
-    "asynchronous": lambda: DefaultStager(StagingOptions(False, False, True, False)),
-    "blocking": BlockingAsyncStager,
+    "asynchronous": lambda: staging.DefaultStager(
+        staging.StagingOptions(False, False, True, False)
+    ),
+    "blocking": staging.BlockingAsyncStager,
 }
 
 
+@pytest.mark.skipif(
+    "async_stager" not in inspect.signature(dcp.async_save).parameters,
+    reason="async_save of this PyTorch has no stagers and copies no tensor of the processor (2.6)",
+)
 @pytest.mark.parametrize("stager", STAGERS)
 def test_an_asynchronous_save_has_the_values_of_its_call(storage: Storage, stager: str) -> None:
-    staging = STAGERS[stager]()
+    chosen = STAGERS[stager]()
     for step in (1, 2):
         live = state(step)
         answer = dcp.async_save(
             live,
             checkpoint_id=storage.id(step),
             storage_writer=storage.writer(),
-            async_stager=staging,
+            async_stager=chosen,
         )
         if hasattr(answer, "staging_completion"):
             answer.staging_completion.result()
             answer = answer.upload_completion
         live["model"]["w"].zero_()
         assert answer.result().state_dict_metadata
-    if hasattr(staging, "close"):
-        staging.close()
+    if hasattr(chosen, "close"):
+        chosen.close()
     for step in (1, 2):
         assert same(storage.load(state(0), step), state(step))
 
@@ -194,10 +201,12 @@ def test_a_planner_of_ones_own_renames_values_and_changes_what_it_loads(storage:
     blank = {"model": {"w": torch.zeros(4, 3)}}
     storage.load(blank, 1, RenamedBack())
     assert torch.equal(blank["model"]["w"], torch.full((4, 3), 2.0))
+    saved = {"new_model", "new_list", "new_step", "new_name"}
+    # Without names, PyTorch 2.6 loads nothing.
     loaded = _load_state_dict_from_keys(
-        checkpoint_id=storage.id(1), storage_reader=storage.reader()
+        {*saved, "new_none"}, checkpoint_id=storage.id(1), storage_reader=storage.reader()
     )
-    assert loaded.keys() == {"new_model", "new_list", "new_step", "new_name"}
+    assert loaded.keys() == saved
 
 
 def test_a_partial_load_keeps_what_the_step_does_not_have(storage: Storage) -> None:
@@ -298,6 +307,10 @@ def test_a_save_that_fails_leaves_the_earlier_step(storage: Storage) -> None:
     assert same(storage.load(state(0), 3), state(3))
 
 
+@pytest.mark.skipif(
+    "no_dist" not in inspect.signature(dcp.save).parameters,
+    reason="this PyTorch has no argument no_dist (2.6)",
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_process_without_a_group_saves_and_loads(storage: Storage) -> None:
     dcp.save(state(1), checkpoint_id=storage.id(1), storage_writer=storage.writer(), no_dist=True)
@@ -349,11 +362,16 @@ OPTIONS = {
 
 def test_each_option_of_the_file_storage_applies_or_is_refused_by_name(tmp_path: Path) -> None:
     ours = {"path", "overwrite"}
-    assert inspect.signature(FileSystemWriter).parameters.keys() == OPTIONS.keys() | ours
+    # PyTorch 2.6 has neither extensions nor formats.
+    is_old = importlib.util.find_spec("torch.distributed.checkpoint._extension") is None
+    missing = {"serialization_format", "_extensions"} if is_old else set()
+    expected = (OPTIONS.keys() | ours) - missing
+    assert inspect.signature(FileSystemWriter).parameters.keys() == expected
     for name, remedy in OPTIONS.items():
         with pytest.raises(TypeError, match=f"no option {name}: .*{remedy}"):
             DeltaStorageWriter(tmp_path, **{name: 1})
-    assert list(inspect.signature(FileSystemReader).parameters) == ["path", "_extension_registry"]
+    expected = {"path"} if is_old else {"path", "_extension_registry"}
+    assert inspect.signature(FileSystemReader).parameters.keys() == expected
     with pytest.raises(TypeError, match=r"no option _extension_registry: .*verification"):
         DeltaStorageReader(tmp_path, _extension_registry=1)
     with pytest.raises(TypeError, match="no option thread_counts"):

@@ -20,12 +20,13 @@ from deltacheck.store.root import open_root
 from tests.support.states import random_tensor
 from tests.support.wrappers import Blocks, blocks, sharded_blocks
 
+# PyTorch 2.6 has neither.
+NEW_DTYPES = ("float4_e2m1fn_x2", "float8_e8m0fnu")
 DTYPES = [
     *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)),
-    torch.float4_e2m1fn_x2,
+    *(getattr(torch, name) for name in NEW_DTYPES if hasattr(torch, name)),
     torch.complex32,
     torch.bits8,
-    torch.float8_e8m0fnu,
 ]
 
 

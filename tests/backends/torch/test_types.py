@@ -165,6 +165,8 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
+# SequentialLR itself passes an epoch, of which PyTorch 2.6 warns.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 def test_a_schedule_resumes_exactly(name: str, tmp_path: Path) -> None:
     def run(steps: range, saved: Any = None) -> tuple[list[float], Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
@@ -181,6 +183,10 @@ def test_a_schedule_resumes_exactly(name: str, tmp_path: Path) -> None:
 
     whole, _ = run(range(10))
     first, state = run(range(3))
+    if any(callable(value) for value in state["schedule"].values()):
+        with pytest.raises(UnsupportedLeaf, match=r"leaf 'schedule/\w+' is of type .*function"):
+            restored(tmp_path, state)
+        pytest.skip("the state of this PyTorch's schedule has a function (SWALR in 2.6)")
     back = restored(tmp_path, state)
     assert list(nested.differences(state, back)) == []
     assert first + run(range(7), back)[0] == whole

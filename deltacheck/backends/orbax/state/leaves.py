@@ -240,12 +240,21 @@ def on_devices(
     # (observed in JAX 0.10.2). Such a buffer cannot be donated, and it would change with the
     # memory. The output of a jitted function owns its buffer.
     for paths in groups.values():
-        copy = jax.jit(jnp.copy, out_shardings=shardings[paths[0]])
+        copy = _copier(shardings[paths[0]])
         for path in paths:
             device_arrays[path] = copy(device_arrays[path])
     for array in device_arrays.values():
         array.block_until_ready()  # the caller may change the host memory after this
     return {path: device_arrays[path] for path in host}
+
+
+def _copier(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that copies an array of the processor into buffers of JAX."""
+    if sharding is not None and sharding.memory_kind == "pinned_host":
+        # JAX 0.8 compiles no copy of a sharded array into pinned memory. Into that memory, unlike
+        # the default one, device_put with may_alias=False copies.
+        return partial(jax.device_put, device=sharding, may_alias=False)
+    return jax.jit(jnp.copy, out_shardings=sharding)  # type: ignore[no-any-return]
 
 
 def _put(
