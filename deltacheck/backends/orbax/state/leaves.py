@@ -254,7 +254,7 @@ def _copier(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
         # JAX 0.8 compiles no copy of a sharded array into pinned memory. Into that memory, unlike
         # the default one, device_put with may_alias=False copies.
         return partial(jax.device_put, device=sharding, may_alias=False)
-    return jax.jit(jnp.copy, out_shardings=sharding)  # type: ignore[no-any-return]
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 def _put(
