@@ -342,6 +342,8 @@ def drift(record: Record) -> Drawing:
         for number, (role, leaves) in enumerate(_curves(profile, unit)):
             steps, middle, low, high = _quartiles(leaves)
             colour = _CYCLE[number % len(_CYCLE)]
+            # A logarithmic axis has no place for zeros, so the legend has to name them.
+            still = not any(value > 0 for value in middle)
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(
                 steps,
@@ -350,7 +352,7 @@ def drift(record: Record) -> Drawing:
                 linestyle=_STYLES[number % 4],
                 marker="o",
                 markersize=2.5,
-                label=role,
+                label=f"{role}: no drift" if still else role,
             )
             rows += [
                 (role, words[unit], str(step), *(f"{value:.4g}" for value in values))

@@ -63,14 +63,14 @@ def _overview(outcome: Outcome) -> Drawing:
     peer = outcome.peer
     parts: tuple[tuple[str, Callable[[Way], float], Callable[[float], str]], ...] = (
         (
-            "bytes of a save, mean, the first included",
+            "bytes of a save, mean",
             lambda way: way.mean_bytes / 1e6,
-            lambda value: f"{value:.1f} MB, {value * 1e6 / peer.mean_bytes:.0%}",
+            lambda value: f"{value:.1f} MB, {_share(value * 1e6 / peer.mean_bytes)}",
         ),
         (
             "bytes of a save, median",
             lambda way: way.median_bytes / 1e6,
-            lambda value: f"{value:.1f} MB, {value * 1e8 / peer.median_bytes:.2g} %",
+            lambda value: f"{value:.1f} MB, {_share(value * 1e6 / peer.median_bytes)}",
         ),
         (
             "training waits for a save",
@@ -111,6 +111,10 @@ def _overview(outcome: Outcome) -> Drawing:
     columns = ("way", *summary.COSTS[1:])
     rows = tuple(summary.costs(outcome))
     return Drawing("overview", "Cost of a checkpoint", caption, figure, (), columns, rows)
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.0995 else f"{value:.1%}"
 
 
 def _bytes(outcome: Outcome) -> Drawing:
