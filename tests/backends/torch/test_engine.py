@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -597,3 +598,18 @@ def test_a_restore_that_would_exceed_the_budget_is_refused_before_it_allocates(
         with pytest.raises(errors.BudgetExceeded, match=r"4000 bytes.*max_bytes=3999"):
             engine.restore(max_bytes=3999)
         engine.restore(max_bytes=4000)
+
+
+def test_a_save_draws_nothing_from_the_random_states_of_the_program(tmp_path: Path) -> None:
+    def states() -> list[object]:
+        words = np.random.get_state()[1]  # type: ignore[index]
+        return [random.getstate(), words.tobytes(), torch.get_rng_state().tolist()]  # type: ignore[union-attr]
+
+    before = states()
+    with Engine(tmp_path / "run") as engine:
+        state = {"w": torch.arange(40_000.0), "few": torch.ones(3)}
+        for step in range(3):
+            state["w"][step] = -1.0
+            engine.save(step, state).wait()
+        engine.restore(into=state)
+    assert states() == before

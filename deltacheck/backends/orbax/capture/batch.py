@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections.abc import Mapping
 from functools import partial
 
@@ -50,7 +50,7 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
     rest = [path for path in specs if path not in views]
     is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
     others = {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
-    seed = random.getrandbits(62)
+    seed = secrets.randbits(62)
     contents = fingerprints(
         np.array([view.__array_interface__["data"][0] for view in views.values()], np.uint64),
         np.array([view.size for view in views.values()], np.uint64),

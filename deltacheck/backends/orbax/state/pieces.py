@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -112,7 +112,7 @@ def sources(
         lazy: Read a tile in the background if it is a whole shard in host memory.
     """
     result: dict[str, LeafSource] = {}
-    seed = random.getrandbits(62)
+    seed = secrets.randbits(62)
     tiles = own_tiles(flat, own, lambda path: pieces(flat.arrays[path], flat.leaves[path].shape))
     for path, tile in tiles:
         spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)

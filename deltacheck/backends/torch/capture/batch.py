@@ -7,7 +7,7 @@ training loop.
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +129,7 @@ def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
             leaves.viewed(tensors.values[places[number]].detach()).numpy()
     addresses = chosen(tensors.addresses, places)
     sizes = tensors.sizes if len(rest) == 0 else tensors.sizes[places]
-    seed = random.getrandbits(62)
+    seed = secrets.randbits(62)
     contents = fingerprints(np.array(addresses, np.uint64), sizes, seed)
     paths, values = chosen(tensors.paths, places), chosen(tensors.values, places)
     versions = chosen(tensors.versions, places)
@@ -162,7 +162,7 @@ def _others(
     aliases = {path: guarded.watched(value) for path, value in values.items()}
     if sum(specs[path].raw_bytes for path in values if not aliases[path]) > MOST_COPIED_BYTES:
         return None
-    seed = random.getrandbits(62)
+    seed = secrets.randbits(62)
     sources = {}
     for path, value in values.items():
         if aliases[path]:

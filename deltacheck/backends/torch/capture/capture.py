@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ class Capture:
         )
         sources = {}
         # Other places at every save, so that a write that one save misses is met by another.
-        seed = random.getrandbits(62)
+        seed = secrets.randbits(62)
         for path, spec in specs.items():
             value = flat.arrays[path]
             device = devices.get(path)
