@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import deltacheck
 from deltacheck.backends.torch import Engine, Shard
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import LeafPruned, SaveFailed
 from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
 
@@ -518,3 +518,47 @@ def merged_content(step: int) -> torch.Tensor:
     for number in range(1, step + 1):
         content.view(-1)[number * 37 :: 1009] += 1.0
     return content
+
+
+def history(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
+    """Train under FSDP2 from the newest step on, and keep the optimizer of the newest steps.
+
+    Return the content of each step that was saved, the bytes that this rank wrote, and what a
+    restore of an old step says.
+    """
+    from deltacheck import Policy
+    from deltacheck.save import root_writer
+
+    root_writer._STEPS_OF_REWRITE = 3
+    # Short chains, so that most segments are older than those that the next save needs.
+    options = {"policy": Policy.exact(max_chain_depth=3, merge_deltas=False), "grace_seconds": 0}
+    contents, written = {}, 0
+    with (
+        world(rank, size) as group,
+        Engine(root, process_group=group, full_last=2, **options) as engine,  # type: ignore[arg-type]
+    ):
+        run = Run("fsdp", size)
+        run.update(99)
+        first = max(engine.steps(), default=-1) + 1
+        if first:
+            state = engine.restore(into=run.state(0))
+            set_state_dict(
+                run.model,
+                run.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        for step in range(first, first + saves):
+            run.update(step)
+            contents[step] = whole(run.state(step))
+            report = engine.save(step, run.state(step)).result()
+            assert report is not None
+            written += report.stored_bytes
+            if step == 4:
+                engine.tag(4, "good")
+        error = ""
+        try:
+            engine.restore(1, into=run.state(0))
+        except LeafPruned as refused:
+            error = str(refused)
+    return contents, written, error

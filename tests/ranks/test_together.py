@@ -17,6 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import deltacheck
+from deltacheck.errors import LeafPruned
+from deltacheck.store.files import arrays
 from tests.ranks import jobs
 from tests.ranks.launch import launch
 
@@ -267,3 +269,27 @@ def test_types_of_containers_and_tensors_are_kept_by_several_ranks(tmp_path: Pat
         assert equal
         assert part == [rank + 1, rank + 1]
         assert whole == [1, 1, 2, 2]
+
+
+def test_old_steps_of_ranks_lose_the_optimizer_and_keep_the_weights(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    # A resume on another number of ranks: the next save goes on from what was restored.
+    results = [*launch(jobs.history, 2, root, 8), *launch(jobs.history, 3, root, 6)]
+    contents = results[0][0] | results[2][0]
+    run = deltacheck.open(root)
+    assert run.steps() == list(range(14)) == sorted(contents)
+    assert run.verify(deep=True) == []
+    whole_steps = {4, 12, 13}  # one with a tag, and the newest
+    for step, content in contents.items():
+        weights = {path: value for path, value in content.items() if path.startswith("model/")}
+        restored = run.restore(step, leaves=list(weights))
+        assert jobs.same({path: np.asarray(restored[path]) for path in weights}, weights) == []
+        if step in whole_steps:
+            assert jobs.same(jobs.whole(run.restore(step)), content) == []
+        else:
+            with pytest.raises(LeafPruned, match=f"step {step} "):
+                run.restore(step)
+    # A restore of the ranks names the step, too.
+    assert all("step 1 " in error for _, _, error in results)
+    # Segments of steps that lost leaves were written again without them, beside the training.
+    assert arrays.bytes_on_disk(root / "segments") < 0.8 * sum(size for _, size, _ in results)
