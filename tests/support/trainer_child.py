@@ -220,6 +220,22 @@ class Deaf(Trainer):  # type: ignore[misc]
         """Load in a way of its own."""
 
 
+class OwnRandom(Trainer):  # type: ignore[misc]
+    """Reads the random states of ``Trainer`` from its file, without a call of ``Trainer``."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, "rng_state.pth").exists():
+            raise AssertionError("this file is one of Trainer")
+
+
+class Elsewhere(Trainer):  # type: ignore[misc]
+    """Saves some steps past ``Trainer``."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.state.global_step != 4:
+            super()._save_checkpoint(model, trial)
+
+
 def files(folder: Path) -> Any:
     """Files of a checkpoint come back, and those that were there before stay."""
     old = folder / "checkpoint-2"
@@ -267,6 +283,7 @@ def refused(folder: Path) -> Any:
     return {
         "large": message(DeltaCheckCallback(file_limit_bytes=100), max_steps=2),
         "override": message(DeltaCheckCallback(), kind=Deaf),
+        "elsewhere": message(DeltaCheckCallback(), kind=Elsewhere),
     }
 
 
@@ -369,6 +386,7 @@ def examples(folder: Path) -> Any:
 SCENARIOS: dict[str, Any] = {
     "examples": examples,
     "killed_and_resumed": partial(killed_and_resumed, trainer),
+    "own_random": partial(killed_and_resumed, partial(trainer, kind=OwnRandom)),
     "asked_for": asked_for,
     "bare": bare,
     "plain": plain,

@@ -35,7 +35,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["killed_and_resumed", "peft"])
+@pytest.mark.parametrize("kind", ["killed_and_resumed", "own_random", "peft"])
 def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: str) -> None:
     if kind not in told:
         pytest.skip(f"{kind} is not installed")
@@ -95,6 +95,8 @@ def test_what_would_not_be_saved_whole_is_refused(told: dict[str, Any]) -> None:
     assert "file 'config.json' of checkpoint-2 has" in found["large"]
     assert "raise DeltaCheckCallback(file_limit_bytes=...)" in found["large"]
     assert "Deaf._load_from_checkpoint does not call Trainer._load_from_check" in found["override"]
+    assert "Elsewhere._save_checkpoint has not called Trainer" in found["elsewhere"]
+    assert "step 4 is not saved" in found["elsewhere"]
 
 
 def test_files_of_a_checkpoint_are_returned_and_older_ones_stay(told: dict[str, Any]) -> None:

@@ -29,7 +29,9 @@ from deltacheck.backends.torch.trainer.checkpoint_files import (
 from deltacheck.backends.torch.trainer.trainer_ranks import TrainerRanks
 from deltacheck.backends.torch.trainer.wrapped_methods import (
     LAST_METHOD,
+    RANDOM_METHOD,
     install,
+    overriding_class,
     refuse_unsupported,
     replaced,
 )
@@ -310,6 +312,12 @@ class _Run:
             )
             for name, method in methods.items()
         }
+        # A subclass may read a file of ``Trainer`` instead, which a step does not have.
+        if overriding_class(type(trainer), RANDOM_METHOD) is not None:
+            callback = _callbacks(trainer)[0]
+            bound[RANDOM_METHOD] = lambda inner, path: callback._load_rng_state(
+                lambda _, path: inner(path), trainer, path
+            )
         with hooks, replaced(trainer, bound):
             yield
 
@@ -393,6 +401,13 @@ class _Run:
     ) -> None:
         """Run the trainer's method, which requests the save, and save unless files may follow."""
         inner(*args, **kwargs)
+        if not self._is_requested:
+            # Silence would lose the step: the subclass has saved in a way of its own.
+            raise ValueError(
+                f"{type(trainer).__qualname__}._save_checkpoint has not called"
+                f" Trainer._save_checkpoint, so step {trainer.state.global_step} is not saved. Call"
+                " it there, or leave DeltaCheckCallback out and let an Engine save in that method"
+            )
         if not self._defers:
             self._save_requested(trainer)
 

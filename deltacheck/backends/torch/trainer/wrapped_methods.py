@@ -29,6 +29,9 @@ METHODS = (
     "_load_rng_state",
     "_load_best_model",
 )
+# Subclasses that read random states from files by themselves (Axolotl) lose nothing: the files are
+# ours to replace.
+RANDOM_METHOD = "_load_rng_state"
 # Called for each step that is logged, evaluated or saved: what it calls may write to a checkpoint.
 LAST_METHOD = "_maybe_log_save_evaluate"
 
@@ -149,18 +152,30 @@ def refuse_unsupported(trainer: Any, trial: object) -> None:
 
 def _refuse_overrides(kind: type) -> None:
     """Raise ``ValueError`` if a subclass replaces a method without calling that of ``Trainer``."""
-    for parent in kind.__mro__[: kind.__mro__.index(Trainer)]:
-        for name in METHODS:
-            method = inspect.unwrap(vars(parent).get(name, _calls_nothing))
-            code = getattr(method, "__code__", None)
-            if method is _calls_nothing or code is None or name in code.co_names:
-                continue
+    for name in METHODS:
+        parent = overriding_class(kind, name)
+        if parent is not None and name != RANDOM_METHOD:
             raise ValueError(
                 f"DeltaCheckCallback cannot save a {kind.__qualname__}: its"
                 f" {parent.__qualname__}.{name} does not call Trainer.{name}, by which the callback"
                 " saves and resumes. Call it there, or leave the callback out and let an Engine"
                 " save in that method"
             )
+
+
+def overriding_class(kind: type, name: str) -> type | None:
+    """Return the class that replaces a method without calling that of ``Trainer``, if one does.
+
+    Args:
+        kind: The class of a trainer.
+        name: The method.
+    """
+    for parent in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        method = inspect.unwrap(vars(parent).get(name, _calls_nothing))
+        code = getattr(method, "__code__", None)
+        if method is not _calls_nothing and code is not None and name not in code.co_names:
+            return parent
+    return None
 
 
 def _calls_nothing() -> None:
