@@ -306,7 +306,7 @@ class _Run:
         # Of the object, not of the class: subclasses and callbacks write files after the method of
         # ``Trainer`` has returned.
         methods = {"_save_checkpoint": self._save_checkpoint, LAST_METHOD: self._log_save_evaluate}
-        bound = {
+        bound: dict[str, Callable[..., Any]] = {
             name: lambda inner, *args, method=method, **kwargs: method(
                 trainer, inner, *args, **kwargs
             )
@@ -315,9 +315,11 @@ class _Run:
         # A subclass may read a file of ``Trainer`` instead, which a step does not have.
         if overriding_class(type(trainer), RANDOM_METHOD) is not None:
             callback = _callbacks(trainer)[0]
-            bound[RANDOM_METHOD] = lambda inner, path: callback._load_rng_state(
-                lambda _, path: inner(path), trainer, path
-            )
+
+            def load_random_states(inner: Callable[..., Any], path: str | None) -> None:
+                callback._load_rng_state(lambda _, path: inner(path), trainer, path)
+
+            bound[RANDOM_METHOD] = load_random_states
         with hooks, replaced(trainer, bound):
             yield
 
