@@ -219,8 +219,10 @@ class Pipeline:
                 continue
             try:
                 job.capture(job.lazy)
-                # From here on the save holds none of the caller's memory.
+                copies = job.take_copies()
                 job.progress.advance("captured")
+                if copies:
+                    job.capture(copies)
                 job.encode()
                 self._chains.encoded(job)
                 job.progress.advance("encoded")

@@ -37,6 +37,8 @@ class Progress:
         self.receipt: Receipt | None = None
         self.awaits_receipt = False
         self.blocking_seconds = 0.0
+        # Shortens the wait for ``captured``; called by the thread that waits.
+        self.while_awaited: Callable[[], None] | None = None
         # Nobody has been told of the error yet. The saver raises it again at its next call.
         self.has_unseen_error = False
         self._reads_enqueued = False
@@ -112,7 +114,10 @@ class Progress:
             StorageTimeout: As ``wait_until`` raises it.
         """
         begin = time.perf_counter()
+        shorten = self.while_awaited
         try:
+            if state == "captured" and shorten is not None:
+                shorten()
             self.wait_until(
                 lambda: self.has_reached(state) or (or_enqueued and self._reads_enqueued), None
             )

@@ -33,7 +33,8 @@ class SaveOptions:
         policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
             a slow storage blocks training later; smaller: less memory. ``None``: half of the state,
-            at least 64 MiB and at most 8 GiB.
+            at least 64 MiB and at most 8 GiB. Copies that shorten a wait of training may take as
+            much again.
         max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
             less work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the

@@ -399,7 +399,13 @@ class Saver:
         """
         if not self.is_ours():  # a forked child trains on a copy that no save reads
             return
-        for handle in self.pending():
+        pending = self.pending()
+        if pending and not self._planned.is_set():
+            begin = time.perf_counter()
+            # The wait for a save that is planned can be shortened (``Progress.while_awaited``).
+            self._planned.wait(self.options.io_timeout_seconds)
+            progress_of(pending[-1]).add_blocking(time.perf_counter() - begin)
+        for handle in pending:
             self._block_until(handle, "captured", or_enqueued=True)
 
     def _block_until(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:

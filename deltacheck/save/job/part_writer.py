@@ -88,6 +88,8 @@ class PartWriter:
         self._progress = progress
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
+        # True: what is captured may exceed the cache, because training waits for it.
+        self.may_exceed = False
         self._pieces: list[Piece] = []
         self._unsealed_bytes = 0
         self._in_flight: deque[tuple[int, list[Pending]]] = deque()
@@ -111,12 +113,15 @@ class PartWriter:
         limit = (
             self._host_cache_bytes - self._writer.scratch_bytes - raw_bytes - self._unsealed_bytes
         )
-        while self._in_flight and self._in_flight_bytes > limit:
+        while self._in_flight and self._in_flight_bytes > limit and not self._is_awaited():
             size, pending = self._in_flight.popleft()
             for write in pending:
                 await_write(write, self._io_timeout_seconds)
                 self._progress.beat()
             self._in_flight_bytes -= size
+
+    def _is_awaited(self) -> bool:
+        return self.may_exceed and not self._progress.has_reached("captured")
 
     def seal(self) -> None:
         """Close the open part and start to write it."""

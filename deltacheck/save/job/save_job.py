@@ -1,8 +1,8 @@
 """One save under way: its capture, its segment and its manifest.
 
 ``saver.py`` calls these steps on the right threads, in this order: ``capture`` (training thread,
-then encoder thread), ``encode`` (encoder thread), ``finish_segment``, ``manifest`` and ``report``
-(committer thread).
+then encoder thread), ``take_copies``, ``encode`` (encoder thread), ``finish_segment``, ``manifest``
+and ``report`` (committer thread).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.policy.causes import cause_of
+from deltacheck.save.job.early_copies import EarlyCopies
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_reports
@@ -99,6 +100,8 @@ class SaveJob:
         self._capture = LeafCapture(
             setup, progress, self.leaves, turn.states, turn.due, self._parts
         )
+        self._copies = EarlyCopies(self.lazy, cache_bytes)
+        progress.while_awaited = self._hasten
         self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
 
     @property
@@ -124,6 +127,25 @@ class SaveJob:
     def capture(self, sources: deque[LeafSource]) -> None:
         """Bring the shadow to the present content of ``sources``, and empty them."""
         self._capture.capture(sources)
+
+    def _hasten(self) -> None:
+        """Shorten the wait of the calling thread for the capture."""
+        # The leaf at hand, too, must not wait for the disk.
+        self._parts.may_exceed = True
+        self._copies.make()
+        # The rest does not fit into memory.
+        if self.lazy:
+            self._parts.may_exceed = False
+
+    def take_copies(self) -> deque[LeafSource]:
+        """Return the leaves that a waiting thread has copied; all other leaves are captured.
+
+        From here on the save holds none of the caller's memory.
+        """
+        self.progress.while_awaited = None
+        copies = self._copies.take()
+        # The last leaf may have been copied and captured.
+        return deque(copy for copy in copies if self.leaves[copy.spec.path].state is None)
 
     def encode(self) -> None:
         """Hand everything that was captured to the disk, and make the segment's table."""

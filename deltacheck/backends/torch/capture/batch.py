@@ -93,7 +93,7 @@ def in_place(spec: LeafSpec, aliases: Sequence[torch.Tensor], seed: int) -> Leaf
     view = leaves.viewed(alias).numpy()
     check = unchanged_check(spec.path, alias, more_aliases)
     content = host_content_check(spec.path, view, seed)
-    return LeafSource(spec, partial(itself, view), True, check, check_content=content)
+    return LeafSource(spec, partial(itself, view), True, check, check_content=content, is_view=True)
 
 
 def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
@@ -139,7 +139,12 @@ def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
         for path, tensor, version, address, size, storage, content in zip(*columns, strict=True):
             leaf = _Leaf(path, tensor, version, address, size, storage, seed, content)
             sources[path] = LeafSource(
-                flat.specs[path], leaf.current, True, leaf.recheck, check_content=leaf.check_content
+                flat.specs[path],
+                leaf.current,
+                True,
+                leaf.recheck,
+                check_content=leaf.check_content,
+                is_view=True,
             )
         return {path: sources[path] for path in flat.arrays}
 
@@ -169,5 +174,5 @@ def _others(
             sources[path] = in_place(specs[path], aliases[path], seed)
         else:
             copy = leaves.bytes_of(value).copy()
-            sources[path] = LeafSource(specs[path], partial(itself, copy), True)
+            sources[path] = LeafSource(specs[path], partial(itself, copy), True, is_view=True)
     return sources
