@@ -75,7 +75,6 @@ class SaveJob:
         self.request = request
         self.seq, self.epoch = turn.seq, turn.epoch
         self.progress = progress
-        self.begin = request.begin
         # From the first attempt to commit on, the manifest may exist even if the commit fails.
         self.may_be_committed = False
         # Queues, so that each source is released when it is captured.
@@ -103,6 +102,11 @@ class SaveJob:
         self._copies = EarlyCopies(self.lazy, cache_bytes)
         progress.while_awaited = self._hasten
         self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
+
+    @property
+    def begin(self) -> float:
+        """The time (``perf_counter``) at which the save began."""
+        return self.request.begin
 
     @property
     def entries(self) -> Mapping[str, LeafEntry]:
