@@ -247,6 +247,15 @@ class _Handler:
     async def save(self, directory: Any, checkpointable: Any) -> _Finish:
         """Capture and encode a tree. The awaitable ends when its manifest is durable."""
         try:
+            self._refuse(directory, checkpointable)
+            return self.session.begin(directory, checkpointable)
+        except BaseException:
+            v1_internals.drop_creation(directory)
+            raise
+
+    def _refuse(self, directory: Any, checkpointable: Any) -> None:
+        """Raise ``ValueError`` for a save that this handler does not support."""
+        try:
             _refuse_options(self._context)
             if v1_internals.is_partial_save(checkpointable):
                 raise ValueError(
@@ -256,7 +265,6 @@ class _Handler:
         except ValueError:
             remove_unused(directory.path)
             raise
-        return self.session.begin(directory, checkpointable)
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
         """Restore a tree at once, and return an awaitable of it.

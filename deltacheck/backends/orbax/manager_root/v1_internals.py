@@ -91,10 +91,24 @@ def is_of_manager(directory: Any) -> bool:
 
 def is_creation_ended(directory: Any) -> bool:
     """Return whether Orbax has created a directory that a function saves into, or has failed to."""
+    creation = _creation_of(directory)
+    return creation is not None and inspect.getcoroutinestate(creation) == inspect.CORO_CLOSED
+
+
+def drop_creation(directory: Any) -> None:
+    """Close the coroutine that would create a directory, of a save that a handler has refused.
+
+    Orbax forgets it, and Python would warn of it at any later moment.
+    """
+    creation = _creation_of(directory)
+    if creation is not None and inspect.getcoroutinestate(creation) == inspect.CORO_CREATED:
+        creation.close()
+
+
+def _creation_of(directory: Any) -> Any:
+    """Return the coroutine that creates a directory of a function; ``None`` if there is none."""
     creation = getattr(getattr(directory, "_base_path", None), "_awaitable", None)
-    return inspect.iscoroutine(creation) and (
-        inspect.getcoroutinestate(creation) == inspect.CORO_CLOSED
-    )
+    return creation if inspect.iscoroutine(creation) else None
 
 
 def at_end_of_tasks(call: Callable[[], object]) -> None:
