@@ -166,8 +166,9 @@ class Saver:
         # A save may have been given up during the waits above.
         if self._is_refused(progress, request):
             return handle
-        self._handles.append(handle)
+        # Before the handle is known: if a thread cannot start, nobody may wait for this save.
         self._setup.store.start_threads()
+        self._handles.append(handle)
         if isinstance(sources, LaterSources):
             self._start_later(request, sources, handle)
         else:

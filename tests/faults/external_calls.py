@@ -616,11 +616,21 @@ class Table:
                     problems.append(f"it fails without a fault: {failure!r}")
                 problems += _misnamed(failure, error)
             for action in places.later:
-                # What failed is raised again by some.
-                with contextlib.suppress(Exception):
-                    action()
+                problem = _end(action)
+                problems += [problem] if problem else []
             problems += _check(places)
         return problems
+
+
+def _end(action: Callable[[], object]) -> str | None:
+    """End what a public call left open; return a problem if it waits for nothing."""
+    try:
+        action()
+    except TimeoutError as failure:
+        return f"it waits for a save that nobody carries out: {failure}"
+    except Exception:  # noqa: BLE001 - what failed is raised again by some
+        return None
+    return None
 
 
 def _misnamed(failure: Exception, error: Exception | None) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults import external_calls
 from tests.faults.campaign import Tally
-from tests.faults.external_calls import ORBAX, TORCH, PublicCall, Table
+from tests.faults.external_calls import ORBAX, TORCH, Point, PublicCall, Table
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -28,3 +28,9 @@ def test_a_failing_external_call_gives_an_error_of_ours_and_costs_no_acknowledge
     assert problems == []
     # The table is of use only as long as its patches meet the calls.
     assert {kind for _, kind in cells} >= external_calls.KINDS.keys() - {"torch memory"}
+
+
+def test_nobody_waits_for_a_save_whose_threads_could_not_start() -> None:
+    with Table(["engine_save"]) as table:
+        table.cells()
+        assert table.attempt(Point("engine_save", "thread", 0, 0)) == []
