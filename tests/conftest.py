@@ -112,7 +112,8 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     original = save_job.SaveJob.capture
 
     def capture(self: Any, sources: Any) -> None:
-        if any(source.lazy for source in sources):
+        # A copy: a thread that waits for the save may take leaves from the queue meanwhile.
+        if any(source.lazy for source in list(sources)):
             assert go.wait(30)
         original(self, sources)
 

@@ -238,7 +238,7 @@ class Drain:
                 if not isinstance(failure, SaveFailed):
                     failure = SaveFailed(f"draining {self._memory.root.path} failed: {error}")
                     failure.__cause__ = error
-                log.error("%s", failure)
+                log.error("%s", str(failure))
                 self.state.set_error(failure)
             ends = self.state.finish(is_last)
 

@@ -201,8 +201,9 @@ def resolve_chains(
         if isinstance(digests, Damaged):
             if unproven is None:
                 raise digests
+            # Its traceback leads to this dict, and such a cycle keeps files open for the collector.
+            unproven[spec.path] = digests.with_traceback(None)
             # The rows must fit the leaf even if their digests are unknown.
-            unproven[spec.path] = digests
             (digests,) = _expected_digests([link], segments, with_digests=False)
         key, *deltas = [(segments[number], entry) for number, entry in entries]
         held_leaf = (held or {}).get(spec.path)

@@ -185,7 +185,7 @@ def newest_whole_of(
         # Other errors, such as an exceeded budget, are no reason for an earlier step.
         except Damaged as error:
             first = first or error
-            log.warning("%s", error)
+            log.warning("%s", str(error))
             continue
         if first is not None:
             requested = "the newest step" if step is None else f"step {step}"

@@ -224,7 +224,7 @@ def proven_chains(
             manifest.step,
             root.path,
             len(unproven),
-            next(iter(unproven.values())),
+            str(next(iter(unproven.values()))),
         )
     return chains
 

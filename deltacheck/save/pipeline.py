@@ -323,7 +323,7 @@ class Pipeline:
             job, manifest = item
             result = _read_back(job, manifest)
             if isinstance(result, Exception):
-                log.error("%s", result)
+                log.error("%s", str(result))
                 # No later save may go on from this step, and one under way that does must fail.
                 self._chains.drop()
             self._chains.end_receipt(job)
@@ -383,7 +383,7 @@ class Pipeline:
         with self._lock:
             if progress.done():
                 return
-            log.error("%s", failure)
+            log.error("%s", str(failure))
             self.failures.add(failure)
             progress.fail(failure)
 

@@ -19,6 +19,7 @@ from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.repair import repair
+from deltacheck.save import root_writer
 from deltacheck.store import collect
 from deltacheck.store.manifest import SegmentRef
 from deltacheck.store.root import StepRef, open_root
@@ -255,6 +256,22 @@ def test_lost_digests_do_not_hide_damage_to_the_content(
     assert {finding.step for finding in deltacheck.open(root).verify()} == {1, 2, 3}
     assert deltacheck.open(root).verify(0, deep=True) == []
     assert (deltacheck.open(root).restore(0)["large"] == saved[0]["large"].numpy()).all()
+
+
+def test_a_log_record_that_is_kept_does_not_keep_a_segment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers pin segments; a record with the error itself would hold the pin by its traceback."""
+    with Engine(tmp_path) as engine:
+        engine.save(0, {"first": torch.randn(300, 300)}).wait(timeout=60)
+        engine.save(1, {"second": torch.randn(300)}).wait(timeout=60)
+    (segment,) = tmp_path.glob("segments/s0000000000-*")
+    digest_files(tmp_path)[0].unlink()
+    deltacheck.open(tmp_path).restore(0)
+    assert "proven by the digest of each leaf" in caplog.text
+    root_writer.delete(open_root(tmp_path), 0)
+    collect.collect(open_root(tmp_path), grace_seconds=0, writer_is_dead=True)
+    assert not segment.exists()
 
 
 def test_the_command_reports_redundant_damage_apart_and_succeeds(

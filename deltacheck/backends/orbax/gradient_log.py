@@ -326,7 +326,7 @@ class GradientLog:
                 "step %d: there is no replica to replay on, and the next save stores the state"
                 " itself: %s",
                 step,
-                error,
+                str(error),
             )
             return None
         return Base(

@@ -159,7 +159,7 @@ class Item:
             if not is_external(error):
                 raise
             failure = as_save_failed(step, error)
-            log.error("%s", failure)
+            log.error("%s", str(failure))
             if self.failures is not None:
                 self.failures.add(failure)
             raise failure from error
@@ -371,7 +371,7 @@ class Item:
             if self._saver is not None:
                 self._saver.close(self._options.io_timeout_seconds)
         except (DeltacheckError, TimeoutError) as error:
-            log.error("while closing: %s", error)
+            log.error("while closing: %s", str(error))
         finally:
             if self._saver is None:
                 self.writer.release(self)
@@ -457,7 +457,7 @@ class Item:
             log.warning(
                 "the next save writes whole leaves: the restored step has lost its segments since"
                 " (%s)",
-                error,
+                str(error),
             )
             return
         saver.adopt(restored.chains, restored.stored, manifest)

@@ -266,7 +266,7 @@ def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) ->
             tree = manager.restore(candidate, args=DeltaRestoreArgs() if args is None else args)
         except (Damaged, NotACheckpointRoot) as error:  # the latter: its manifest is lost
             first = first or error
-            log.warning("%s", error)
+            log.warning("%s", str(error))
             continue
         if first is not None:
             log.warning(

@@ -178,7 +178,7 @@ class _Session:
             try:
                 save.commit.result()
             except (DeltacheckError, TimeoutError) as error:
-                log.error("while closing: %s", error)
+                log.error("while closing: %s", str(error))
         self.delta.close()
 
     def _forget(self, save: _Save) -> None:

@@ -339,7 +339,7 @@ class Compactor:
                 log.warning(
                     "step %d was not compacted; its chains stay as they are: %s",
                     manifest.step,
-                    error,
+                    str(error),
                 )
 
     def _runs(

@@ -53,7 +53,7 @@ class ShadowFile:
                     " in %s: %s; set TMPDIR to a local disk with the size of the state",
                     max(size, _FILE_BYTES),
                     tempfile.gettempdir(),
-                    error,
+                    str(error),
                 )
                 self._is_refused = True
                 return None

@@ -237,7 +237,7 @@ def _renew(reference: weakref.ref[ObjectLease], released: threading.Event, every
         try:
             lease.renew()
         except StorageFailed as error:
-            log.warning("the lease could not be renewed: %s", error)
+            log.warning("the lease could not be renewed: %s", str(error))
         del lease
 
 

@@ -256,7 +256,7 @@ def leaf_codec() -> LeafCodec:
         from deltacheck.backends.orbax.capture.ffi import FfiCodec, available
     # The host codec gives the same bytes, but every array must come to the host as a whole.
     except ImportError as error:
-        log.warning("JAX arrays are encoded in host memory: %s", error)
+        log.warning("JAX arrays are encoded in host memory: %s", str(error))
         return LeafCodec(None)
     if not available():
         log.warning(

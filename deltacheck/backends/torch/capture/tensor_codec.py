@@ -144,7 +144,7 @@ def _cuda(index: int) -> Accelerator:
         log.warning(
             "%s: its tensors are encoded in host memory, since this build has no CUDA encoder (%s)",
             device,
-            error,
+            str(error),
         )
         return Cuda(device, None)
     accelerator = Cuda(device, _native_cuda)

@@ -142,7 +142,7 @@ class MemoryFirstSession(SingleProcessSession):
             durable = None if root is self.root else self._roots.durable_form(manifest)
             if durable is None:
                 raise
-            log.warning("%s. It is read from %s instead", error, self.root.path)
+            log.warning("%s. It is read from %s instead", str(error), self.root.path)
             return load(self.root, durable)
 
     def _adopt(

@@ -26,7 +26,7 @@ def register_with_vllm() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ModuleNotFoundError as error:
         # Every process of vLLM comes here, whether it transfers weights or not.
-        log.info("this vLLM has no backends for weight transfer (%s)", error)
+        log.info("this vLLM has no backends for weight transfer (%s)", str(error))
         return
     if _BACKEND not in WeightTransferEngineFactory._registry:
         # By name, so that the engine is imported only if it is used.
