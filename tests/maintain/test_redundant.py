@@ -261,13 +261,14 @@ def test_lost_digests_do_not_hide_damage_to_the_content(
 def test_a_log_record_that_is_kept_does_not_keep_a_segment(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Readers pin segments; a record with the error itself would hold the pin by its traceback."""
+    """Neither a handled error nor the record of it keeps the pin that a reader has on a segment."""
     with Engine(tmp_path) as engine:
         engine.save(0, {"first": torch.randn(300, 300)}).wait(timeout=60)
         engine.save(1, {"second": torch.randn(300)}).wait(timeout=60)
     (segment,) = tmp_path.glob("segments/s0000000000-*")
     digest_files(tmp_path)[0].unlink()
-    deltacheck.open(tmp_path).restore(0)
+    with caplog.at_level("WARNING", "deltacheck"):
+        deltacheck.open(tmp_path).restore(0)
     assert "proven by the digest of each leaf" in caplog.text
     root_writer.delete(open_root(tmp_path), 0)
     collect.collect(open_root(tmp_path), grace_seconds=0, writer_is_dead=True)
