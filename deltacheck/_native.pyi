@@ -86,6 +86,20 @@ def octave_codes(
 def octave_values(
     codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]
 ) -> int: ...
+def ratio_codes(
+    values: NDArray[np.float32],
+    variances: NDArray[np.float32],
+    step: float,
+    limit: float,
+    out: NDArray[np.uint8],
+) -> tuple[int, float]: ...
+def ratio_values(
+    codes: NDArray[np.uint8],
+    variances: NDArray[np.float32],
+    step: float,
+    limit: float,
+    out: NDArray[np.float32],
+) -> int: ...
 def fingerprints(
     addresses: NDArray[np.uint64],
     sizes: NDArray[np.uint64],

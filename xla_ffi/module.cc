@@ -12,6 +12,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -35,7 +37,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 7;
+constexpr int kInterface = 8;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -459,6 +461,45 @@ uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fracti
   return octave_values(from, count, form, to);
 }
 
+// Returns the form of codes after a check of its range. `limit`: of the squares of the values over
+// the second moments; 0: none.
+RatioForm ratio_form_of(double step, double limit) {
+  if (!(step >= 0x1p-32 && step <= 0x1p32))
+    throw std::invalid_argument("step must be from 2^-32 to 2^32");
+  if (!(limit >= 0)) throw std::invalid_argument("limit must be at least 0");
+  return {step, limit > 0 ? std::sqrt(limit) : std::numeric_limits<double>::infinity()};
+}
+
+nb::tuple ratio_codes_arrays(const Array<const float>& values, const Array<const float>& variances,
+                             double step, double limit, const Array<uint8_t>& out) {
+  const RatioForm form = ratio_form_of(step, limit);
+  const uint64_t count = values.size();
+  if (variances.size() != count || out.size() != count)
+    throw std::invalid_argument("variances and out must have an element a value");
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const auto* beside = reinterpret_cast<const uint8_t*>(variances.data());
+  uint8_t* to = out.data();
+  RatioErrors errors{};
+  {
+    nb::gil_scoped_release released;
+    errors = ratio_codes(from, beside, count, form, to);
+  }
+  return nb::make_tuple(errors.refused, errors.largest);
+}
+
+uint64_t ratio_values_arrays(const Array<const uint8_t>& codes, const Array<const float>& variances,
+                             double step, double limit, const Array<float>& out) {
+  const RatioForm form = ratio_form_of(step, limit);
+  const uint64_t count = codes.size();
+  if (variances.size() != count || out.size() != count)
+    throw std::invalid_argument("variances and out must have an element a code");
+  const uint8_t* from = codes.data();
+  const auto* beside = reinterpret_cast<const uint8_t*>(variances.data());
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  nb::gil_scoped_release released;
+  return ratio_values(from, beside, count, form, to);
+}
+
 void fingerprint_arrays(const Array<const uint64_t>& addresses, const Array<const uint64_t>& sizes,
                         const std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>& sampling,
                         const Array<uint64_t>& out) {
@@ -532,6 +573,14 @@ NB_MODULE(_native, m) {
         "bytes of codes.");
   m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("out").noconvert(),
+        "Return the number of codes that no value has; they become 0.");
+  m.def("ratio_codes", ratio_codes_arrays, nb::arg("values").noconvert(),
+        nb::arg("variances").noconvert(), nb::arg("step"), nb::arg("limit"),
+        nb::arg("out").noconvert(),
+        "Return (refused, largest error in roots of the variance). out: the bytes of codes.");
+  m.def("ratio_values", ratio_values_arrays, nb::arg("codes").noconvert(),
+        nb::arg("variances").noconvert(), nb::arg("step"), nb::arg("limit"),
+        nb::arg("out").noconvert(),
         "Return the number of codes that no value has; they become 0.");
   m.def("fingerprints", fingerprint_arrays, nb::arg("addresses").noconvert(),
         nb::arg("sizes").noconvert(), nb::arg("sampling"), nb::arg("out").noconvert(),

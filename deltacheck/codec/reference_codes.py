@@ -323,3 +323,42 @@ def octave_codes(
         ratio,
         int(distance.sum()),
     )
+
+
+# Section 4.5.5 of the format: ratio codes.
+
+
+LEAST_VARIANCE, MOST_RATIO, LEAST_MOMENT = 2.0**-126, 127, 2.0**-60
+
+
+def _roots(variances: F32) -> tuple[NDArray[np.bool_], F64]:
+    """Return the second moments that have codes, and their roots; 1 for the others."""
+    with np.errstate(invalid="ignore"):
+        visible = (variances >= np.float32(LEAST_VARIANCE)) & np.isfinite(variances)
+    return visible, np.sqrt(np.where(visible, variances, np.float32(1)).astype(np.float64))
+
+
+def _ratio_value(codes: F64, roots: F64, step: float, limit: float) -> F32:
+    bound = np.sqrt(limit) * roots if limit else np.inf
+    return np.clip((codes * step) * roots, -bound, bound).astype(np.float32)
+
+
+def ratio_values(codes: Codes, variances: F32, step: float, limit: float) -> tuple[F32, int]:
+    """Return ``x'`` of ratio codes, and the number of codes that no value has; these give 0."""
+    visible, roots = _roots(variances)
+    valid = visible & (codes != -128)
+    known = np.where(valid, codes, 0).astype(np.float64)
+    restored = _ratio_value(known, roots, step, limit) + np.float32(0)
+    return restored, int(np.count_nonzero(~valid & (codes != 0)))
+
+
+def ratio_codes(values: F32, variances: F32, step: float, limit: float) -> tuple[Codes, int, float]:
+    """Return ratio codes, the number of values without one, and the largest error in roots."""
+    finite, (visible, roots) = np.isfinite(values), _roots(variances)
+    x = np.where(finite, values, np.float32(0)).astype(np.float64)
+    nearest = np.rint(x / (step * roots))
+    coded = finite & np.where(visible, np.abs(nearest) <= MOST_RATIO, np.abs(x) < LEAST_MOMENT)
+    known = np.where(coded & visible, nearest, 0.0)
+    error = np.abs(_ratio_value(known, roots, step, limit).astype(np.float64) - x) / roots
+    largest = float(error[coded & visible].max(initial=0.0))
+    return known.astype(np.int8), int(np.count_nonzero(~coded)), largest

@@ -6,7 +6,7 @@ Errors are measured anew from both states, not taken from the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -28,7 +28,12 @@ _Part: TypeAlias = slice | NDArray[np.bool_]  # of the elements of a leaf, in on
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
-_REUSED_MEAN_OCTAVES = 0.6  # error of a first moment as it is stored (``Policy.model_exact``)
+# Errors of a reused first moment as it is stored (``Policy.model_exact``): in updates, for codes in
+# steps of half an update, beside a second moment that errs by up to half an octave; and in octaves,
+# if the law between both moments limits it.
+_REUSED_MEAN_UPDATES, _REUSED_MEAN_OCTAVES = 0.25 * 2**0.25, 0.6
+_REUSED_SECOND_OCTAVES = 0.6  # error of a reused second moment as it is stored
+_DEFAULT_BETAS = (0.9, 0.999)  # of Adam, if the state does not hold them
 # An element of a reused pair is written alone if its second moment has drifted by an octave. The
 # code that the saver compares with, and the bias correction, err by at most 0.6 of it.
 _LEAST_DRIFT_OCTAVES = 0.4
@@ -78,7 +83,7 @@ def check(
     # A leaf without a part that names another step has the values of one step.
     parts_of = {path: _parts(promise, cut.get(path), step) for path, promise in promises.items()}
     saves = (*earlier_steps, step)
-    second_of = {p.first: p.second for p in assignment.parameters if p.first and p.second}
+    owner_of = {p.first: p for p in assignment.parameters if p.first and p.second}
     related = _related_problems(assignment, restored, promises, state_at, parts_of, saves)
     checks: list[LeafCheck] = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
@@ -110,19 +115,11 @@ def check(
                     age = counts_at(step)[owner] - counts_at(from_step)[owner]
                 result = _reused(path, promise.terms, age, before_values, values)
                 for part_step, part in parts_of[owner] if not result.problem else ():
-                    second = second_of.get(owner, owner)
-                    candidates = (
-                        (
-                            state_at(s).arrays.get(owner),
-                            _has_drifted(state_at(part_step), state_at(s), second),
-                        )
-                        for s in saves
-                        if s > part_step
-                    )
-                    earlier_values = state_at(part_step).arrays.get(owner)
-                    problem = _earlier(
-                        earlier_values, values, promise, (part_step, part), candidates
-                    )
+                    # A second moment is rescaled to the present, so its drift is checked instead.
+                    if owner not in owner_of:
+                        continue
+                    states = [(s, state_at(s)) for s in (part_step, *saves) if s >= part_step]
+                    problem = _first_moment(owner_of[owner], values, part, states)
                     result = replace(result, problem=result.problem or problem)
                 result = replace(result, age_steps=age)
             problem = result.problem or related.get(owner, "")
@@ -286,39 +283,57 @@ def _parts(promise: Promise, cut: Tiles | None, step: int) -> list[tuple[int, _P
     return [(int(from_step), steps.reshape(-1) == from_step) for from_step in np.unique(steps)]
 
 
-def _earlier(
-    earlier_values: Array | None,
+def _first_moment(
+    parameter: Parameter,
     restored: Array,
-    promise: Promise,
-    origin: tuple[int, _Part],
-    candidates: Iterable[tuple[Array | None, Array]],
+    part: _Part,
+    states: Sequence[tuple[int, Snapshot]],
 ) -> str:
     """Check that a part of a reused first moment has the values of its earlier step.
 
-    A second moment is rescaled to the present, so its drift is checked instead.
-
     Args:
-        earlier_values: The values of that step.
-        restored: The restored values.
-        promise: The contract.
-        origin: The step and the part.
-        candidates: The values of later saves, and the elements that may have them.
+        parameter: The parameter.
+        restored: The restored values of the leaf.
+        part: The elements of the part.
+        states: The step and the state whose values it should have, and those of later saves, whose
+            values an element may have if its second moment has drifted since.
     """
-    from_step, part = origin
-    if earlier_values is None or earlier_values.shape != restored.shape:
+    first, second = str(parameter.first), str(parameter.second)
+    (from_step, earlier), *later = states
+    if first not in earlier.arrays or earlier.arrays[first].shape != restored.shape:
         return f"it was not there at step {from_step}, whose values it should have"
-    # Only second moments have a limit of drift (``Reused``).
-    if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
-        return ""
-    wrong = ~(_octaves(earlier_values[part], restored[part]) <= _REUSED_MEAN_OCTAVES)
-    for values, drifted in candidates if wrong.any() else ():
-        if values is not None and values.shape == drifted.shape == restored.shape:
-            matches = _octaves(values[part], restored[part]) <= _REUSED_MEAN_OCTAVES
-            wrong &= ~(matches & drifted[part])
+    wrong = ~_is_first_moment_of(parameter, earlier, from_step, restored)[part]
+    for step, state in later if wrong.any() else ():
+        drifted = _has_drifted(earlier, state, second)
+        if first in state.arrays and state.arrays[first].shape == drifted.shape == restored.shape:
+            matches = _is_first_moment_of(parameter, state, step, restored)
+            wrong &= ~(matches & drifted)[part]
     if not wrong.any():
         return ""
-    error = _octaves(earlier_values[part][wrong], restored[part][wrong]).max()
-    return f"it is {error:.4g} octaves from its values of step {from_step}"
+    number = int(np.flatnonzero(wrong)[0])
+    value, expected = restored[part][number], earlier.arrays[first][part][number]
+    return (
+        f"{int(wrong.sum())} elements are not those of step {from_step}, first element {number}:"
+        f" {value:.4g} for {expected:.4g}"
+    )
+
+
+def _is_first_moment_of(
+    parameter: Parameter, state: Snapshot, step: int, restored: Array
+) -> NDArray[np.bool_]:
+    """Return the elements of a first moment that may stand for those of a state."""
+    first, second = str(parameter.first), str(parameter.second)
+    mean, variance = (state.arrays[path].astype(np.float64) for path in (first, second))
+    constants = _constants(parameter, state) or _DEFAULT_BETAS
+    count = max(1, int(step_counts(state).get(first, step)))
+    roots = np.sqrt(np.maximum(variance, 0) / adam.bias_correction(count, constants[1]))
+    error = np.abs(restored.astype(np.float64) - mean)
+    is_near = error <= _REUSED_MEAN_UPDATES * (1 + _SLACK) * roots + _ZERO_MOMENT
+    # The law m^2 <= C v may have made it smaller.
+    is_clipped = (np.abs(restored) < np.abs(mean)) & (
+        _octaves(mean, restored) <= _REUSED_MEAN_OCTAVES
+    )
+    return is_near | is_clipped
 
 
 def _has_drifted(earlier: Snapshot, newer: Snapshot, second: str) -> Array:
@@ -398,7 +413,7 @@ def _second_moment(
     if constants is not None:
         mean = restored.arrays[first][part].astype(np.float64)
         least = mean * mean / adam.moment_limit(*constants)
-    low, high = 2.0**-_REUSED_MEAN_OCTAVES, 2.0**_REUSED_MEAN_OCTAVES
+    low, high = 2.0**-_REUSED_SECOND_OCTAVES, 2.0**_REUSED_SECOND_OCTAVES
     wrong, expected = np.ones(after.shape, np.bool_), None
     for state in states:
         values = state.arrays.get(path)

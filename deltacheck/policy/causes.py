@@ -58,4 +58,5 @@ def _lattices(manifest: Manifest, path: str) -> set[tuple[str, float]]:
     """Return the lattices that a leaf or its tiles are stored on: the rule and the spacing."""
     cut, rule = manifest.tiles.get(path), manifest.derived.get(path)
     rules = (*(() if cut is None else cut.forms), *(() if rule is None else (rule,)))
-    return {(rule.how, rule.spacing) for rule in rules if rule.spacing}
+    # The spacing of ratios follows the count of updates.
+    return {(rule.how, rule.spacing) for rule in rules if rule.spacing and rule.how != "ratio"}

@@ -22,9 +22,13 @@ from deltacheck.policy.stage import STABLE
 # Smaller leaves and leaves of one axis are always exact: they take hardly any bytes, and norms are
 # sensitive (law 6).
 LEAST_ELEMENTS = 1024
-# Largest error of first moments, which are coded as a sign and an exponent. They are fresh noise
-# every ten steps, so more precision would be wasted.
+# Largest error of first moments that are stored at every save, as a sign and an exponent.
 _MEAN_ERROR_OCTAVES = 0.6
+# Spacing of reused first moments, in learning rates of the update m / sqrt(v) that they cause. They
+# are fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
+# costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
+# "Precision of a reused first moment"), and at twice this spacing one more.
+MEAN_SPACING = 0.5
 # Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
 # A first lattice is as coarse as possible, because codes then change the least. It stays within the
 # limits of the second line. A lattice that became too coarse is followed by one that stays until
@@ -48,16 +52,18 @@ class Decision:
 
     Attributes:
         how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``dithered``,
-            ``octaves`` or ``zeros``. Field names are those of the manifest.
+            ``octaves``, ``ratio`` or ``zeros``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
-        of: The leaf that this one is computed from, or whose cells bound a lattice.
-        spacing: The spacing of a lattice, in units of the leaf's values.
+        of: The leaf that this one is computed from, whose cells bound a lattice, or whose root is
+            the unit of ratios.
+        spacing: The spacing of a lattice, in units of the leaf's values; of ratios, in units of the
+            root of the second moment without its bias.
         seed: The seed of a lattice's phases.
         fraction_bits: The number of mantissa bits of an octave code.
         signed: If True, octave codes have a sign.
         dead_band: The distance, in octaves of the bit pattern, within which a stored code stays.
         first: The first moment that bounds this second moment from below.
-        limit: C of ``adam.moment_limit`` for that bound.
+        limit: C of ``adam.moment_limit`` for that bound, and for ratios.
     """
 
     how: str
@@ -266,22 +272,18 @@ def _moments(
     if hidden.moments == "dropped":
         return {first: Decision("zeros", Bounded(1.0, "l2")), second: coarse}
     limit = adam.moment_limit(*constants)
-    mean = Decision("octaves", Bounded(_MEAN_ERROR_OCTAVES, "octaves"), signed=True, dead_band=0.5)
-    paired = Decision(
-        "octaves",
-        tolerance,
-        fraction_bits=fraction_bits,
-        dead_band=dead_band,
-        first=first,
-        limit=limit,
-    )
     if hidden.moments == "bounded":
-        return {first: mean, second: paired}
+        mean = Bounded(_MEAN_ERROR_OCTAVES, "octaves")
+        return {
+            first: Decision("octaves", mean, signed=True, dead_band=0.5),
+            second: replace(coarse, first=first, limit=limit),
+        }
     age = reusable_steps(hidden, situation.step, constants[1])
     if age == 0:
         return {}
     terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
-    return {first: replace(mean, terms=Reused(age)), second: replace(paired, terms=terms)}
+    ratio = Decision("ratio", Reused(age), of=second, spacing=MEAN_SPACING, limit=limit)
+    return {first: ratio, second: replace(coarse, terms=terms)}
 
 
 def reusable_steps(hidden: Hidden, step: int | None, beta2: float) -> int:

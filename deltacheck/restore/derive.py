@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltacheck.codec import lattice, octaves, relative
+from deltacheck.codec import lattice, octaves, ratios, relative
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived
@@ -78,6 +78,11 @@ def compute(
             )
         case "drawn":
             values = relative.drawn(derived.seed, weights=sources[derived.of], out=out, start=first)
+        case "ratio":
+            assert codes is not None
+            values = ratios.values(
+                codes, sources[derived.of], derived.spacing, limit=derived.limit, out=out
+            )
         case _:
             assert codes is not None
             values = octaves.values(

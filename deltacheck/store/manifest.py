@@ -29,6 +29,7 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
+RATIO = "ratio"  # of manifests with codes of first moments beside their second moments
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and have digests by lane
@@ -41,6 +42,7 @@ FEATURES = (
     DERIVED,
     RELATIVE,
     DITHERED,
+    RATIO,
     REPLAY,
     TILES,
     TILES_COMPACT,
@@ -185,20 +187,21 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
             ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
-            ``relative``, ``dithered`` or ``octaves``: from the codes stored under the leaf's own
-            path.
+            ``relative``, ``dithered``, ``octaves`` or ``ratio``: from the codes stored under the
+            leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
-        of: The source leaf; of codes, the leaf whose cells bound the values.
-        spacing: Step of the lattice.
+        of: The source leaf; of codes, the leaf whose cells bound the values, or the second moment
+            whose root is their unit.
+        spacing: Step of the lattice, or of the ratios to the root.
         seed: Seed of the lattice.
         fraction_bits: Precision of the octaves.
         signed: Whether the octaves are signed.
         scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
             the first moment.
         first: The leaf of the first moment.
-        limit: Bound of ``scale``.
+        limit: Bound of ``m^2 / v``, with ``first`` and of ratios.
     """
 
     how: str
@@ -639,6 +642,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             DERIVED: is_derived,
             RELATIVE: "relative" in rules,
             DITHERED: not rules.isdisjoint(("dithered", "drawn")),
+            RATIO: "ratio" in rules,
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
             TILES_COMPACT: bool(self.lane_digests),

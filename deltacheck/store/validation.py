@@ -268,18 +268,19 @@ def _check_derived(
         "relative": ("uint8", "uint16"),
         "dithered": ("uint8", "uint16"),
         "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
+        "ratio": ("int8",),
     }.get(derived.how, (None,))
     on_lattice = derived.how in ("lattice", "relative", "dithered")
     is_relative = derived.how in ("relative", "dithered", "drawn")
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        (derived.how in ("cast", "same", "zeros", "lattice", "octaves") or is_relative)
+        (derived.how in ("cast", "same", "zeros", "lattice", "octaves", "ratio") or is_relative)
         and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
-        and (not (derived.how in ("cast", "same") or is_relative) or bool(derived.of))
+        and (not (derived.how in ("cast", "same", "ratio") or is_relative) or bool(derived.of))
         and (
             derived.how != "cast"
             or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
@@ -297,6 +298,14 @@ def _check_derived(
         and (
             derived.how != "octaves"
             or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7)
+        )
+        and (
+            derived.how != "ratio"
+            or (
+                derived.dtype == specs[derived.of].dtype == "float32"
+                and 2.0**-32 <= derived.spacing <= 2.0**32
+                and 0 <= derived.limit < math.inf
+            )
         )
         and 0 <= derived.seed < 1 << 64
         and 0 < derived.scale < 2.0**128

@@ -327,7 +327,7 @@ def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> Non
     live, earlier = _adam(first=5e-3), _adam(first=1e-3)
     assert _problems(live, _adam(first=1.4e-3), promise, earlier) == {}
     assert (
-        "octaves from its values of step 60"
+        "elements are not those of step 60"
         in _problems(live, _adam(first=5e-3), promise, earlier)[path]
     )
     assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]

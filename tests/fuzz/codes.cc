@@ -1,6 +1,6 @@
 // Fuzzes the codes of derived leaves: any bytes, with any parameters that a manifest may have.
 // Nothing is written outside of the values, all kernels agree, a lattice value is finite and in the
-// cell of its weight, and an octave value can be coded again.
+// cell of its weight, an octave value can be coded again, and a ratio value is finite.
 
 #include <algorithm>
 #include <cmath>
@@ -90,6 +90,34 @@ void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8
           "which stands for the same");
 }
 
+void check_ratios(Reader* reader, double step, double limit, uint8_t kernels, size_t offset) {
+  const RatioForm form{std::min(std::max(step, 0x1p-32), 0x1p32),
+                       limit > 0 ? std::sqrt(limit) : INFINITY};
+  const size_t count = std::min(kMostCodes, reader->left() / 5);
+  Exact codes(count, offset), variances(count * 4, offset), values(count * 4, offset),
+      again(count * 4);
+  for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
+  for (size_t i = 0; i < variances.size(); ++i) variances.data()[i] = reader->take<uint8_t>();
+  const auto decode = [&](uint8_t* out) {
+    return ratio_values(codes.data(), variances.data(), count, form, out);
+  };
+  use_instruction_set("plain");
+  const uint64_t expected = decode(again.data());
+  use_some_kernels(kernels);
+  promise(decode(values.data()) == expected &&
+              (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
+          "kernels give the same values and refuse the same codes");
+  for (size_t i = 0; i < count; ++i) {
+    float value;
+    std::memcpy(&value, values.data() + 4 * i, sizeof value);
+    promise(std::isfinite(value), "a ratio value is finite");
+  }
+  const RatioErrors errors =
+      ratio_codes(values.data(), variances.data(), count, form, codes.data());
+  promise(errors.refused <= count && errors.largest >= 0, "values are coded or refused");
+  promise(decode(again.data()) == 0, "what is coded has a value");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -100,7 +128,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint64_t seed = reader.take<uint64_t>();
   const double step = std::ldexp(1.0 + reader.take<uint8_t>() / 256.0, exponent);
   set_threads(1 + flags % 3);
-  if (flags & 4)
+  if ((flags & 3) == 3)
+    check_ratios(&reader, step, static_cast<double>(flags >> 2), kernels, flags >> 4 & 3);
+  else if (flags & 4)
     check_octaves(&reader, flags >> 5, (flags & 8) != 0, kernels, flags >> 3 & 3);
   else if (flags & 128)
     check_relative(&reader, step, seed, 1 + (flags >> 3 & 1), kernels, flags >> 4 & 3);
@@ -111,7 +141,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 std::vector<Input> seeds() {
   std::vector<Input> all;
-  for (int flags = 0; flags < 256; flags += 4) {
+  for (int flags = 0; flags < 256; flags += 3) {
     Input input{static_cast<uint8_t>(flags), static_cast<uint8_t>(flags)};
     put<uint16_t>(&input, static_cast<uint16_t>(flags * 7));
     put<uint64_t>(&input, 0x0123456789abcdef);

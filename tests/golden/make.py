@@ -186,6 +186,10 @@ def write_dithered(root: Path) -> None:
     write_inexact(root, run, Policy.model_exact(moments="bounded"))
 
 
+def write_ratio(root: Path) -> None:
+    write_inexact(root, AdamRun((64, 96), parameters=1, rate=1e-6), Policy.model_exact())
+
+
 def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
     run.advance(100)
     inexact: set[int] = set()
@@ -371,6 +375,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "policy": write_policy,
     "relative": write_relative,
     "dithered": write_dithered,
+    "ratio": write_ratio,
     "derived": write_derived,
     "gradients": write_log,
     "tiled": write_tiled,

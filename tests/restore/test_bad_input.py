@@ -679,6 +679,16 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "an infinite scale": ("policy octaves", {"scale": 1e39}),
     "a first moment without a limit": ("policy octaves", {"limit": 0.0}),
     "a first moment of another type": ("policy octaves", {"first": "model/w0"}),
+    "ratios to nothing": ("ratio ratio", {"of": ""}),
+    "ratios to no float32": ("ratio ratio", {"of": "model/w0"}),
+    "ratios of another type": ("ratio ratio", {"how": "octaves"}),
+    "ratios of no spacing": ("ratio ratio", {"spacing": 0.0}),
+    "ratios too coarse": ("ratio ratio", {"spacing": 2.0**33}),
+    "ratios with a negative limit": ("ratio ratio", {"limit": -1.0}),
+    "ratios that another leaf follows from": (
+        "ratio octaves",
+        {"first": "optimizer/state/0/exp_avg", "limit": 1.0},
+    ),
 }
 
 
@@ -695,12 +705,13 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
             "dithered": "0/master",
             "drawn": "1/master",
             "octaves": "exp_avg_sq",
+            "ratio": "exp_avg",
         }.get(how[0] if how else "", "w0")
         leaf = next(leaf for leaf in manifest["derived"] if leaf.endswith(wanted))
         manifest["derived"][leaf].update(about)
 
     forge.forge_manifest(path, edit)
-    with pytest.raises(errors.Damaged, match=r"leaf|row"):
+    with pytest.raises(errors.Damaged, match=r"leaf|row|cycle"):
         deltacheck.open(root).restore()
 
 
@@ -730,10 +741,12 @@ def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize("name", ["relative", "dithered"])
+@pytest.mark.parametrize("name", ["relative", "dithered", "ratio"])
 @pytest.mark.parametrize("feature", ["derived", ""])
-def test_relative_codes_need_their_feature(name: str, feature: str, tmp_path: Path) -> None:
-    root, features = forge.unpack(name, tmp_path), [feature or name]
+def test_codes_beside_another_leaf_need_their_feature(
+    name: str, feature: str, tmp_path: Path
+) -> None:
+    root, features = forge.unpack(name, tmp_path), [feature or name]  # both are needed
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
     forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=features))
     with pytest.raises(errors.Damaged, match=r"features .* do not match"):

@@ -331,7 +331,7 @@ def test_without_the_extension_the_same_bytes_are_read_and_written(tmp_path: Pat
 
 
 def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltacheck.codec import extension, lattice, octaves, relative
+    from deltacheck.codec import extension, lattice, octaves, ratios, relative
 
     native = pytest.importorskip("deltacheck._native")
     values = np.array([1.0, -2.0, 3e-40, 0.0], np.float32)
@@ -342,6 +342,7 @@ def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPa
             lattice.codes(values, 1e-3, 5),
             octaves.codes(np.abs(values), fraction_bits=3),
             relative.codes(values, 1e-3, 5, weights=weights),
+            ratios.codes(values, np.ones_like(values), 0.5, limit=3.0),
         )
 
     with_it = all_codes()

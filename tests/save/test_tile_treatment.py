@@ -119,7 +119,9 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
         assert deltacheck.open(tmp_path).verify(deep=True) == []
     is_relative = policy.hidden is not None and policy.hidden.weights == "exact"
     dithered = ("dithered",) if is_relative else ()
-    assert manifest.must_understand == ("derived", *dithered, "tiles", "tiles.derived")
+    is_reused = policy.hidden is not None and policy.hidden.moments == "reused"
+    ratio = ("ratio",) if is_reused else ()
+    assert manifest.must_understand == ("derived", *dithered, *ratio, "tiles", "tiles.derived")
     if policy.hidden is None:
         assert not manifest.names_of("model/w0")
         assert manifest.contract == "exact"

@@ -492,7 +492,9 @@ def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> Non
     # The other rows are reused: of the leaf, one row is written.
     assert made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step < made.run.step
     changed = {leaf.path: leaf.changed for leaf in report.leaves}
-    assert changed["optimizer/state/0/exp_avg_sq"] == changed["optimizer/state/0/exp_avg"] == 96
+    assert changed["optimizer/state/0/exp_avg_sq"] == 96
+    # A first moment that moves its weight by less than a quarter of the learning rate has code 0.
+    assert 48 < changed["optimizer/state/0/exp_avg"] <= 96
 
 
 def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law 6

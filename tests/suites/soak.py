@@ -121,6 +121,7 @@ SUITES = (
                 "codec/test_codec_lattice",
                 "codec/test_codec_relative",
                 "codec/test_codec_octaves",
+                "codec/test_codec_ratios",
                 "leaf/test_tree",
                 "leaf/test_grid",
             ),

@@ -15,6 +15,9 @@ import numpy as np
 
 SLACK = 1 + 1e-5
 TINY = 2.0**-100  # first moments below count as zero
+# Reused first moments, in roots of their second moments without bias: half a step of 0.5, and a
+# second moment that is coded within half an octave.
+MEAN_ERROR, BETA2 = 0.25 * 2**0.25, 0.999
 SAMPLED = 1.15  # a drift is the median of a sample, here that of every element is compared
 
 
@@ -123,15 +126,15 @@ def _reused(
         if not np.isfinite(b[box]).all():
             return "not finite"
         if terms.max_drift is None:
-            wrong = _other_than(live_at(from_step), path, b, box)
-            # Elements whose second moment has drifted since may have their values of a later save.
             second = path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")
+            wrong = _other_than(live_at(from_step), path, second, from_step, b, box)
+            # Elements whose second moment has drifted since may have their values of a later save.
             old = np.asarray(flat(live_at(from_step))[second])[box].astype(np.float64)
             for later in range(from_step + 1, manifest.step + 1) if wrong.any() else ():
                 with contextlib.suppress(LookupError, OSError):  # no save of this step
                     new = np.asarray(flat(live_at(later))[second])[box].astype(np.float64)
                     stays = _octaves(old, new) < 0.4
-                    wrong &= stays | _other_than(live_at(later), path, b, box)
+                    wrong &= stays | _other_than(live_at(later), path, second, later, b, box)
             if wrong.any():
                 return f"the tile {box} is not that of step {from_step}"
         else:
@@ -141,10 +144,16 @@ def _reused(
     return ""
 
 
-def _other_than(live: Any, path: str, restored: Any, box: Any) -> Any:
-    """Return the elements of a box that are not those of a state, within 0.6 octaves."""
-    values = np.asarray(flat(live)[path])[box].astype(np.float64)
-    return ~(_octaves(values, restored[box]) <= 0.6)
+def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box: Any) -> Any:
+    """Return the elements of a box of a first moment that are not those of a state.
+
+    They may differ by a quarter of an update. Where the limit of Adam's law clips them, by 0.6
+    octaves.
+    """
+    mean, variance = (np.asarray(flat(live)[p])[box].astype(np.float64) for p in (path, second))
+    allowed = MEAN_ERROR * SLACK * np.sqrt(variance / (1 - BETA2**step))
+    is_clipped = (np.abs(restored[box]) < np.abs(mean)) & (_octaves(mean, restored[box]) <= 0.6)
+    return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped)
 
 
 def _equal(old: Any, new: Any) -> Any:

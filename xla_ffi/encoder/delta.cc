@@ -661,6 +661,33 @@ uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& f
   return bad;
 }
 
+RatioErrors ratio_codes(const uint8_t* values, const uint8_t* variances, uint64_t count,
+                        const RatioForm& form, uint8_t* codes) {
+  const Kernels& kernels = *chosen().load();
+  std::vector<RatioErrors> parts(parts_of(count));
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
+    parts[part] = kernels.ratio_codes_part(values + 4 * first, variances + 4 * first, size, form,
+                                           codes + first);
+  });
+  RatioErrors whole{};
+  for (const RatioErrors& part : parts) {
+    whole.refused += part.refused;
+    whole.largest = std::max(whole.largest, part.largest);
+  }
+  return whole;
+}
+
+uint64_t ratio_values(const uint8_t* codes, const uint8_t* variances, uint64_t count,
+                      const RatioForm& form, uint8_t* values) {
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> bad{0};
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
+    bad += kernels.ratio_values_part(codes + first, variances + 4 * first, size, form,
+                                     values + 4 * first);
+  });
+  return bad;
+}
+
 int threads() { return thread_count(); }
 
 void set_threads(int count) { thread_count() = std::max(1, count); }

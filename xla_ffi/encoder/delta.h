@@ -14,6 +14,7 @@
 #include "format.h"
 #include "lattice.h"
 #include "octaves.h"
+#include "ratios.h"
 #include "run.h"
 
 namespace deltacheck {
@@ -105,6 +106,14 @@ OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t c
 // The inverse of octave_codes. Returns the number of codes that no value has; these become 0.
 uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form,
                        uint8_t* values);
+
+// Writes the codes of ratios.h, of one byte. `values`, `variances`: float32.
+RatioErrors ratio_codes(const uint8_t* values, const uint8_t* variances, uint64_t count,
+                        const RatioForm& form, uint8_t* codes);
+
+// The inverse of ratio_codes. Returns the number of codes that no value has; these become 0.
+uint64_t ratio_values(const uint8_t* codes, const uint8_t* variances, uint64_t count,
+                      const RatioForm& form, uint8_t* values);
 
 // The number of threads that one call may use, including its caller. By default the processors
 // available to this process, at most 8. More: faster calls; fewer: more processors left for

@@ -96,6 +96,6 @@ const Kernels DELTACHECK_KERNELS = {
     DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,        encode_positions_any,
     encode_dense_any,           check_chunk_any,      apply_chunk_any,   span_statistics_any,
     lattice_codes_part,         lattice_values_part,  lattice_cast_part, relative_codes_part,
-    relative_values_part,       octave_codes_part,    octave_values_part};
+    relative_values_part,       octave_codes_part,    octave_values_part, ratio_codes_part, ratio_values_part};
 
 }  // namespace deltacheck

@@ -9,6 +9,7 @@
 #include "format.h"
 #include "lattice.h"
 #include "octaves.h"
+#include "ratios.h"
 #include "relative.h"
 
 namespace deltacheck {
@@ -67,8 +68,8 @@ struct Refusal {
   uint64_t actual = 0, declared = 0;
 };
 
-// The kernels of one instruction set. segment.h, statistics.h, lattice.h, relative.h and octaves.h
-// document the functions, with `word_bytes` or `elements` as their template argument.
+// The kernels of one instruction set. segment.h, statistics.h, lattice.h, relative.h, octaves.h and
+// ratios.h document the functions, with `word_bytes` or `elements` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,
@@ -102,6 +103,10 @@ struct Kernels {
                                     const OctaveForm& form, uint32_t band, uint8_t* codes);
   uint64_t (*octave_values_part)(const uint8_t* codes, uint64_t count, const OctaveForm& form,
                                  uint8_t* values);
+  RatioErrors (*ratio_codes_part)(const uint8_t* values, const uint8_t* variances, uint64_t count,
+                                  const RatioForm& form, uint8_t* codes);
+  uint64_t (*ratio_values_part)(const uint8_t* codes, const uint8_t* variances, uint64_t count,
+                                const RatioForm& form, uint8_t* values);
 };
 
 extern const Kernels kKernelsPlain;  // runs on every processor of this architecture

@@ -1,4 +1,4 @@
-"""Capture the moments of an optimizer: as codes in octaves, reused from an earlier save, or not."""
+"""Capture the moments of an optimizer: as codes, reused from an earlier save, or exactly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import octaves
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision, betas
-from deltacheck.restore import derive
 from deltacheck.save.job.source import Coded
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.lossy_save import ParameterSave
+from deltacheck.save.treatment.moment_codes import MomentCodes
 from deltacheck.save.treatment.run_state import StoredPair
 
 # Elements of a second moment that drifted by more octaves are written alone, while the rest of the
@@ -33,6 +31,11 @@ class MomentCapture:
         self._group = group
         self._captured: dict[str, Any] | None = None
         self._live: dict[str, Array] = {}  # copies during a capture, which reads a moment often
+        self._coded = {  # the moments that are stored as codes
+            path: decision
+            for path, decision in group.decisions.items()
+            if decision.how in ("octaves", "ratio")
+        }
 
     def capture_zeros(self, path: str, decision: Decision) -> Any:
         """Store nothing of a moment that a restore gives as zeros."""
@@ -57,56 +60,45 @@ class MomentCapture:
         return self._live[path]
 
     def _capture_both(self) -> dict[str, Any]:
-        group = self._group
-        decisions = {
-            path: decision
-            for path, decision in group.decisions.items()
-            if decision.how == "octaves"
-        }
+        group, decisions = self._group, self._coded
         # If either moment breaks its contract, both are exact: an update mixes the two.
         exactly = {path: group.exactly(path) for path in decisions}
         if self._breaks_adam_law():
             return exactly
-        self._watch_for_zeros(decisions)
+        forms = self._forms()
+        self._watch_for_zeros(forms)
         may_reuse = any(isinstance(decision.terms, Reused) for decision in decisions.values())
-        if may_reuse and (reused := self._reuse(decisions)) is not None:
+        if may_reuse and (reused := self._reuse(forms)) is not None:
             return reused
-        captured: dict[str, Any] = {}
-        promises = {}
-        for path, decision in decisions.items():
-            spec = self._code_spec(path, decision)
-            encoding = octaves.codes(
-                self._unbiased(path, decision),
-                fraction_bits=decision.fraction_bits,
-                signed=decision.signed,
-                base=group.save.reader.stored(path, spec),
-                dead_band=decision.dead_band,
-            )
-            limit = decision.terms.limit if isinstance(decision.terms, Bounded) else np.inf
-            if encoding.refused or encoding.largest_error_octaves > limit:
+        codes: dict[str, Array] = {}
+        errors: dict[str, float] = {}
+        for path in forms.in_order():
+            base = group.save.reader.stored(path, forms.spec(path))
+            coded = forms.encode(path, self._values(path), codes, base)
+            if coded is None:
                 return exactly
-            captured[path] = Coded(spec, encoding.codes.view(np.uint8))
-            measured, from_step = encoding.largest_error_octaves, None
-            if isinstance(decision.terms, Reused):
-                measured = self._sampled_error(path, decision, encoding.codes)
-                from_step = group.save.step
-            assert decision.terms is not None
-            promises[path] = Promise(decision.terms, measured, from_step)
+            codes[path], errors[path] = coded
         # Promises only now: the other moment may have been refused.
         for path, decision in decisions.items():
-            group.save.promise(path, self._derived(path, decision), promises[path])
+            measured, from_step = errors[path], None
+            if isinstance(decision.terms, Reused):
+                measured = self._sampled_error(forms, path, codes)
+                from_step = group.save.step
+            assert decision.terms is not None
+            promise = Promise(decision.terms, measured, from_step)
+            group.save.promise(path, forms.rule(path), promise)
         if may_reuse:
             count = group.situation.step
             group.save.run.stored_pairs[group.parameter.name] = StoredPair(group.save.step, count)
-        return captured
+        return {path: Coded(forms.spec(path), codes[path].view(np.uint8)) for path in decisions}
 
-    def _reuse(self, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
+    def _reuse(self, forms: MomentCodes) -> dict[str, Any] | None:
         """Return the stored pair if it may still stand for the live one; else ``None``.
 
         The drift guard compares samples of both, and the update that each of them gives. If it
         refuses the pair, the elements that drifted far are written alone.
         """
-        group, save = self._group, self._group.save
+        group, save, decisions = self._group, self._group.save, self._coded
         first, second = group.parameter.first, group.parameter.second
         stored_pair = save.run.stored_pairs.get(group.parameter.name)
         if stored_pair is None or first is None or second is None:
@@ -118,20 +110,19 @@ class MomentCapture:
         is_due = group.situation.is_due and age != 0
         if age is None or age > terms.max_age_steps or is_due:
             return None
-        specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
         codes: dict[str, Array] = {}
-        for path, spec in specs.items():
-            stored_codes = save.reader.stored(path, spec)
+        for path in decisions:
+            stored_codes = save.reader.stored(path, forms.spec(path))
             if stored_codes is None:
                 return None
             codes[path] = stored_codes
         # Law 8: rows that are touched for the first time have no stored moment.
         is_touched = bool(np.any((codes[second] == 0) & (self._values(second) > 0)))
-        measured = None if is_touched else self._drifts(decisions, codes)
+        measured = None if is_touched else self._drifts(forms, codes)
         patched = None
         if measured is None:
-            patched = self._with_drifted(decisions, codes, second)
-            measured = None if patched is None else self._drifts(decisions, patched)
+            patched = self._with_drifted(forms, codes, second)
+            measured = None if patched is None else self._drifts(forms, patched)
             if patched is None or measured is None:
                 return None
             codes = patched
@@ -139,25 +130,23 @@ class MomentCapture:
         for path, decision in decisions.items():
             assert isinstance(decision.terms, Reused)
             promise = Promise(decision.terms, measured[path], stored_pair.step, age_steps)
-            save.promise(path, self._derived(path, decision), promise)
+            save.promise(path, forms.rule(path), promise)
         return {
-            path: Coded(specs[path], None if patched is None else codes[path].view(np.uint8))
+            path: Coded(forms.spec(path), None if patched is None else codes[path].view(np.uint8))
             for path in decisions
         }
 
-    def _drifts(
-        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array]
-    ) -> dict[str, float] | None:
+    def _drifts(self, forms: MomentCodes, codes: Mapping[str, Array]) -> dict[str, float] | None:
         """Return the drift of a sample of both moments; ``None`` if the guard refuses it."""
         parameter = self._group.parameter
         first, second = str(parameter.first), str(parameter.second)
-        restored = self._restored(decisions, {path: sample(codes[path]) for path in codes})
+        restored = forms.restored({path: sample(codes[path]) for path in codes})
         live = {path: sample(self._values(path)) for path in (first, second)}
         drift = octaves_apart(live[second], restored[second])
         # 1e-8 is the default of Adam in PyTorch and in Optax.
         epsilon = self._group.situation.hyperparameters.eps or 1e-8
         change = adam.update_change(live[first], live[second], restored[second], epsilon)
-        terms = decisions[second].terms
+        terms = self._coded[second].terms
         assert isinstance(terms, Reused)
         limit = terms.max_drift
         if drift is None or limit is None or drift > limit or change > limit:
@@ -166,7 +155,7 @@ class MomentCapture:
         return {second: drift, first: first_drift}
 
     def _with_drifted(
-        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array], second: str
+        self, forms: MomentCodes, codes: Mapping[str, Array], second: str
     ) -> dict[str, Array] | None:
         """Return stored codes with the live values of the elements whose second moment drifted.
 
@@ -175,30 +164,29 @@ class MomentCapture:
         Returns:
             Leaf path -> codes; ``None`` if there are too many such elements, or one has no code.
         """
-        live, restored = self._values(second), self._restored(decisions, codes)[second]
+        # A reused second moment does not follow from the first one.
+        live, restored = self._values(second), forms.restored({second: codes[second]})[second]
         ratio = np.float32(2.0**_MOST_ELEMENT_DRIFT)
         drifted = np.flatnonzero((live > restored * ratio) | (live * ratio < restored))
         if drifted.size > _MOST_DRIFTED * live.size:
             return None
-        result = {}
-        for path, decision in decisions.items():
-            encoding = octaves.codes(
-                self._values(path)[drifted] * np.float32(1 / self._scale(decision)),
-                fraction_bits=decision.fraction_bits,
-                signed=decision.signed,
-            )
-            if encoding.refused:
+        newer: dict[str, Array] = {}
+        for path in forms.in_order():
+            coded = forms.encode(path, self._values(path)[drifted], newer)
+            if coded is None:
                 return None
-            result[path] = codes[path].copy()
-            result[path][drifted] = encoding.codes
+            newer[path] = coded.codes
+        result = {path: codes[path].copy() for path in newer}
+        for path in newer:
+            result[path][drifted] = newer[path]
         return result
 
-    def _watch_for_zeros(self, decisions: Mapping[str, Decision]) -> None:
+    def _watch_for_zeros(self, forms: MomentCodes) -> None:
         """Note a second moment that is zero again: the optimizer has begun anew."""
         group, second = self._group, self._group.parameter.second
         if second is None or sample(self._values(second)).any():
             return
-        codes = group.save.reader.stored(second, self._code_spec(second, decisions[second]))
+        codes = group.save.reader.stored(second, forms.spec(second))
         if codes is not None and sample(codes).any():
             group.save.run.zeroed.add(group.parameter.name)
 
@@ -215,38 +203,22 @@ class MomentCapture:
             return 1.0
         return adam.bias_rescale(step, last_step, coefficients[1])
 
-    def _sampled_error(self, path: str, decision: Decision, codes: Array) -> float:
+    def _forms(self) -> MomentCodes:
+        """Return the forms of both moments at this save."""
+        coefficients, step = self._betas(), self._group.situation.step
+        correction = (
+            1.0
+            if coefficients is None or step is None
+            else adam.bias_correction(step, coefficients[1])
+        )
+        specs = {path: self._group.spec(path) for path in self._coded}
+        return MomentCodes(self._coded, specs, correction, self._group.derived)
+
+    def _sampled_error(self, forms: MomentCodes, path: str, codes: Mapping[str, Array]) -> float:
         """Return the median error in octaves of the decoded codes, on a sample."""
         live = sample(self._values(path))
-        restored = octaves.values(
-            sample(codes), fraction_bits=decision.fraction_bits, signed=decision.signed
-        )
-        scaled = np.abs(restored) * np.float32(self._scale(decision))
-        return octaves_apart(np.abs(live), scaled) or 0.0
-
-    def _code_spec(self, path: str, decision: Decision) -> LeafSpec:
-        dtype = octaves.code_dtype(decision.fraction_bits).name
-        return LeafSpec.of(path, self._group.spec(path).shape, dtype)
-
-    def _derived(self, path: str, decision: Decision) -> Any:
-        return self._group.derived(path, decision, scale=self._scale(decision))
-
-    def _scale(self, decision: Decision) -> float:
-        """Return the factor by which the values of codes are multiplied.
-
-        For a second moment it is the bias correction of Adam: the moment grows from zero, and its
-        codes are of what it would be without that growth. So a young moment does not cross cells
-        by growing, and a reused one stands for the present (law 5).
-        """
-        coefficients, step = self._betas(), self._group.situation.step
-        if decision.signed or coefficients is None or step is None:
-            return 1.0
-        return adam.bias_correction(step, coefficients[1])
-
-    def _unbiased(self, path: str, decision: Decision) -> Array:
-        scale = self._scale(decision)
-        live = self._values(path)
-        return live if scale == 1.0 else live * np.float32(1 / scale)
+        restored = forms.restored({path: sample(codes[path]) for path in codes})[path]
+        return octaves_apart(np.abs(live), np.abs(restored)) or 0.0
 
     def _betas(self) -> tuple[float, float] | None:
         hidden = self._group.save.policy.hidden
@@ -266,14 +238,3 @@ class MomentCapture:
             sample(self._values(first)), sample(self._values(second)), limit
         )
         return violations > 0
-
-    def _restored(
-        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        """Return the values that a restore would compute from some codes."""
-        values: dict[str, Array] = {}
-        # The second moment last: its computation takes the first one.
-        for path in sorted(decisions, key=lambda path: bool(decisions[path].first)):
-            derived = self._derived(path, decisions[path])
-            values[path] = derive.compute(derived, codes[path], values, 0, codes[path].size)
-        return values

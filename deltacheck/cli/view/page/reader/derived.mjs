@@ -1,11 +1,12 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
 import { check, NotImplemented } from "./base/errors.mjs";
-import { bitsFloat, lattice, octaves, relative } from "./decode/codes.mjs";
+import { bitsFloat, lattice, octaves, ratios, relative } from "./decode/codes.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
   cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
   relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
+  ratio: ["int8"],
 };
 const word = new DataView(new ArrayBuffer(8));
 const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23], float64: [11, 52] };
@@ -37,6 +38,10 @@ async function first(rule, shape, codes, of) {
   const weights = of?.dtype === "bfloat16" ? numbers("uint16", of.bytes) : null;
   if (how === "octaves") return bytesOf(octaves(numbers(codes.dtype, codes.bytes), rule));
   if (how === "lattice") return bytesOf(lattice(numbers("int32", codes.bytes), weights, rule));
+  if (how === "ratio") {
+    check(of?.dtype === "float32", "ratio without a float32 second moment");
+    return bytesOf(ratios(numbers("int8", codes.bytes), numbers("float32", of.bytes), rule));
+  }
   check(weights !== null, `${how} without bfloat16 weights`);
   return bytesOf(relative(codes && numbers(codes.dtype, codes.bytes), weights, rule, how));
 }
@@ -58,7 +63,7 @@ function raised(rule, bytes, m) {
 }
 
 const ARRAYS = {
-  uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, int32: Int32Array,
+  int8: Int8Array, uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, int32: Int32Array,
   float32: Float32Array, float64: Float64Array,
 };
 

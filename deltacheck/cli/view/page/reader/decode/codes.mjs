@@ -97,3 +97,18 @@ export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
     return negative ? -size : size;
   });
 }
+
+// 4.5.5. `second` are the elements of the second moment.
+export function ratios(codes, second, { spacing, limit = 0 }) {
+  check(spacing >= 2 ** -32 && spacing <= 2 ** 32, `spacing ${spacing}`);
+  check(limit >= 0 && limit < Infinity, `limit ${limit}`);
+  const most = limit > 0 ? Math.sqrt(limit) : Infinity;
+  return Float32Array.from(codes, (code, i) => {
+    const v = second[i];
+    check(code === 0 || (code !== -128 && v >= 2 ** -126 && v < Infinity), `element ${i}: code ${code}`);
+    if (code === 0) return 0;
+    const root = Math.sqrt(v);
+    const bound = most * root;
+    return Math.fround(Math.max(-bound, Math.min(bound, code * spacing * root)));
+  });
+}
