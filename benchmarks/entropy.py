@@ -28,7 +28,12 @@ def leaf_bytes(before: Words, now: Words) -> float:
     """
     signed = (now - before).view(f"i{now.itemsize}")
     folded = ((signed << 1) ^ (signed >> (8 * now.itemsize - 1))).view(now.dtype)
-    return min(sum(map(_symbols_bytes, _symbols(words))) for words in (folded, now))
+    return min(value_bytes(folded), value_bytes(now))
+
+
+def value_bytes(words: Words) -> float:
+    """Return the bytes of one leaf as values."""
+    return sum(map(_symbols_bytes, _symbols(words)))
 
 
 def words_of(array: Any) -> Words:

@@ -1,8 +1,11 @@
-"""The worth of a first moment after a resume: kept, old, coded in one or two bits, or zero.
+"""The worth of a first moment after a resume: kept, old, coded in few bits, or zero.
 
 A pretrained encoder is fine-tuned and killed. Weights, masters and the rescaled second moment of an
 earlier save are restored, together with one of the candidates for the first moment. Progress is
 measured along the path of the run that was not killed, over the next steps.
+
+Candidates that are coded at every save: the live first moment. Candidates that are reused: that of
+the earlier save, bit for bit, in octaves, or in steps of the update that it causes.
 """
 
 from __future__ import annotations
@@ -18,17 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from benchmarks import sentence_encoder
+from benchmarks import entropy, sentence_encoder
 from benchmarks.record import Result, Settings, Table, Unit
 from benchmarks.schedules import cosine
 from benchmarks.sentence_encoder import BETAS, EncoderTraining
+from deltacheck.codec import octaves, ratios
 from deltacheck.policy import adam
 from deltacheck.profile.sensitivity import lost_steps
 
 F32 = NDArray[np.float32]
-# Of (live m, v that is restored, m that was stored with it).
-Candidate = Callable[[F32, F32, F32], F32]
+# Of (live m, v that is restored without its bias, m that was stored with it); returns the first
+# moment and its bits per element.
+Candidate = Callable[[F32, F32, F32], tuple[F32, float]]
 EVERY, HORIZON, HELD_OUT = 10, 8, 64
+STEPS = (0.25, 0.5, 1.0)  # in learning rates
 # The best four levels for a normal distribution, and the limit between them (Max, 1960).
 _INNER, _OUTER, _LIMIT = 0.4528, 1.510, 0.9816
 _TERNARY, _TERNARY_LIMIT = 1.224, 0.612
@@ -44,27 +50,51 @@ COLUMNS: dict[str, Unit] = {
 }
 
 
-def _scaled(levels: Callable[[F32], F32]) -> Candidate:
+def _scaled(bits: float, levels: Callable[[F32], F32]) -> Candidate:
     """Return the candidate that codes m / sqrt(v), with a scale for each row."""
 
-    def coded(m: F32, v: F32, old: F32) -> F32:
+    def coded(m: F32, v: F32, old: F32) -> tuple[F32, float]:
         root = np.sqrt(v.astype(np.float64))
         # Rows that are touched for the first time have no v yet. A save writes them whole.
         x = np.divide(m, root, out=np.zeros_like(root), where=root > 0)
         scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True)) + 1e-30
         result: F32 = (np.sign(x) * levels(np.abs(x / scale)) * scale * root).astype(np.float32)
-        return result
+        return result, bits
 
     return coded
 
 
-CANDIDATES: dict[str, tuple[float, Candidate]] = {
-    "kept": (32.0, lambda m, v, old: m),
-    "reused": (0.0, lambda m, v, old: old),
-    "sign": (1.0, _scaled(lambda x: np.full_like(x, np.sqrt(2 / np.pi)))),
-    "ternary": (1.58, _scaled(lambda x: np.where(x < _TERNARY_LIMIT, 0.0, _TERNARY))),
-    "two bits": (2.0, _scaled(lambda x: np.where(x < _LIMIT, _INNER, _OUTER))),
-    "zero": (0.0, lambda m, v, old: np.zeros_like(m)),
+def _in_octaves(m: F32, v: F32, old: F32) -> tuple[F32, float]:
+    """Code the old first moment as a sign and an exponent."""
+    codes = octaves.codes(old, signed=True).codes
+    return octaves.values(codes, signed=True), _entropy(codes)
+
+
+def _in_steps(step: float) -> Candidate:
+    """Return the candidate that codes the old first moment in steps of its update."""
+
+    def coded(m: F32, v: F32, old: F32) -> tuple[F32, float]:
+        limit = adam.moment_limit(*BETAS)
+        codes = ratios.codes(old, v, step, limit=limit).codes
+        return ratios.values(codes, v, step, limit=limit), _entropy(codes)
+
+    return coded
+
+
+def _entropy(codes: NDArray[Any]) -> float:
+    """Return the order-0 entropy of codes, in bits per element."""
+    return 8 * entropy.value_bytes(entropy.words_of(codes.reshape(-1))) / codes.size
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "kept": lambda m, v, old: (m, 32.0),
+    "sign": _scaled(1.0, lambda x: np.full_like(x, np.sqrt(2 / np.pi))),
+    "ternary": _scaled(1.58, lambda x: np.where(x < _TERNARY_LIMIT, 0.0, _TERNARY)),
+    "two bits": _scaled(2.0, lambda x: np.where(x < _LIMIT, _INNER, _OUTER)),
+    "reused": lambda m, v, old: (old, 32.0),
+    "reused, octaves": _in_octaves,
+    **{f"reused, steps of {step}": _in_steps(step) for step in STEPS},
+    "zero": lambda m, v, old: (np.zeros_like(m), 0.0),
 }
 
 
@@ -80,20 +110,20 @@ def run(settings: Settings) -> Result:
         )
     seeds = (1,) if settings.quick else (1, 2, 3)
     model = sentence_encoder.unpack(settings.folder / "pretrained")
-    records: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    records: dict[tuple[int, str], list[tuple[float, float, float]]] = {}
     noise: list[float] = []
     for seed in seeds:
-        for age, name, lost, change in _killed(model, seed, settings.quick, noise):
-            records.setdefault((age, name), []).append((lost, change))
+        for age, name, *outcome in _killed(model, seed, settings.quick, noise):
+            records.setdefault((age, name), []).append(tuple(outcome))
     sd = float(np.sqrt(mean(change * change for change in noise) / 2))
     rows = [
         [
             age,
             name,
-            CANDIDATES[name][0],
+            mean(bits for _, _, bits in outcomes),
             len(outcomes),
-            mean(lost for lost, _ in outcomes),
-            mean(change for _, change in outcomes),
+            mean(lost for lost, _, _ in outcomes),
+            mean(change for _, change, _ in outcomes),
             sd,
         ]
         for (age, name), outcomes in sorted(records.items(), key=lambda item: item[0][0])
@@ -103,13 +133,13 @@ def run(settings: Settings) -> Result:
 
 def _killed(
     model: Path, seed: int, quick: bool, noise: list[float]
-) -> Iterator[tuple[int, str, float, float]]:
-    """Yield (age, candidate, lost steps, change of the loss) for each kill of one run."""
+) -> Iterator[tuple[int, str, float, float, float]]:
+    """Yield (age, candidate, lost steps, change of the loss, bits) for each kill of one run."""
     training = EncoderTraining(model, cosine(2e-5, 600), layers=1, vocabulary=4000)
     held_out, rest = training._order[-HELD_OUT:].tolist(), training._order[:-HELD_OUT]
     order = shuffled(rest, seed)
     training._order = order
-    ages, kills = ((EVERY,), (2 * EVERY,)) if quick else ((10, 50), (110, 120))
+    ages, kills = ((EVERY,), (2 * EVERY,)) if quick else ((10, 50), (110, 120, 300))
     snapshots: dict[int, Any] = {}
     while training.step < max(kills):
         train(training, EVERY)
@@ -128,24 +158,30 @@ def _killed(
         exact, loss = outcome(live)
         noise += [outcome(live, 1000 * seed + kill + n)[1] - loss for n in (1, 2)]
         for age in ages:
-            for name, (_, candidate) in CANDIDATES.items():
-                state = _with_first_moment(live, snapshots[kill - age], candidate, kill, age)
+            for name, candidate in CANDIDATES.items():
+                state, bits = _with_first_moment(live, snapshots[kill - age], candidate, kill, age)
                 final, changed = outcome(state)
-                yield age, name, lost_steps(start, exact, final, HORIZON), changed - loss
+                yield age, name, lost_steps(start, exact, final, HORIZON), changed - loss, bits
 
 
-def _with_first_moment(live: Any, older: Any, candidate: Candidate, step: int, age: int) -> Any:
+def _with_first_moment(
+    live: Any, older: Any, candidate: Candidate, step: int, age: int
+) -> tuple[Any, float]:
+    """Return a state with the first moments of a candidate, and their bits per element."""
     state = copy.deepcopy(live)
     rescale = np.float32(adam.bias_rescale(step, step - age, BETAS[1]))
+    correction = np.float32(adam.bias_correction(step, BETAS[1]))
+    total_bits = elements = 0.0
     for key, entry in state["optimizer"]["state"].items():
         if entry["exp_avg"].ndim < 2:  # always exact
             continue
         stored = older["optimizer"]["state"][key]
         v = stored["exp_avg_sq"].numpy() * rescale
-        m = candidate(entry["exp_avg"].numpy(), v, stored["exp_avg"].numpy())
+        m, bits = candidate(entry["exp_avg"].numpy(), v / correction, stored["exp_avg"].numpy())
+        total_bits, elements = total_bits + bits * m.size, elements + m.size
         entry["exp_avg"] = torch.from_numpy(np.array(m))
         entry["exp_avg_sq"] = torch.from_numpy(adam.repair(v, m, adam.moment_limit(*BETAS)))
-    return state
+    return state, total_bits / elements
 
 
 def shuffled(order: torch.Tensor, seed: int) -> torch.Tensor:

@@ -174,8 +174,10 @@ class Policy:
 
                 - ``"reused"`` (default): m and v are written as a pair when they have drifted, and
                   at least every ``max_age_steps``. In between, a restore gives the earlier pair.
-                - ``"bounded"``: both are written at every save, within ``moment_error_octaves``:
-                  the largest files, the closest resume.
+                  Its m is right to within a quarter of the update ``m / sqrt(v)``, about 0.3 with
+                  the error of v.
+                - ``"bounded"``: both are written at every save, v within ``moment_error_octaves``
+                  and m within 0.6 octaves: the largest files, the closest resume.
                 - ``"dropped"``: v is bounded, and m is zero after a restore. This costs a resumed
                   run about 1 / (1 - beta1) steps of progress, once.
                 - ``"exact"``: only master weights are bounded.
@@ -187,8 +189,8 @@ class Policy:
                 Larger: fewer bytes at the end of a schedule, more noise in a run that is resumed
                 there; smaller: the opposite. 0: the error follows the rate, and is 0 at rate 0.
             moment_error_octaves: The largest error of v, as ``|log2|`` of the ratio, from 0.02 to 2
-                (default: 0.5); the error of m is 0.6. Larger: fewer bytes, a less faithful step
-                size; smaller: the opposite.
+                (default: 0.5). Larger: fewer bytes, a less faithful step size; smaller: the
+                opposite.
             max_drift_octaves: The largest median drift of v while it is reused, in addition to
                 ``moment_error_octaves``; above 0 and below 8 (default: 0.1). Larger: fewer bytes,
                 an older state; smaller: the opposite.

@@ -22,6 +22,7 @@ from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
 from tests.support.adam_run import BFLOAT16, AdamRun
+from tests.support.promises import broken, torch_weight
 
 # More of them: DELTACHECK_PROMISE_RUNS=100 makes about 2,000 lossy saves.
 RUNS = int(os.environ.get("DELTACHECK_PROMISE_RUNS", "3"))
@@ -149,6 +150,81 @@ def test_every_step_keeps_its_promise(
             engine.save(run.step, state).result()
             judge(deltacheck.open(root), run.step, state, peak)
         assert deltacheck.open(root).verify(deep=True) == []
+
+
+def moment(first: float | None, second: float | None) -> Callable[[AdamRun], None]:
+    """Put values into both moments of one element."""
+
+    def change(run: AdamRun) -> None:
+        if first is not None:
+            run.first[0][3, 5] = first
+        if second is not None:
+            run.second[0][3, 5] = second
+
+    return change
+
+
+def spike(run: AdamRun) -> None:
+    run.advance(1, size=1e4)
+
+
+def new_rows(run: AdamRun) -> None:
+    run.scale[0][:8] = 1e-2
+
+
+def vanishing_gradients(run: AdamRun) -> None:
+    run.scale[0][...] = 1e-21
+
+
+MOMENTS: dict[str, Callable[[AdamRun], None]] = {
+    "beyond the law": moment(1.0, 1e-8),
+    "at the limit of the law": moment(7.2e-4, 1e-8),
+    "no second moment": moment(0.0, 0.0),
+    "tiny beside none": moment(1e-20, 0.0),
+    "subnormal": moment(1e-21, 1e-41),
+    "huge": moment(1e15, 1e31),
+    "NaN": moment(math.nan, None),
+    "infinite": moment(None, math.inf),
+    "negative": moment(None, -1.0),
+    "spike": spike,
+    "new rows": new_rows,
+    "vanishing gradients": vanishing_gradients,
+}
+
+
+@given(
+    st.integers(1, 10),
+    st.dictionaries(st.integers(3, SAVES - 1), st.sampled_from(sorted(MOMENTS)), max_size=3),
+    st.integers(0, 99),
+)
+# Not shrunk: a run takes seconds.
+@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+def test_every_reused_moment_keeps_its_promise(
+    every: int, disturbances: dict[int, str], seed: int
+) -> None:
+    run = AdamRun((32, 40), 2, seed=seed)
+    run.scale[0][:8] = 0.0  # rows that do not occur
+    run.advance(100)
+    policy = Policy.model_exact(stable_from=0, max_chain_depth=6)
+    states, rules = {}, set()
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for save in range(SAVES):
+            with np.errstate(all="ignore"):  # NaN and infinities stay in the run
+                run.advance(every)
+                if save in disturbances:
+                    MOMENTS[disturbances[save]](run)
+            states[run.step] = run.state()
+            engine.save(run.step, states[run.step]).result()
+            opened = deltacheck.open(root)
+            manifest = opened.manifest()
+            restored = opened.restore(run.step)
+            found = broken(
+                states[run.step], restored, manifest, states.__getitem__, run.rate, torch_weight
+            )
+            assert found == [], (save, disturbances)
+            rules |= {rule.how for rule in manifest.derived.values()}
+        assert deltacheck.open(root).verify(deep=True) == []
+    assert {"ratio", "octaves"} <= rules
 
 
 @pytest.mark.parametrize(

@@ -147,13 +147,14 @@ def _reused(
 def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box: Any) -> Any:
     """Return the elements of a box of a first moment that are not those of a state.
 
-    They may differ by a quarter of an update. Where the limit of Adam's law clips them, by 0.6
-    octaves.
+    They may differ by a quarter of an update. If the limit of Adam's law clips them, by 0.6
+    octaves. Below 2^-60 and beside a second moment below 2^-126, they may be zero.
     """
     mean, variance = (np.asarray(flat(live)[p])[box].astype(np.float64) for p in (path, second))
     allowed = MEAN_ERROR * SLACK * np.sqrt(variance / (1 - BETA2**step))
     is_clipped = (np.abs(restored[box]) < np.abs(mean)) & (_octaves(mean, restored[box]) <= 0.6)
-    return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped)
+    is_tiny = (restored[box] == 0) & (np.abs(mean) < 2.0**-60) & (variance < 2.0**-125)
+    return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)
 
 
 def _equal(old: Any, new: Any) -> Any:
