@@ -325,7 +325,7 @@ def octave_codes(
     )
 
 
-# Section 4.5.5 of the format: ratio codes.
+# Section 4.5.6 of the format: ratio codes.
 
 
 LEAST_VARIANCE, MOST_RATIO, LEAST_MOMENT = 2.0**-126, 127, 2.0**-60

@@ -98,7 +98,7 @@ export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
   });
 }
 
-// 4.5.5. `second` are the elements of the second moment.
+// 4.5.6. `second` are the elements of the second moment.
 export function ratios(codes, second, { spacing, limit = 0 }) {
   check(spacing >= 2 ** -32 && spacing <= 2 ** 32, `spacing ${spacing}`);
   check(limit >= 0 && limit < Infinity, `limit ${limit}`);
