@@ -164,7 +164,9 @@ def _equal(old: Any, new: Any) -> Any:
 def _octaves(a: Any, b: Any) -> Any:
     sizes = [np.maximum(np.abs(values), TINY) for values in (a, b)]
     flipped = (np.sign(a) * np.sign(b) < 0) & (sizes[0] > TINY) & (sizes[1] > TINY)
-    return np.where(flipped, np.inf, np.abs(np.log2(sizes[1] / sizes[0])))
+    with np.errstate(divide="ignore", invalid="ignore"):  # infinities and NaN are far from all
+        distance = np.abs(np.log2(sizes[1] / sizes[0]))
+    return np.where(flipped | np.isnan(distance), np.inf, distance)
 
 
 def _casts(before: Any, after: Any, manifest: Any, weight_of: Callable[[str], str]) -> list[str]:
