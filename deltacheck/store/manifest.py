@@ -29,6 +29,7 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
+NESTED = "nested"  # of manifests with such codes on lattices that are halved bit by bit
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and have digests by lane
@@ -41,6 +42,7 @@ FEATURES = (
     DERIVED,
     RELATIVE,
     DITHERED,
+    NESTED,
     REPLAY,
     TILES,
     TILES_COMPACT,
@@ -185,14 +187,16 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
             ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
-            ``relative``, ``dithered`` or ``octaves``: from the codes stored under the leaf's own
-            path.
+            ``relative``, ``dithered``, ``nested`` or ``octaves``: from the codes stored under the
+            leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
         of: The source leaf; of codes, the leaf whose cells bound the values.
         spacing: Step of the lattice.
         seed: Seed of the lattice.
+        halvings: The number of times that the spacing of nested codes was halved.
+        spare_bits: The number of bits of a nested code that later halvings can take.
         fraction_bits: Precision of the octaves.
         signed: Whether the octaves are signed.
         scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
@@ -213,6 +217,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     scale: float = 1.0
     first: str = ""
     limit: float = 0.0
+    halvings: int = 0
+    spare_bits: int = 0
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -638,6 +644,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         needed = {
             DERIVED: is_derived,
             RELATIVE: "relative" in rules,
+            NESTED: "nested" in rules,
             DITHERED: not rules.isdisjoint(("dithered", "drawn")),
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),

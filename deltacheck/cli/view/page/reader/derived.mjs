@@ -1,11 +1,12 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
 import { check, NotImplemented } from "./base/errors.mjs";
-import { bitsFloat, lattice, octaves, relative } from "./decode/codes.mjs";
+import { bitsFloat, lattice, nested, octaves, relative } from "./decode/codes.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
   cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
-  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
+  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"],
+  nested: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
 };
 const word = new DataView(new ArrayBuffer(8));
 const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23], float64: [11, 52] };
@@ -38,6 +39,10 @@ async function first(rule, shape, codes, of) {
   if (how === "octaves") return bytesOf(octaves(numbers(codes.dtype, codes.bytes), rule));
   if (how === "lattice") return bytesOf(lattice(numbers("int32", codes.bytes), weights, rule));
   check(weights !== null, `${how} without bfloat16 weights`);
+  if (how === "nested") {
+    const bits = 8 * itemBytes(codes.dtype);
+    return bytesOf(nested(numbers(codes.dtype, codes.bytes), weights, rule, bits));
+  }
   return bytesOf(relative(codes && numbers(codes.dtype, codes.bytes), weights, rule, how));
 }
 
