@@ -265,9 +265,10 @@ def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float 
 def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice | None:
     """Return the lattice of a master, ``None`` if no lattice is possible.
 
-    Beside an exact weight, a lattice that became too coarse is halved. The first halving begins
-    nested codes, which all later ones refine by one bit. The first lattice has none: codes with
-    room for more bits may need two bytes, and a run whose rate stays would never use the room.
+    Beside an exact weight, a lattice that became too coarse is halved. Nested codes
+    gain one bit by that. They begin with the first lattice if the rate is falling, else with the
+    first halving: codes with room for more bits may need two bytes, and a run whose rate stays
+    would never use the room.
 
     Args:
         hidden: The policy.
@@ -278,17 +279,26 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
     if spacing is None or hidden.weights != "exact":
         return None if spacing is None else Lattice(spacing)
     if current is None or spacing > current.spacing:
-        return Lattice(_aligned(hidden, situation, master, spacing))
+        spacing = _aligned(hidden, situation, master, spacing)
+        left = _halvings_left(hidden, situation, spacing)
+        is_falling = (situation.hyperparameters.lr or 0.0) < situation.peak_rate
+        return Lattice(spacing, 0, left) if is_falling and left else Lattice(spacing)
     if spacing == current.spacing:
         return current
-    most, floor = _most_spacing(hidden, situation), _floor_error(hidden, situation)
+    most = _most_spacing(hidden, situation)
     added = max(1, math.ceil(math.log2(current.spacing / most)))
     spacing = current.spacing * 0.5**added
     if current.halvings is not None and added <= current.spare_bits:
         return Lattice(spacing, current.halvings + added, current.spare_bits - added)
     # The first nested lattice, or one without a bit for this halving. All codes are new.
+    return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
+
+
+def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
+    """Return the number of halvings that a new lattice should have bits for."""
+    floor = _floor_error(hidden, situation)
     left = math.ceil(math.log2(spacing / (_MOST_SPACING * floor))) if floor else _SPARE_BITS
-    return Lattice(spacing, 0, max(0, min(left, _SPARE_BITS)))
+    return max(0, min(left, _SPARE_BITS))
 
 
 def _most_spacing(hidden: Hidden, situation: Situation) -> float:

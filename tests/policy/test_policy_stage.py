@@ -262,6 +262,10 @@ def test_a_first_lattice_after_the_rate_has_begun_to_fall_ends_as_coarse_as_the_
         first, last = lattices_of(terms, [share * 1e-5, 0.0], "x", peak=1e-5)
         error = 32 * max(share, 1 / 32) * 1e-5
         assert 0.9 * error < first.spacing <= 1.98 * error
+        # Nested from the start, so that no halving writes every code anew.
+        is_nested = 1 / 32 < share < 1
+        assert (first.halvings == 0) == is_nested
+        assert not is_nested or (last.halvings, last.spare_bits) == (first.spare_bits, 0)
         assert 1.6 * floor <= last.spacing <= 1.95 * floor
 
 
