@@ -75,6 +75,24 @@ def relative_values(
     seed: int,
     out: NDArray[np.float32],
 ) -> int: ...
+def nested_codes(
+    values: NDArray[np.float32],
+    weights: NDArray[np.uint16],
+    step: float,
+    seed: int,
+    out: NDArray[np.uint8],
+    halvings: int,
+    spare_bits: int,
+) -> tuple[int, float, float]: ...
+def nested_values(
+    codes: NDArray[np.uint8],
+    weights: NDArray[np.uint16],
+    step: float,
+    seed: int,
+    out: NDArray[np.float32],
+    halvings: int,
+    spare_bits: int,
+) -> int: ...
 def octave_codes(
     values: NDArray[np.float32],
     base: NDArray[np.uint8] | None,

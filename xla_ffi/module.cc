@@ -420,6 +420,42 @@ uint64_t relative_values_arrays(const Array<const uint8_t>& codes,
   return relative_values(from, beside, count, step, seed, code_bytes, dithered, to);
 }
 
+// Checks the number of times that a lattice was halved, and of bits for more.
+void check_halvings(uint32_t halvings, uint32_t spare_bits) {
+  if (halvings > 31) throw std::invalid_argument("halvings must be at most 31");
+  if (spare_bits > 7) throw std::invalid_argument("spare_bits must be at most 7");
+}
+
+nb::tuple nested_codes_arrays(const Array<const float>& values,
+                              const Array<const uint16_t>& weights, double step, uint64_t seed,
+                              const Array<uint8_t>& out, uint32_t halvings, uint32_t spare_bits) {
+  check_halvings(halvings, spare_bits);
+  const uint64_t count = values.size();
+  const uint32_t code_bytes = relative_bytes(out.size(), weights.size(), count);
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
+  uint8_t* to = out.data();
+  LatticeErrors errors{};
+  {
+    nb::gil_scoped_release released;
+    errors = nested_codes(from, beside, count, step, seed, code_bytes, halvings, spare_bits, to);
+  }
+  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
+}
+
+uint64_t nested_values_arrays(const Array<const uint8_t>& codes,
+                              const Array<const uint16_t>& weights, double step, uint64_t seed,
+                              const Array<float>& out, uint32_t halvings, uint32_t spare_bits) {
+  check_halvings(halvings, spare_bits);
+  const uint64_t count = out.size();
+  const uint32_t code_bytes = relative_bytes(codes.size(), weights.size(), count);
+  const uint8_t* from = codes.data();
+  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  nb::gil_scoped_release released;
+  return nested_values(from, beside, count, step, seed, code_bytes, halvings, spare_bits, to);
+}
+
 // Returns the form of codes after a check of its range.
 OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
   if (fraction_bits > 7) throw std::invalid_argument("fraction_bits must be at most 7");
@@ -566,6 +602,14 @@ NB_MODULE(_native, m) {
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("dithered"),
         "Return the number of codes that no value has.");
+  m.def("nested_codes", nested_codes_arrays, nb::arg("values").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
+        "Return (refused, largest error, sum of squared errors). out: the bytes of codes.");
+  m.def("nested_values", nested_values_arrays, nb::arg("codes").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
+        "Return the number of codes that no value has.");
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
         nb::arg("band"), nb::arg("out").noconvert(),
@@ -580,8 +624,7 @@ NB_MODULE(_native, m) {
         "Return (refused, largest error in roots of the variance). out: the bytes of codes.");
   m.def("ratio_values", ratio_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("variances").noconvert(), nb::arg("step"), nb::arg("limit"),
-        nb::arg("out").noconvert(),
-        "Return the number of codes that no value has; they become 0.");
+        nb::arg("out").noconvert(), "Return the number of codes that no value has; they become 0.");
   m.def("fingerprints", fingerprint_arrays, nb::arg("addresses").noconvert(),
         nb::arg("sizes").noconvert(), nb::arg("sampling"), nb::arg("out").noconvert(),
         "Write the fingerprint of each leaf of host memory to out. sampling: whole_bytes, blocks, "

@@ -6,6 +6,7 @@ clarity is given up for speed. All arrays are one-dimensional and fit each other
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,6 +197,88 @@ def relative_codes(
     error = np.where(coded, np.abs(restored - x), 0.0)
     return (
         codes,
+        int(np.count_nonzero(~coded)),
+        float(error.max(initial=0.0)),
+        added(error * error),
+    )
+
+
+# Section 4.5.5 of the format: nested codes.
+
+
+def nested_bits(weights: U16, step: float, halvings: int) -> I64:
+    """Return ``c + n``, the number of bits of a code beside each weight; none if it is negative."""
+    octave = math.frexp(step)[1] - 1 + halvings
+    exponent = np.maximum((weights >> np.uint16(7)) & np.uint16(0xFF), 1).astype(np.int64)
+    bits: I64 = exponent - 133 - octave + halvings
+    return bits
+
+
+def _nested_cells(values: F64, step: float, halvings: int, u: F64) -> F64:
+    """Return the cells of some values after the halvings."""
+    # Both factors are powers of two, so that each halving only shows one more bit of the same sum.
+    cells: F64 = np.floor((values / (step * 2.0**halvings) + u) * 2.0**halvings)
+    return cells
+
+
+def _nested_value(weights: U16, bits: I64, q: F64, step: float, halvings: int, u: F64) -> F32:
+    """Return the middle of cell ``q``, or a point of the weight's cell without bits.
+
+    Either is moved into the cell of its weight.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        middle = ((q + 0.5) * 2.0**-halvings - u) * (step * 2.0**halvings)
+        middle = np.clip(middle, -MOST, MOST).astype(np.float32)
+        point = (_centers(weights) + (u - 0.5) * _widths(weights)).astype(np.float32)
+    single = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    moved = in_cell(np.where(bits > 0, middle, point), weights)
+    return np.where((weights & np.uint16(0x7F80)) != 0x7F80, moved, single)
+
+
+def nested_values(
+    codes: Codes, weights: U16, step: float, seed: int, halvings: int, spare_bits: int
+) -> tuple[F32, int]:
+    """Return ``x'`` of nested codes, and the number of codes that no value has."""
+    u, bits = phase(seed, codes.size), nested_bits(weights, step, halvings)
+    number, rest = np.divmod(codes.astype(np.float64), 2.0**spare_bits)
+    valid = ((weights & np.uint16(0x7F80)) != 0x7F80) & (rest == 0)
+    valid &= bits + spare_bits <= 8 * codes.dtype.itemsize
+    valid &= number < np.ldexp(1.0, np.where(valid, np.maximum(bits, 0), 0))
+    bits = np.where(valid, bits, 0)
+    count = np.ldexp(1.0, np.maximum(bits, 0))
+    known = np.where(valid, weights, np.uint16(0))
+    lowest = _nested_cells(_centers(known) - 0.5 * _widths(known), step, halvings, u)
+    distance = number - lowest
+    q = lowest + (distance - count * np.floor(distance / count))
+    restored = _nested_value(weights, bits, q, step, halvings, u)
+    return restored, int(np.count_nonzero(~valid))
+
+
+def nested_codes(
+    values: F32,
+    weights: U16,
+    step: float,
+    seed: int,
+    halvings: int,
+    spare_bits: int,
+    dtype: np.dtype[Any],
+) -> tuple[Codes, int, float, float]:
+    """Return nested codes of type ``dtype`` and their errors, as ``lattice_codes``."""
+    finite = np.isfinite(values) & ((weights & np.uint16(0x7F80)) != 0x7F80)
+    weights = np.where(finite, weights, np.uint16(0))
+    x = np.where(finite, values, np.float32(0)).astype(np.float64)
+    u, bits = phase(seed, values.size), nested_bits(weights, step, halvings)
+    coded = finite & (bits + spare_bits <= 8 * dtype.itemsize)
+    bits = np.where(coded, bits, 0)
+    count = np.ldexp(1.0, np.maximum(bits, 0))
+    lowest = _nested_cells(_centers(weights) - 0.5 * _widths(weights), step, halvings, u)
+    # A value outside of the cell of its weight is coded as the nearest one inside.
+    q = np.clip(_nested_cells(x, step, halvings, u), lowest, lowest + (count - 1))
+    number = np.where(coded, q - count * np.floor(q / count), 0)
+    restored = _nested_value(weights, bits, q, step, halvings, u).astype(np.float64)
+    error = np.where(coded, np.abs(restored - x), 0.0)
+    return (
+        (number * 2.0**spare_bits).astype(dtype),
         int(np.count_nonzero(~coded)),
         float(error.max(initial=0.0)),
         added(error * error),

@@ -85,7 +85,7 @@ def codes(
         cells = most_cells(weight_bits, step, dithered=dithered)
         dtype = np.uint8 if cells <= 1 << 8 else np.uint16
     else:
-        dtype = _code_type("out", out)
+        dtype = code_type("out", out)
     out = memory.checked_out(out, values, dtype)
     native = extension()
     if native is not None:
@@ -124,7 +124,7 @@ def values(
     Raises:
         ValueError: The arguments do not fit, or there is a code that no value has.
     """
-    memory.checked_array("codes", codes, _code_type("codes", codes))
+    memory.checked_array("codes", codes, code_type("codes", codes))
     first = lattice.first_phase(step, seed, start)
     weight_bits = lattice.bits_of(weights, codes.shape)
     out = memory.checked_out(out, codes, np.float32)
@@ -171,7 +171,19 @@ def drawn(seed: int, *, weights: Weights, out: F32 | None = None, start: int = 0
     )
 
 
-def _code_type(name: str, array: Any) -> type[np.uint8] | type[np.uint16]:
+def code_type(name: str, array: Any) -> type[np.uint8] | type[np.uint16]:
+    """Return the type of an array of codes.
+
+    Args:
+        name: The name of the array, for an error.
+        array: The array.
+
+    Returns:
+        ``np.uint8`` or ``np.uint16``.
+
+    Raises:
+        ValueError: The array has another type.
+    """
     dtype = getattr(array, "dtype", None)
     if dtype == np.uint8:
         return np.uint8

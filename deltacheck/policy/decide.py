@@ -31,11 +31,14 @@ _MEAN_ERROR_OCTAVES = 0.6
 MEAN_SPACING = 0.5
 # Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
 # A first lattice is as coarse as possible, because codes then change the least. It stays within the
-# limits of the second line. A lattice that became too coarse is followed by one that stays until
-# the learning rate has fallen by a half. The ranges are spread over the leaves, so that few of them
-# change lattice in the same save.
+# limits of the second line. A lattice that became too coarse is halved (``master_lattice``) or, if
+# no exact weight bounds it, followed by one that stays until the learning rate has fallen by a
+# half. The ranges are spread over the leaves, so that few of them change lattice in the same save.
 _FIRST_SPACING, _FINER_SPACING = (1.6, 1.95), (0.7, 1.2)
 _LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
+# The most halvings that nested codes have bits for. More: a lattice is written anew less often. Up
+# to 6, the differences of codes fit in one byte, as the encoder stores them best.
+_SPARE_BITS = 6
 # Relative L2 error of weights that are the cast of a bounded master. One unit in the last place of
 # bfloat16 is at most 2^-7.
 _CAST_ERROR = 0.02
@@ -52,7 +55,7 @@ class Decision:
 
     Attributes:
         how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``dithered``,
-            ``octaves``, ``ratio`` or ``zeros``. Field names are those of the manifest.
+            ``nested``, ``octaves``, ``ratio`` or ``zeros``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, whose cells bound a lattice, or whose root is
             the unit of ratios.
@@ -64,6 +67,8 @@ class Decision:
         dead_band: The distance, in octaves of the bit pattern, within which a stored code stays.
         first: The first moment that bounds this second moment from below.
         limit: C of ``adam.moment_limit`` for that bound, and for ratios.
+        halvings: The number of times that the spacing of a nested lattice was halved.
+        spare_bits: The number of halvings that the codes of a nested lattice have bits for.
     """
 
     how: str
@@ -76,6 +81,23 @@ class Decision:
     dead_band: float = 0.0
     first: str = ""
     limit: float = 0.0
+    halvings: int = 0
+    spare_bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """The lattice of a master.
+
+    Attributes:
+        spacing: Its spacing, in units of the values.
+        halvings: The number of times that it was halved; ``None`` if its codes are not nested.
+        spare_bits: The number of halvings that its nested codes have bits for.
+    """
+
+    spacing: float
+    halvings: int | None = None
+    spare_bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +107,7 @@ class Situation:
     Attributes:
         hyperparameters: The constants of its group.
         step: The step count of its optimizer, ``None`` if the state does not hold it.
-        spacing: The spacing of the lattice of its float32 weight so far, ``None`` without one.
+        lattice: The lattice of its float32 weight so far, ``None`` without one.
         master_scale: The root mean square of a sample of that weight: the master, if it has one.
         is_due: True if this save is the turn of its moments to be written again, see
             ``policy.refresh``.
@@ -95,7 +117,7 @@ class Situation:
 
     hyperparameters: Hyperparameters
     step: int | None
-    spacing: float | None
+    lattice: Lattice | None
     master_scale: float
     is_due: bool = False
     phases: int = 0
@@ -153,17 +175,23 @@ def decide(
         and weight is not None
         and (hidden.leaves is None or master in hidden.leaves)
     ):
-        spacing = lattice_spacing(hidden, situation, master)
-        if spacing is not None:
+        lattice = master_lattice(hidden, situation, master)
+        if lattice is not None:
             terms = _master_terms(hidden, situation)
-            lattice = Decision(
-                "lattice", terms, spacing=spacing, seed=_seed(master, situation.phases)
+            bounded = Decision(
+                "lattice", terms, spacing=lattice.spacing, seed=_seed(master, situation.phases)
             )
             if hidden.weights == "exact":
-                decisions[master] = replace(lattice, how="dithered", of=weight)
+                decisions[master] = replace(
+                    bounded,
+                    how="dithered" if lattice.halvings is None else "nested",
+                    of=weight,
+                    halvings=lattice.halvings or 0,
+                    spare_bits=lattice.spare_bits,
+                )
                 decisions.pop(weight, None)
             else:
-                decisions[master] = lattice
+                decisions[master] = bounded
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
     return decisions | _moments(hidden, parameter, specs, situation)
 
@@ -231,13 +259,90 @@ def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float 
         largest = min(largest, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
     # A new spacing changes every code. So the old one stays through the slow change of a schedule,
     # while the error remains permitted and not needlessly small.
-    current = situation.spacing
+    current = None if situation.lattice is None else situation.lattice.spacing
     lower, upper = min(_LEAST_SPACING * error, largest), min(_MOST_SPACING * error, 2 * largest)
     if current is not None and lower <= current <= upper:
         return current
     least, most = _FINER_SPACING if current is not None and current > upper else _FIRST_SPACING
     share = _seed(master) / 2.0**64
     return min((least + share * (most - least)) * error, largest)
+
+
+def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice | None:
+    """Return the lattice of a master, ``None`` if no lattice is possible.
+
+    Beside an exact weight, a lattice that became too coarse is halved. Nested codes
+    gain one bit by that. They begin with the first lattice if the rate is falling, else with the
+    first halving: codes with room for more bits may need two bytes, and a run whose rate stays
+    would never use the room.
+
+    Args:
+        hidden: The policy.
+        situation: The numbers that the lattice depends on.
+        master: The path of the master.
+    """
+    spacing, current = lattice_spacing(hidden, situation, master), situation.lattice
+    if spacing is None or hidden.weights != "exact":
+        return None if spacing is None else Lattice(spacing)
+    if current is None or spacing > current.spacing:
+        spacing = _aligned(hidden, situation, master, spacing)
+        left = _halvings_left(hidden, situation, spacing)
+        is_falling = (situation.hyperparameters.lr or 0.0) < situation.peak_rate
+        return Lattice(spacing, 0, left) if is_falling and left else Lattice(spacing)
+    if spacing == current.spacing:
+        return current
+    most = _most_spacing(hidden, situation)
+    added = max(1, math.ceil(math.log2(current.spacing / most)))
+    spacing = current.spacing * 0.5**added
+    if current.halvings is not None and added <= current.spare_bits:
+        return Lattice(spacing, current.halvings + added, current.spare_bits - added)
+    # The first nested lattice, or one without a bit for this halving. All codes are new.
+    return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
+
+
+def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
+    """Return the number of halvings that a new lattice should have bits for."""
+    floor = _floor_error(hidden, situation)
+    left = math.ceil(math.log2(spacing / (_MOST_SPACING * floor))) if floor else _SPARE_BITS
+    return max(0, min(left, _SPARE_BITS))
+
+
+def _most_spacing(hidden: Hidden, situation: Situation) -> float:
+    """Return the largest spacing that the learning rate permits."""
+    rate = error_unit(hidden, situation)
+    assert rate is not None  # there is a lattice
+    return _MOST_SPACING * hidden.master_error_lr * rate
+
+
+def _aligned(hidden: Hidden, situation: Situation, master: str, spacing: float) -> float:
+    """Return a first spacing whose last halving is as coarse as the floor of the rate permits.
+
+    Otherwise most of the last bit would be finer than the contract asks for. At the largest rate,
+    the result is the spacing that is given, if the floor is a power of two.
+
+    Args:
+        hidden: The policy.
+        situation: The numbers that the lattice depends on.
+        master: The path of the master.
+        spacing: The spacing without a floor.
+    """
+    floor, most = _floor_error(hidden, situation), _most_spacing(hidden, situation)
+    last = _first_share(master) * floor
+    # Weights that are small beside the rate limit the spacing, and the last halving is not known.
+    if not 0 < last <= most or 2 * spacing <= most:
+        return spacing
+    return math.ldexp(last, math.floor(math.log2(most / last)))
+
+
+def _first_share(master: str) -> float:
+    """Return the spacing of a master's first lattice in units of the permitted error."""
+    least, most = _FIRST_SPACING
+    return least + _seed(master) / 2.0**64 * (most - least)
+
+
+def _floor_error(hidden: Hidden, situation: Situation) -> float:
+    """Return the error of a master that is permitted at the floor of the rate, 0 without one."""
+    return hidden.master_error_lr * hidden.rate_floor * situation.peak_rate
 
 
 def _moments(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltacheck.codec import lattice, octaves, ratios, relative
+from deltacheck.codec import lattice, nested, octaves, ratios, relative
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived
@@ -73,6 +73,18 @@ def compute(
                 derived.seed,
                 weights=sources[derived.of],
                 dithered=derived.how == "dithered",
+                out=out,
+                start=first,
+            )
+        case "nested":
+            assert codes is not None
+            values = nested.values(
+                codes,
+                derived.spacing,
+                derived.seed,
+                halvings=derived.halvings,
+                spare_bits=derived.spare_bits,
+                weights=sources[derived.of],
                 out=out,
                 start=first,
             )

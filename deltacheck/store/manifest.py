@@ -29,6 +29,7 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
+NESTED = "nested"  # of manifests with such codes on lattices that are halved bit by bit
 RATIO = "ratio"  # of manifests with codes of first moments beside their second moments
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
@@ -42,6 +43,7 @@ FEATURES = (
     DERIVED,
     RELATIVE,
     DITHERED,
+    NESTED,
     RATIO,
     REPLAY,
     TILES,
@@ -187,7 +189,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
             ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
-            ``relative``, ``dithered``, ``octaves`` or ``ratio``: from the codes stored under the
+            ``relative``, ``dithered``, ``nested``, ``octaves`` or ``ratio``: from the codes stored
+            under the leaf's own path.
             leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
@@ -196,6 +199,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
             whose root is their unit.
         spacing: Step of the lattice, or of the ratios to the root.
         seed: Seed of the lattice.
+        halvings: The number of times that the spacing of nested codes was halved.
+        spare_bits: The number of bits of a nested code that later halvings can take.
         fraction_bits: Precision of the octaves.
         signed: Whether the octaves are signed.
         scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
@@ -216,6 +221,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     scale: float = 1.0
     first: str = ""
     limit: float = 0.0
+    halvings: int = 0
+    spare_bits: int = 0
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -641,6 +648,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         needed = {
             DERIVED: is_derived,
             RELATIVE: "relative" in rules,
+            NESTED: "nested" in rules,
             DITHERED: not rules.isdisjoint(("dithered", "drawn")),
             RATIO: "ratio" in rules,
             REPLAY: self.replay is not None,

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deltacheck.codec.base import STREAMS
+from deltacheck.codec.nested import MOST_HALVINGS, MOST_SPARE_BITS
 from deltacheck.leaf import grid, tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
@@ -267,11 +268,12 @@ def _check_derived(
         "lattice": ("int32",),
         "relative": ("uint8", "uint16"),
         "dithered": ("uint8", "uint16"),
+        "nested": ("uint8", "uint16"),
         "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
         "ratio": ("int8",),
     }.get(derived.how, (None,))
-    on_lattice = derived.how in ("lattice", "relative", "dithered")
-    is_relative = derived.how in ("relative", "dithered", "drawn")
+    on_lattice = derived.how in ("lattice", "relative", "dithered", "nested")
+    is_relative = derived.how in ("relative", "dithered", "nested", "drawn")
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
@@ -308,6 +310,14 @@ def _check_derived(
             )
         )
         and 0 <= derived.seed < 1 << 64
+        and (
+            derived.how != "nested"
+            or (
+                0 <= derived.halvings <= MOST_HALVINGS
+                and 0 <= derived.spare_bits <= MOST_SPARE_BITS
+                and derived.spacing * 2.0**derived.halvings < 2.0**128
+            )
+        )
         and 0 < derived.scale < 2.0**128
         and (derived.scale == 1.0 or derived.dtype == "float32")
         and (not derived.first or derived.dtype == specs[derived.first].dtype == "float32")

@@ -49,7 +49,17 @@ MEMORY_BYTES = (
 SECONDS_A_TRIAL = 30
 # What any input may take; the largest document of the golden roots has about 10 kB.
 CPU_SECONDS, TAKEN_BYTES = 10.0, 512 << 20
-ROOTS = ("engine", "policy", "relative", "dithered", "derived", "gradients", "manager", "tiled")
+ROOTS = (
+    "engine",
+    "policy",
+    "relative",
+    "dithered",
+    "nested",
+    "derived",
+    "gradients",
+    "manager",
+    "tiled",
+)
 
 Trial = Callable[[random.Random], None]
 

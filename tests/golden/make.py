@@ -186,6 +186,30 @@ def write_dithered(root: Path) -> None:
     write_inexact(root, run, Policy.model_exact(moments="bounded"))
 
 
+def write_nested(root: Path) -> None:
+    """Write a step after the rate has fallen: codes of one and of two bytes, drawn masters."""
+    run = AdamRun((64, 96), parameters=3, rate=1e-6)
+    run.masters[0] /= np.float32(8)  # codes of one byte
+    run.masters[1][:, 0] = 1.5  # codes of two bytes
+    run.masters[2] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
+    path = "optimizer/state/0/master"
+    halvings: list[int] = []
+    run.advance(100)
+    policy = Policy.model_exact(moments="bounded")
+    with Engine(root, policy=policy, keep_last=1, grace_seconds=0) as engine:
+        while halvings[-1:] != [2]:
+            run.advance(10)
+            if halvings:
+                run.rate *= 0.8
+            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(timeout=60)
+            manifest = deltacheck.open(root).manifest()
+            if path in manifest.derived:
+                halvings.append(manifest.derived[path].halvings)
+    opened = open_root(root)
+    compact(opened)  # as ``write_inexact``
+    collect(opened, grace_seconds=0, writer_is_dead=True)
+
+
 def write_ratio(root: Path) -> None:
     write_inexact(root, AdamRun((64, 96), parameters=1, rate=1e-6), Policy.model_exact())
 
@@ -375,6 +399,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "policy": write_policy,
     "relative": write_relative,
     "dithered": write_dithered,
+    "nested": write_nested,
     "ratio": write_ratio,
     "derived": write_derived,
     "gradients": write_log,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltacheck import Policy
 from deltacheck.leaf.contracts import Bounded, PeakRate, Reused
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.decide import Situation, decide, error_unit, lattice_spacing
+from deltacheck.policy.decide import (
+    Lattice,
+    Situation,
+    decide,
+    error_unit,
+    lattice_spacing,
+    master_lattice,
+)
 from deltacheck.policy.parameters import Hyperparameters, Parameter, peak_rates
 from deltacheck.policy.presets import Hidden
 from deltacheck.policy.stage import DEGRADED, STABLE, WARM, SaveObservation, Stage, advance
@@ -97,7 +106,8 @@ def situation(
     spacing: float | None = None,
     scale: float = 1.0,
 ) -> Situation:
-    return Situation(Hyperparameters(rate, 0.9, 0.999, 1e-8), step, spacing, scale)
+    lattice = None if spacing is None else Lattice(spacing)
+    return Situation(Hyperparameters(rate, 0.9, 0.999, 1e-8), step, lattice, scale)
 
 
 def hidden(**changes: object) -> Hidden:
@@ -201,20 +211,84 @@ def test_the_largest_rate_is_forgotten_if_the_run_goes_on_with_another_schedule(
     assert course(2e-5, 1e-6, 0.0, is_resumed=True) == 2e-5  # the end of a cosine
 
 
+def lattices_of(
+    terms: Hidden, rates: list[float], path: str, *, peak: float | None = None
+) -> list[Lattice]:
+    """Return the lattice of a master at each of some saves."""
+    lattices: list[Lattice] = []
+    for number, rate in enumerate(rates):
+        last = lattices[-1] if lattices else None
+        now = dataclasses.replace(
+            situation(rate),
+            lattice=last,
+            peak_rate=max(rates[: number + 1]) if peak is None else peak,
+        )
+        lattice = master_lattice(terms, now, path)
+        assert lattice is not None
+        lattices.append(lattice)
+    return lattices
+
+
+def test_a_lattice_that_became_too_coarse_is_halved_until_the_rate_is_at_its_floor() -> None:
+    terms = hidden()
+    rates = [1e-5 * 0.5 * (1 + math.cos(math.pi * step / 100)) for step in range(101)]
+    for number in range(20):
+        lattices = lattices_of(terms, rates, f"optimizer/state/{number}/master")
+        first, last = lattices[0], lattices[-1]
+        assert first.halvings is None
+        for before, after in itertools.pairwise(lattices):
+            ratio = before.spacing / after.spacing
+            assert math.log2(ratio).is_integer()
+            if ratio > 1:
+                added = 0 if before.halvings is None else before.halvings + math.log2(ratio)
+                assert after.halvings == added
+            else:
+                assert after.halvings == before.halvings
+            if before.halvings is not None and after.halvings is not None:
+                # Otherwise the type of the codes would change, and each would be written anew.
+                total = after.halvings + after.spare_bits
+                assert before.halvings + before.spare_bits == total
+        floor = 32 * 1e-5 / 32
+        assert 1.6 * floor <= last.spacing <= 1.95 * floor
+        assert last.spare_bits == 0
+        assert first.spacing == pytest.approx(32 * last.spacing)
+
+
+def test_a_first_lattice_after_the_rate_has_begun_to_fall_ends_as_coarse_as_the_floor_permits() -> (
+    None
+):
+    terms, floor = hidden(), 1e-5
+    for share in (1.0, 0.9, 0.64, 0.4, 0.1, 0.02, 0.0):
+        first, last = lattices_of(terms, [share * 1e-5, 0.0], "x", peak=1e-5)
+        error = 32 * max(share, 1 / 32) * 1e-5
+        assert 0.9 * error < first.spacing <= 1.98 * error
+        # Nested from the start, so that no halving writes every code anew.
+        is_nested = 1 / 32 < share < 1
+        assert (first.halvings == 0) == is_nested
+        assert not is_nested or (last.halvings, last.spare_bits) == (first.spare_bits, 0)
+        assert 1.6 * floor <= last.spacing <= 1.95 * floor
+
+
+def test_a_lattice_is_not_nested_while_its_rate_stays_nor_after_it_has_risen() -> None:
+    lattices = lattices_of(hidden(), [1e-5, 1e-5, 0.8e-5, 0.7e-5, 0.6e-5, 5e-5], "x")
+    assert [lattice.halvings for lattice in lattices] == [None, None, 0, 0, 0, None]
+    terms = hidden(rate_floor=0.0)
+    without_floor = lattices_of(terms, [1e-5 * 0.5**number for number in range(40)], "x")
+    # Without a bit for one more halving, a new lattice begins.
+    halvings = [lattice.halvings for lattice in without_floor[1:]]
+    assert halvings == [number % 7 for number in range(39)]
+    assert [lattice.spare_bits for lattice in without_floor[1:9]] == [6, 5, 4, 3, 2, 1, 0, 6]
+
+
 def test_leaves_do_not_change_their_lattice_in_the_same_save() -> None:
-    """Each leaf that changes is written whole: all of them in one save would be a burst."""
+    """Each leaf that changes has a new bit for most elements: all at once would be a burst."""
     terms, paths = hidden(), [f"optimizer/state/{number}/master" for number in range(100)]
-    rates = [1e-5 * 0.5 * (1 + math.cos(math.pi * step / 100)) for step in range(100)]
-    spacings: dict[str, float | None] = dict.fromkeys(paths)
-    changed = []
-    for rate in rates:
-        new = {p: lattice_spacing(terms, situation(rate, spacing=spacings[p]), p) for p in paths}
-        changed.append(sum(new[path] != spacings[path] for path in paths))
-        spacings.update(new)
-    assert changed[0] == 100
+    rates = [1e-5 * 0.5 * (1 + math.cos(math.pi * step / 200)) for step in range(200)]
+    spacings = np.array([[each.spacing for each in lattices_of(terms, rates, p)] for p in paths])
+    changed = np.count_nonzero(np.diff(spacings, axis=1), axis=0)
     # The last saves of a cosine to 0 halve the rate between two of them.
-    assert 0 < max(changed[1:90]) < 50
-    assert sum(changed[1:90]) < 600
+    assert 0 < changed[:180].max() < 50
+    assert changed.sum() == 500
 
 
 def test_a_lattice_is_small_beside_the_weights() -> None:

@@ -674,6 +674,18 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "values drawn from no bfloat16": ("dithered drawn", {"of": "optimizer/state/1/exp_avg"}),
     "drawn values of another type": ("dithered drawn", {"dtype": "bfloat16"}),
     "values drawn beside codes": ("dithered dithered", {"how": "drawn"}),
+    "nested codes relative to nothing": ("nested nested", {"of": ""}),
+    "nested codes of another type": ("nested nested", {"how": "lattice"}),
+    "nested values without codes": ("nested drawn", {"how": "nested", "spacing": 1e-5}),
+    "nested codes of too many halvings": ("nested nested", {"halvings": 32}),
+    "nested codes of fewer than no halvings": ("nested nested", {"halvings": -1}),
+    "nested codes of too many spare bits": ("nested nested", {"spare_bits": 8}),
+    "nested codes of another number of spare bits": ("nested nested", {"spare_bits": 4}),
+    "nested codes of a lattice that was too coarse": (
+        "nested nested",
+        {"halvings": 31, "spacing": 1e30},
+    ),
+    "nested codes on a coarser lattice": ("nested nested", {"spacing": 1e-3}),
     "fractions that no octave has": ("policy octaves", {"fraction_bits": 8}),
     "fractions of another type of codes": ("policy octaves", {"fraction_bits": 0}),
     "an infinite scale": ("policy octaves", {"scale": 1e39}),
@@ -703,7 +715,8 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
             "lattice": "master",
             "relative": "master",
             "dithered": "0/master",
-            "drawn": "1/master",
+            "drawn": "2/master" if which == "nested" else "1/master",
+            "nested": "0/master",
             "octaves": "exp_avg_sq",
             "ratio": "exp_avg",
         }.get(how[0] if how else "", "w0")
@@ -741,7 +754,7 @@ def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize("name", ["relative", "dithered", "ratio"])
+@pytest.mark.parametrize("name", ["relative", "dithered", "nested", "ratio"])
 @pytest.mark.parametrize("feature", ["derived", ""])
 def test_codes_beside_another_leaf_need_their_feature(
     name: str, feature: str, tmp_path: Path

@@ -262,6 +262,43 @@ def test_a_master_is_stored_by_the_shortest_rule_that_keeps_its_promise(
             assert kinds[path] is LeafKind.DERIVED
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(0.0, "uint8"), (2.0, "uint16")], ids=["codes of a byte", "of two bytes"]
+)
+def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dtype: str) -> None:
+    run = AdamRun((32, 40), 1, rate=1e-6)
+    run.masters[0] /= np.float32(8)
+    run.advance(100)
+    path = "optimizer/state/0/master"
+    policy = Policy.model_exact(moments="exact", stable_from=0)
+    halvings, codes, first = [], [], {}
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for _ in range(24):
+            run.advance(5)
+            state = run.state()
+            element(value)(run, state)
+            report = engine.save(run.step, state).result()
+            opened = deltacheck.open(root)
+            rule = opened.manifest().derived.get(path)
+            if rule is not None:
+                run.rate *= 0.8
+                rules = judge(opened, run.step, state, 1e-6)
+                assert rules == {rule.how} == {"nested" if halvings else rule.how}
+            if rule is not None and rule.how == "nested":
+                assert "nested" in opened.manifest().must_understand
+                halvings.append(rule.halvings)
+                codes.append(opened.manifest().leaves[path].dtype)
+                written = next(leaf for leaf in report.leaves if leaf.path == path)
+                first.setdefault(rule.halvings, written)
+        assert opened.verify(deep=True) == []
+    assert set(codes) == {dtype}  # the type is that of the last halving from the first one on
+    assert halvings == sorted(halvings)
+    assert sorted(first) == [0, 1, 2, 3, 4]
+    assert {written.cause for written in first.values()} == {"lattice"}
+    # The new bit of an element is 1 or 0. If every code were new, nearly all would change.
+    assert all(first[number].changed < 0.65 * 32 * 40 for number in (1, 2, 3, 4)), first
+
+
 @pytest.mark.parametrize("disturbance", ["NaN", "infinity", "another weight"])
 def test_a_leaf_whose_promise_would_not_hold_is_exact_in_that_step_only(disturbance: str) -> None:
     run = AdamRun((32, 40), 2, rate=1e-6)

@@ -137,6 +137,31 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
     )
 
 
+def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    with RankedRun(tmp_path, 3, rows, policy=of_hidden(moments="exact")) as ranks:
+        saves.until_stable(ranks)
+        forms = []
+        for _ in range(10):
+            saves.run.rate *= 0.8
+            forms.append(saves.save(ranks).tiles[MASTER].forms)
+    assert {len(rules) for rules in forms} == {1}
+    halvings = [rules[0].halvings for rules in forms if rules[0].how == "nested"]
+    assert set(halvings) == {0, 1, 2}
+    assert halvings == sorted(halvings)
+    assert "nested" in saves.manifest().must_understand
+    opened = deltacheck.open(tmp_path)
+    assert opened.verify(deep=True) == []
+    for step in list(saves.live)[-2:]:
+        manifest = opened.manifest(step)
+        promise = manifest.contracts[MASTER]
+        master = opened.restore(step)["optimizer"]["state"][0]["master"]
+        live = saves.live[step]["optimizer"]["state"][0]["master"]
+        rate = saves.live[step]["optimizer"]["param_groups"][0]["lr"]
+        assert np.abs(master - live).max() <= 32 * rate
+        assert promise.measured <= 32
+
+
 def test_the_log_says_why_a_save_of_several_ranks_is_large(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,7 +351,7 @@ def test_ranks_that_decide_differently_save_what_each_has_decided(tmp_path: Path
         run_state.scales[MASTER] = 1e-4  # of another lattice
         mixed = []
         for _ in range(4):
-            run_state.spacings.clear()
+            run_state.lattices.clear()
             run_state.stored_pairs.clear()  # moments that are stored anew
             manifest = saves.save(ranks)
             assert manifest.tiles[MASTER].form == (0, 1, 0)

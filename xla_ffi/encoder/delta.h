@@ -98,6 +98,17 @@ LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint
 uint64_t relative_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
                          uint64_t seed, uint32_t code_bytes, bool dithered, uint8_t* values);
 
+// Writes the codes of nested.h, of `code_bytes` 1 or 2. `step`: after the halvings. Otherwise as
+// relative_codes. REQUIRES: halvings is at most 31, and spare_bits at most 7.
+LatticeErrors nested_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                           double step, uint64_t seed, uint32_t code_bytes, uint32_t halvings,
+                           uint32_t spare_bits, uint8_t* codes);
+
+// The inverse of nested_codes. Returns the number of codes that no value has.
+uint64_t nested_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                       uint64_t seed, uint32_t code_bytes, uint32_t halvings, uint32_t spare_bits,
+                       uint8_t* values);
+
 // Writes the codes of octaves.h. `base`: codes of the same form, or null. A code of the base is
 // reused if |L(x') - L(x)| <= band. `codes` may be the memory of `base`. REQUIRES: band <= 2^26.
 OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,

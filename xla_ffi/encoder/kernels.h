@@ -8,6 +8,7 @@
 #include "elements.h"
 #include "format.h"
 #include "lattice.h"
+#include "nested.h"
 #include "octaves.h"
 #include "ratios.h"
 #include "relative.h"
@@ -68,8 +69,9 @@ struct Refusal {
   uint64_t actual = 0, declared = 0;
 };
 
-// The kernels of one instruction set. segment.h, statistics.h, lattice.h, relative.h, octaves.h and
-// ratios.h document the functions, with `word_bytes` or `elements` as their template argument.
+// The kernels of one instruction set. segment.h, statistics.h, lattice.h, relative.h, nested.h,
+// octaves.h and ratios.h document the functions, with `word_bytes` or `elements` as their template
+// argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,
@@ -99,6 +101,12 @@ struct Kernels {
   uint64_t (*relative_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
                                    double step, uint64_t seed, uint32_t code_bytes, bool dithered,
                                    uint8_t* values);
+  LatticeErrors (*nested_codes_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                                     double step, uint64_t seed, uint32_t code_bytes,
+                                     uint32_t halvings, uint32_t spare_bits, uint8_t* codes);
+  uint64_t (*nested_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                 double step, uint64_t seed, uint32_t code_bytes, uint32_t halvings,
+                                 uint32_t spare_bits, uint8_t* values);
   OctaveErrors (*octave_codes_part)(const uint8_t* values, const uint8_t* base, uint64_t count,
                                     const OctaveForm& form, uint32_t band, uint8_t* codes);
   uint64_t (*octave_values_part)(const uint8_t* codes, uint64_t count, const OctaveForm& form,

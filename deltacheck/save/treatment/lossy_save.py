@@ -159,7 +159,10 @@ class ParameterSave:
     def derived(self, path: str, decision: Decision, **fields: Any) -> Derived:
         """Return how a restore computes a leaf that is kept as decided, with further fields."""
         spec = self.spec(path)
-        names = ("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit")
+        names = (
+            *("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit"),
+            *("halvings", "spare_bits"),
+        )
         decided = {name: getattr(decision, name) for name in names}
         return Derived(decision.how, spec.dtype, spec.shape, **decided | fields)
 

@@ -11,6 +11,7 @@ from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import refresh
 from deltacheck.policy.activity import Activity
+from deltacheck.policy.decide import Decision, Lattice
 from deltacheck.policy.events import Detector
 from deltacheck.policy.parameters import Roles
 from deltacheck.policy.stage import Stage
@@ -96,7 +97,7 @@ class RunState:
         activity: Finds a new optimizer, and frozen and unfrozen parameters.
         zeroed: Parameters whose stored moments were found to be zero again, by name.
         drifts: Drifts of second moments in octaves, measured while the last save was captured.
-        spacings: The lattice spacing of each master, by path.
+        lattices: The lattice of each master, by path.
         scales: The root mean square of each master, by path, sampled once.
         clocks: The time that spreads the writes of reused moments, by parameter group.
         stored_pairs: The time at which the reused moments of a parameter were stored, by name.
@@ -114,7 +115,7 @@ class RunState:
     activity: Activity = field(default_factory=Activity)
     zeroed: set[str] = field(default_factory=set)
     drifts: list[float] = field(default_factory=list)
-    spacings: dict[str, float] = field(default_factory=dict)
+    lattices: dict[str, Lattice] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, refresh.Clock] = field(default_factory=dict)
     stored_pairs: dict[str, StoredPair] = field(default_factory=dict)
@@ -123,6 +124,11 @@ class RunState:
     turns: tuple[Roles, dict[str, float]] | None = None
     phases: int | None = 0
     proof: tuple[Roles, Roles] | None = None
+
+    def keep_lattice(self, path: str, decision: Decision) -> None:
+        """Keep the lattice of a master for the next saves."""
+        halvings = decision.halvings if decision.how == "nested" else None
+        self.lattices[path] = Lattice(decision.spacing, halvings, decision.spare_bits)
 
     def phases_at(self, step: int) -> int:
         """Return the number of the phases of lattices at a save.
@@ -135,7 +141,7 @@ class RunState:
         return self.phases
 
     def reset(self, rates: Mapping[str, PeakRate]) -> None:
-        """Forget the course of the run after a restore; scales and spacings stay valid.
+        """Forget the course of the run after a restore; scales and lattices stay valid.
 
         Args:
             rates: The course of the learning rate up to the restored step.

@@ -207,7 +207,7 @@ class Treatment:
             situation = Situation(
                 rates[parameter.group or ""],
                 counts[parameter.name],
-                self._run.spacings.get(wide_weight),
+                self._run.lattices.get(wide_weight),
                 self._run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
                 self._run.phases_at(step) if stage == STABLE else 0,
@@ -219,11 +219,10 @@ class Treatment:
                 replacements |= self._parameter_sources(
                     save, cell_parameter, situation, cell.decisions(parameter, decisions), sources
                 )
-                if cell.suffix and wide_weight in decisions:
+                decision = decisions.get(wide_weight)
+                if cell.suffix and decision is not None and decision.spacing:
                     # As decided and not as captured, so that it is the same on every rank.
-                    spacing = decisions[wide_weight].spacing
-                    if spacing:
-                        self._run.spacings[wide_weight] = spacing
+                    self._run.keep_lattice(wide_weight, decision)
         return dict(sources) | replacements, save.terms
 
     def _wide_weight(self, parameter: Parameter) -> str:
@@ -357,6 +356,8 @@ def _capture_of(
     match decision.how:
         case "cast":
             return partial(weights.capture_cast, path, decision)
+        case "nested":
+            return partial(weights.capture_nested, path, decision)
         case "dithered":
             return partial(weights.capture_relative, path, decision)
         case "lattice":

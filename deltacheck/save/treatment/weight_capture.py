@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import lattice, relative
+from deltacheck.codec import lattice, nested, relative
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
@@ -45,6 +45,28 @@ class WeightCapture:
             decision = replace(decision, how="drawn")
         return self._bounded(path, decision, coded)
 
+    def capture_nested(self, path: str, decision: Decision) -> Any:
+        """Store a master as nested codes relative to its weight, which is stored exactly.
+
+        Otherwise as ``capture_relative``, whose codes are stored if nested ones have too many bits.
+        """
+        group = self._group
+        live, weights = group.live(path), group.live(decision.of)
+        bits = nested.most_bits(weights, decision.spacing, decision.halvings)
+        if bits + decision.spare_bits > nested.MOST_BITS:
+            plain = replace(decision, how="dithered", halvings=0, spare_bits=0)
+            return self.capture_relative(path, plain)
+        coded = nested.codes(
+            live,
+            decision.spacing,
+            decision.seed,
+            halvings=decision.halvings,
+            spare_bits=decision.spare_bits,
+            weights=weights,
+        )
+        how = "drawn" if bits == 0 else "nested"
+        return self._bounded(path, replace(decision, how=how), coded)
+
     def capture_lattice(self, path: str, decision: Decision) -> Any:
         """Store a master as lattice codes.
 
@@ -63,10 +85,12 @@ class WeightCapture:
         if coded.refused or error > decision.terms.limit:
             save.run.doubt_proof()
             return group.exactly(path)
-        save.run.spacings[path] = decision.spacing
+        # As decided: a leaf that is drawn, or has too many bits, may have nested codes later.
+        save.run.keep_lattice(path, group.decisions[path])
         promise = Promise(decision.terms, error)
         if decision.how == "drawn":
-            save.promise(path, group.derived(path, decision, spacing=0.0), promise)
+            nothing = {"spacing": 0.0, "halvings": 0, "spare_bits": 0}
+            save.promise(path, group.derived(path, decision, **nothing), promise)
             return Coded(None, None)
         save.promise(path, group.derived(path, decision), promise)
         spec = LeafSpec.of(path, group.spec(path).shape, coded.codes.dtype.name)

@@ -1,11 +1,12 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
 import { check, NotImplemented } from "./base/errors.mjs";
-import { bitsFloat, lattice, octaves, ratios, relative } from "./decode/codes.mjs";
+import { bitsFloat, lattice, nested, octaves, ratios, relative } from "./decode/codes.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
   cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
-  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
+  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"],
+  nested: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
   ratio: ["int8"],
 };
 const word = new DataView(new ArrayBuffer(8));
@@ -43,6 +44,10 @@ async function first(rule, shape, codes, of) {
     return bytesOf(ratios(numbers("int8", codes.bytes), numbers("float32", of.bytes), rule));
   }
   check(weights !== null, `${how} without bfloat16 weights`);
+  if (how === "nested") {
+    const bits = 8 * itemBytes(codes.dtype);
+    return bytesOf(nested(numbers(codes.dtype, codes.bytes), weights, rule, bits));
+  }
   return bytesOf(relative(codes && numbers(codes.dtype, codes.bytes), weights, rule, how));
 }
 

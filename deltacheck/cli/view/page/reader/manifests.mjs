@@ -7,8 +7,8 @@ import { Grid } from "./leaves.mjs";
 import { segmentSeq } from "./segments.mjs";
 import { flatten } from "./tree.mjs";
 
-const FEATURES = ["tiles", "tiles.compact", "tiles.derived", "derived", "relative", "dithered", "ratio",
-  "contracts.rate", "partial", "replay", "types"];
+const FEATURES = ["tiles", "tiles.compact", "tiles.derived", "derived", "relative", "dithered", "nested",
+  "ratio",  "contracts.rate", "partial", "replay", "types"];
 
 // Read the manifest in `folder`. `place` is {seq} in an engine root and {step} in a manager root.
 export async function readManifest(files, folder, place) {
@@ -94,7 +94,8 @@ class Manifest {
     const expected = {
       tiles: tiled, "tiles.compact": "compact" in document, derived,
       "tiles.derived": derived && (this.tiles.size > 0 || "tiles" in document), relative: by("relative"),
-      dithered: by("dithered", "drawn"), ratio: by("ratio"), "contracts.rate": rates, partial: "absent" in document,
+      dithered: by("dithered", "drawn"), nested: by("nested"), ratio: by("ratio"),
+      "contracts.rate": rates, partial: "absent" in document,
       replay: "replay" in document,
     };
     const named = document.must_understand ?? [];

@@ -79,6 +79,36 @@ export function relative(codes, weights, { spacing, seed = 0 }, how) {
   });
 }
 
+// 4.5.5. A code is a word of `size` bits.
+export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spare_bits: f = 0 }, size) {
+  checkSpacing(spacing);
+  const scale = 2 ** n;
+  const S = spacing * scale;
+  check(Number.isInteger(f) && f >= 0 && f <= 7, `spare_bits ${f}`);
+  check(Number.isInteger(n) && n >= 0 && n <= 31 && S <= LARGEST, `halvings ${n}`);
+  // The largest integer whose power of two is at most S. A logarithm can be one too large or small.
+  let e = Math.floor(Math.log2(S));
+  while (2 ** e > S) e--;
+  while (2 ** (e + 1) <= S) e++;
+  return Float32Array.from(weights, (bits, i) => {
+    const exponent = (bits >> 7) & 0xff;
+    check(exponent !== 0xff, `element ${i}: a weight that is not finite`);
+    const b = bitsFloat(bits * 65536);
+    const E = Math.max(1, exponent);
+    const W = 2 ** (E - 134);
+    const width = Math.max(0, E - 133 - e + n);
+    check(width + f <= size, `element ${i}: ${width} bits`);
+    const r = codes[i] / 2 ** f;
+    check(Number.isInteger(r) && r < 2 ** width, `element ${i}: code ${codes[i]} of ${width} bits`);
+    const u = phase(seed, i);
+    if (width === 0) return moveTo(Math.fround(b + (u - 0.5) * W), bits);
+    const a = Math.floor(((b - 0.5 * W) / S + u) * scale);
+    const q = a + (r - a - 2 ** width * Math.floor((r - a) / 2 ** width));
+    const x = ((q + 0.5) / scale - u) * S;
+    return moveTo(Math.fround(Math.min(LARGEST, Math.max(-LARGEST, x))), bits);
+  });
+}
+
 // 4.5.2.
 export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
   check(Number.isInteger(f) && f >= 0 && f <= 7, `fraction_bits ${f}`);

@@ -1,0 +1,168 @@
+"""Master weights as relative codes on a lattice that is halved without a change of the old bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltacheck.codec import lattice, memory, reference_codes, relative
+from deltacheck.codec.extension import extension
+from deltacheck.codec.lattice import F32, Coded
+from deltacheck.codec.relative import Codes, Weights
+
+# The limits of section 4.5.5 of the format.
+MOST_HALVINGS, MOST_SPARE_BITS, MOST_BITS = 31, 7, 16
+
+
+def most_bits(weights: Weights, step: float, halvings: int) -> int:
+    """Return the largest number of bits that the code of a master of one of the weights has.
+
+    0 means that codes are needless. No codes can be made if the number and that of the spare bits
+    are together above ``MOST_BITS``. Infinities and NaN do not count.
+
+    Args:
+        weights: bfloat16, or its bits as uint16.
+        step: As given to ``codes``.
+        halvings: As given to ``codes``.
+    """
+    magnitudes = np.asarray(weights).reshape(-1).view(np.uint16) & np.uint16(0x7FFF)
+    largest = magnitudes.max(initial=np.uint16(0))
+    if largest >= 0x7F80:
+        largest = magnitudes[magnitudes < 0x7F80].max(initial=np.uint16(0))
+    bits = reference_codes.nested_bits(np.array([largest], np.uint16), step, halvings)
+    return max(0, int(bits[0]))
+
+
+def codes(
+    values: F32,
+    step: float,
+    seed: int,
+    *,
+    halvings: int,
+    spare_bits: int,
+    weights: Weights,
+    out: Codes | None = None,
+    start: int = 0,
+) -> Coded:
+    """Return the cells of a lattice that ``values`` lie in, as many bits as the weights need.
+
+    The spacing was ``step * 2^halvings`` and has been halved so many times since. Each halving
+    splits every cell in two. A code then has one more bit, which was a spare one, and keeps its
+    other bits (successive refinement: Equitz & Cover, 1991). So a lattice that is halved costs at
+    most one bit per element in a delta. Otherwise the codes are those of ``relative.codes`` with
+    ``dithered=True``, with a modulus that is a power of two.
+
+    Args:
+        values: float32, C-contiguous.
+        step: Spacing in the unit of the values, from 2^-149 to the largest float32.
+        seed: 0 to 2^64 - 1, one for each tensor.
+        halvings: 0 to ``MOST_HALVINGS``. ``step * 2^halvings`` is at most the largest float32.
+        spare_bits: 0 to ``MOST_SPARE_BITS``: the number of halvings that are possible from here on,
+            each of which takes one of these bits. More: the lattice is written anew less often;
+            fewer: codes of one byte in place of two.
+        weights: bfloat16, or its bits as uint16, in the shape of ``values``.
+        out: uint8 or uint16 in the shape of ``values``; ``None``: a new array of uint8, or of
+            uint16 if ``most_bits`` and ``spare_bits`` are together above 8.
+        start: Number of the first element in its tensor, if ``values`` are a part.
+
+    Returns:
+        The codes and their errors. An element is refused if the value or the weight is not finite,
+        or if it needs more bits than a code has: its code is 0.
+
+    Raises:
+        ValueError: The arguments do not fit.
+    """
+    memory.checked_array("values", values, np.float32)
+    first = _first_phase(step, seed, halvings, spare_bits, start)
+    weight_bits = lattice.bits_of(weights, values.shape)
+    if out is None:
+        bits = most_bits(weight_bits, step, halvings)
+        dtype = np.uint8 if bits + spare_bits <= 8 else np.uint16
+    else:
+        dtype = relative.code_type("out", out)
+    out = memory.checked_out(out, values, dtype)
+    native = extension()
+    if native is not None:
+        errors = native.nested_codes(
+            values.reshape(-1),
+            weight_bits,
+            step,
+            first,
+            memory.as_bytes("out", out),
+            halvings,
+            spare_bits,
+        )
+        return Coded(out, *errors)
+    result, refused_count, largest, squared = reference_codes.nested_codes(
+        values.reshape(-1), weight_bits, step, first, halvings, spare_bits, np.dtype(dtype)
+    )
+    out.reshape(-1)[:] = result
+    return Coded(out, refused_count, largest, squared)
+
+
+def values(
+    codes: Codes,
+    step: float,
+    seed: int,
+    *,
+    halvings: int,
+    spare_bits: int,
+    weights: Weights,
+    out: F32 | None = None,
+    start: int = 0,
+) -> F32:
+    """Return the values of ``codes``: the middles of their cells, within the cells of the weights.
+
+    Args:
+        codes: uint8 or uint16, C-contiguous.
+        step: As given to ``codes``.
+        seed: As given to ``codes``.
+        halvings: As given to ``codes``.
+        spare_bits: As given to ``codes``.
+        weights: As given to ``codes``.
+        out: float32 in the shape of ``codes``; ``None``: a new array.
+        start: As given to ``codes``.
+
+    Returns:
+        The values. A value without a bit of code is drawn from the cell of its weight.
+
+    Raises:
+        ValueError: The arguments do not fit, or there is a code that no value has.
+    """
+    memory.checked_array("codes", codes, relative.code_type("codes", codes))
+    first = _first_phase(step, seed, halvings, spare_bits, start)
+    weight_bits = lattice.bits_of(weights, codes.shape)
+    out = memory.checked_out(out, codes, np.float32)
+    native = extension()
+    if native is not None:
+        bad = native.nested_values(
+            memory.as_bytes("codes", codes),
+            weight_bits,
+            step,
+            first,
+            out.reshape(-1),
+            halvings,
+            spare_bits,
+        )
+    else:
+        result, bad = reference_codes.nested_values(
+            codes.reshape(-1), weight_bits, step, first, halvings, spare_bits
+        )
+        out.reshape(-1)[:] = result
+    if bad:
+        raise ValueError(
+            f"{bad} of {codes.size} codes are no nested codes of spacing {step} after {halvings}"
+            " halvings beside their weights"
+        )
+    return out
+
+
+def _first_phase(step: float, seed: int, halvings: int, spare_bits: int, start: int) -> int:
+    """Return the seed of the first element after a check of the parameters."""
+    first = lattice.first_phase(step, seed, start)
+    if not 0 <= halvings <= MOST_HALVINGS:
+        raise ValueError(f"halvings must be from 0 to {MOST_HALVINGS}, not {halvings}")
+    if not 0 <= spare_bits <= MOST_SPARE_BITS:
+        raise ValueError(f"spare_bits must be from 0 to {MOST_SPARE_BITS}, not {spare_bits}")
+    if step * 2.0**halvings > lattice.MOST_STEP:
+        raise ValueError(f"a lattice of spacing {step} cannot have been halved {halvings} times")
+    return first

@@ -1,0 +1,178 @@
+// Relative codes on a lattice whose spacing is halved again and again. Halving splits every cell in
+// two, so that a code gains one bit and keeps the others: an embedded quantiser (Equitz & Cover,
+// "Successive refinement of information", 1991). A code is the number of the cell above
+// some spare bits, which are zero. A halving takes the highest of these. So the difference of two
+// codes of one weight is that bit, unless the master has moved.
+//
+// The number of bits depends on the weight's exponent only, as the modulus of relative.h does. A
+// weight that needs none gives a point of its cell that the phase draws.
+//
+// Part of the format: docs/reference/format.md, 4.5.5. The rules of lattice.h hold here too.
+
+#pragma once
+
+#include "relative.h"
+
+namespace deltacheck {
+
+// The lattice of a tensor after some halvings.
+struct NestedLattice {
+  double step;     // the spacing before the first halving
+  double scale;    // 2^halvings
+  double unscale;  // 2^-halvings
+  int32_t place;   // added to a weight's exponent, it gives the number of bits
+};
+
+// REQUIRES: halvings is at most 31, and step * 2^halvings is finite and at least 2^-149.
+DELTACHECK_HD NestedLattice nested_lattice_of(double step, uint32_t halvings) {
+  const double scale = double_of(uint64_t{1023 + halvings} << 52), first = step * scale;
+  uint64_t bits;
+  memcpy(&bits, &first, sizeof bits);
+  const int32_t octave = static_cast<int32_t>(bits >> 52) - 1023;  // floor(log2 first)
+  return {first, scale, 1 / scale, static_cast<int32_t>(halvings) - 133 - octave};
+}
+
+// The cells that a master of one weight can lie in.
+struct NestedCells {
+  int32_t bits;   // of a code; 0: no code is needed
+  double count;   // 2^bits
+  double lowest;  // the number of the first one
+  double fits;    // 1, or 0 if there are more than `most_bits`; the count is then 1
+};
+
+// A weight that is infinite or NaN gives numbers of no meaning.
+DELTACHECK_HD NestedCells nested_cells_of(uint32_t weight, const NestedLattice& lattice, double u,
+                                          int32_t most_bits) {
+  const int32_t exponent = static_cast<int32_t>((weight >> 7) & 0xffu);
+  const int32_t place = exponent > 1 ? exponent : 1, needed = place + lattice.place;
+  const int32_t fits = needed <= most_bits ? 1 : 0, positive = needed > 0 ? needed : 0;
+  const int32_t bits = positive * fits;
+  const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
+  const double center = float_of(weight << 16);
+  const double lowest = floor(((center - 0.5 * width) / lattice.step + u) * lattice.scale);
+  return {bits, double_of(static_cast<uint64_t>(bits + 1023) << 52), lowest,
+          static_cast<double>(fits)};
+}
+
+// Returns number modulo 2^bits. REQUIRES: number is an integer.
+DELTACHECK_HD double modulo_of_bits(double number, int32_t bits) {
+  const double count = double_of(static_cast<uint64_t>(1023 + bits) << 52);
+  const double inverse = double_of(static_cast<uint64_t>(1023 - bits) << 52);
+  return number - count * floor(number * inverse);
+}
+
+// Returns x' of cell q.
+DELTACHECK_HD uint32_t nested_value(uint32_t weight, int32_t bits, double q,
+                                    const NestedLattice& lattice, double u) {
+  constexpr double kMost = 0x1.fffffep127;  // largest finite float
+  const uint32_t exponent = (weight >> 7) & 0xffu, place = exponent > 1 ? exponent : 1;
+  const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
+  const float center = float_of(weight << 16);
+  const float point = static_cast<float>(static_cast<double>(center) + (u - 0.5) * width);
+  double middle = ((q + 0.5) * lattice.unscale - u) * lattice.step;
+  middle = middle < kMost ? middle : kMost;
+  middle = middle > -kMost ? middle : -kMost;
+  const uint32_t coded = bits > 0 ? ~0u : 0u;
+  const uint32_t from = (coded & bits_of(static_cast<float>(middle))) | (~coded & bits_of(point));
+  const uint32_t moved = in_cell(from, static_cast<uint16_t>(weight));
+  const uint32_t finite = is_finite_weight(weight) ? ~0u : 0u;
+  return (finite & moved) | (~finite & (weight << 16));
+}
+
+namespace {
+
+template <int W>
+inline LatticeErrors nested_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                                     double step, uint64_t seed, uint32_t halvings,
+                                     uint32_t spare_bits, uint8_t* codes) {
+  const NestedLattice lattice = nested_lattice_of(step, halvings);
+  const int32_t most_bits = 8 * W - static_cast<int32_t>(spare_bits);
+  const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
+  alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
+  double coded_count = 0, largest = 0;
+  for (uint64_t start = 0; start < count; start += kBlockValues) {
+    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
+#pragma omp simd reduction(+ : coded_count) reduction(max : largest)
+    for (uint64_t i = 0; i < size; ++i) {
+      const uint32_t pattern = x[start + i], weight = w[start + i];
+      // Numbers in place of conditions: GCC 12 does not vectorise choices between conditions.
+      const uint32_t finite =
+          ((pattern & kMagnitude) < kInfinity ? 1u : 0u) & is_finite_weight(weight);
+      const float value = float_of(finite ? pattern : 0);
+      const uint32_t known = finite ? weight : 0;
+      const double u = phase(seed, start + i);
+      const NestedCells cells = nested_cells_of(known, lattice, u, most_bits);
+      const double coded = cells.fits * static_cast<int32_t>(finite);
+      const double last = cells.lowest + (cells.count - 1);
+      double q = floor((value / lattice.step + u) * lattice.scale);
+      q = q > cells.lowest ? q : cells.lowest;
+      q = q < last ? q : last;
+      const double rest = coded * modulo_of_bits(q, cells.bits);
+      const uint32_t number = static_cast<uint32_t>(static_cast<int32_t>(rest));
+      const float restored = float_of(nested_value(known, cells.bits, q, lattice, u));
+      const double distance = fabs(static_cast<double>(restored) - static_cast<double>(value));
+      const double error = coded * distance;
+      errors[i] = error;
+      largest = error > largest ? error : largest;
+      coded_count += coded;
+      to[start + i] = static_cast<typename Word<W>::type>(number << spare_bits);
+    }
+    add_squares(errors, size, lanes);
+  }
+  return {count - static_cast<uint64_t>(coded_count), largest, added(lanes)};
+}
+
+template <int W>
+inline uint64_t nested_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                 double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits,
+                                 uint8_t* values) {
+  const NestedLattice lattice = nested_lattice_of(step, halvings);
+  const int32_t most_bits = 8 * W - static_cast<int32_t>(spare_bits);
+  const uint32_t spare = (1u << spare_bits) - 1;
+  const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
+  double valid_count = 0;
+#pragma omp simd reduction(+ : valid_count)
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t weight = w[i], code = uint32_t{from[i]};
+    const double number = static_cast<double>(static_cast<int32_t>(code >> spare_bits));
+    const uint32_t is_known = is_finite_weight(weight) & ((code & spare) == 0 ? 1u : 0u);
+    const double u = phase(seed, i);
+    const NestedCells cells = nested_cells_of(weight, lattice, u, most_bits);
+    const double below = number < cells.count ? cells.fits : 0;
+    const double valid = below * static_cast<int32_t>(is_known);
+    const int32_t bits = valid > 0 ? cells.bits : 0;
+    const double q = cells.lowest + modulo_of_bits(number - cells.lowest, bits);
+    to[i] = nested_value(weight, bits, q, lattice, u);
+    valid_count += valid;
+  }
+  return count - static_cast<uint64_t>(valid_count);
+}
+
+// Codes one part. `values`: float32 at any address. `weights`: bfloat16. `codes`: of `code_bytes`,
+// 1 or 2. `step`: after the halvings.
+inline LatticeErrors nested_codes_part(const uint8_t* values, const uint8_t* weights,
+                                       uint64_t count, double step, uint64_t seed,
+                                       uint32_t code_bytes, uint32_t halvings, uint32_t spare_bits,
+                                       uint8_t* codes) {
+  return code_bytes == 1
+             ? nested_codes_of<1>(values, weights, count, step, seed, halvings, spare_bits, codes)
+             : nested_codes_of<2>(values, weights, count, step, seed, halvings, spare_bits, codes);
+}
+
+// Decodes one part. Returns the number of codes that no value has; their values are drawn from the
+// cells of the weights.
+inline uint64_t nested_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                   double step, uint64_t seed, uint32_t code_bytes,
+                                   uint32_t halvings, uint32_t spare_bits, uint8_t* values) {
+  return code_bytes == 1
+             ? nested_values_of<1>(codes, weights, count, step, seed, halvings, spare_bits, values)
+             : nested_values_of<2>(codes, weights, count, step, seed, halvings, spare_bits, values);
+}
+
+}  // namespace
+
+}  // namespace deltacheck
