@@ -291,6 +291,16 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
                 written = next(leaf for leaf in report.leaves if leaf.path == path)
                 first.setdefault(rule.halvings, written)
         assert opened.verify(deep=True) == []
+        # A run that goes on from the step keeps the spacing, with other phases.
+        seed, spacing = rule.seed, rule.spacing
+        engine.restore()
+        for _ in range(8):
+            run.advance(5)
+            engine.save(run.step, run.state()).result()
+            judge(deltacheck.open(root), run.step, run.state(), 1e-6)
+        rule = deltacheck.open(root).manifest().derived[path]
+        assert (rule.how, rule.spacing) == ("nested", spacing)
+        assert rule.seed != seed
     assert set(codes) == {dtype}  # the type is that of the last halving from the first one on
     assert halvings == sorted(halvings)
     assert sorted(first) == [0, 1, 2, 3, 4]
