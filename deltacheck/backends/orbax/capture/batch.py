@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -44,19 +44,18 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         The sources of all leaves by path, ascending. They are made behind the training loop unless
         something must be read before.
     """
-    is_known = isinstance(flat, KnownArrays)
     # By path, as in the torch backend: equal states then give equal segments in both.
-    specs = flat.specs if is_known else dict(sorted(specs_of(flat).items()))
-    viewable = (
-        flat.viewable
-        if is_known
-        else [path for path in specs if leaves.is_viewable(flat.arrays[path])]
-    )
+    if isinstance(flat, KnownArrays):
+        specs: Mapping[str, LeafSpec] = flat.specs
+        viewable: Sequence[str] = flat.viewable
+    else:
+        specs = dict(sorted(specs_of(flat).items()))
+        viewable = [path for path in specs if leaves.is_viewable(flat.arrays[path])]
     views: dict[str, NDArray[Any]] = {}
     others: dict[str, LeafSource] = {}
     for path in () if is_eager else viewable:
         array = cast("jax.Array", flat.arrays[path])
-        if not array.is_ready():
+        if not array.is_ready():  # type: ignore[attr-defined] # missing in the types of jax
             others[path] = LeafSource(specs[path], _Copy(array).take, True)
         elif (view := leaves.whole_view(array)) is not None:
             views[path] = view

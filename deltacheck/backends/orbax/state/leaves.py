@@ -188,7 +188,7 @@ def is_viewable(value: object) -> bool:
         isinstance(value, jax.Array)
         and not is_key(value.dtype)
         and value.is_fully_replicated
-        and any(device.platform == "cpu" for device in value.sharding.addressable_devices)
+        and any(device.platform == "cpu" for device in value.devices())
     )
 
 

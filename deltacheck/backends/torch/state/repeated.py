@@ -283,7 +283,7 @@ class _Known:
             if not forms.match(block):
                 return None
             end = begin + len(block)
-            read_numbers(block, torch.Tensor.data_ptr, addresses[begin:end])
+            read_numbers(list(block), torch.Tensor.data_ptr, addresses[begin:end])
             of_block = list(map(torch.Tensor.untyped_storage, block))
             may_move = may_move or any(map(torch.UntypedStorage.resizable, of_block))
             storages += of_block
