@@ -311,7 +311,20 @@ def test_the_guarded_memory_is_the_same_set_as_long_as_nothing_moves(tmp_path: P
             sets.append(engine._guard.owned(flat.tensors if isinstance(flat, KnownFlat) else None))
             run.step()
     # Saves compare it by identity with that of the last save.
-    assert sets[1] is sets[2] is sets[3]
+    assert all(addresses is sets[0] for addresses in sets)
+
+
+def test_a_leaf_that_an_optimizer_has_replaced_is_guarded_no_longer(tmp_path: Path) -> None:
+    run, flatten = Run(3), Flattener(is_host)
+    moments = [run.optimizer.state[parameter]["exp_avg"] for parameter in run.parameters]
+    with Engine(tmp_path) as engine:
+        engine.guard(run.optimizer)
+        for number in range(4):
+            if number == 3:
+                run.optimizer.state[run.parameters[0]]["exp_avg"] = torch.zeros(3, 4)
+            flat = flatten({"moments": moments})
+            owned = engine._guard.owned(flat.tensors if isinstance(flat, KnownFlat) else None)
+            assert (moments[0].data_ptr() in owned) == (number < 3)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])

@@ -55,7 +55,8 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
     others: dict[str, LeafSource] = {}
     for path in () if is_eager else viewable:
         array = cast("jax.Array", flat.arrays[path])
-        if not array.is_ready():  # type: ignore[attr-defined] # missing in the types of jax
+        # JAX 0.10.2 crashes if a deleted array is asked for its readiness; a view of it raises.
+        if not (array.is_deleted() or array.is_ready()):  # type: ignore[attr-defined] # untyped
             others[path] = LeafSource(specs[path], _Copy(array).take, True)
         elif (view := leaves.whole_view(array)) is not None:
             views[path] = view
