@@ -321,7 +321,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         # The other processes already wait for this one. A leaf that is refused here must fail the
         # save in all of them instead of letting them run into their timeout.
         with item.sharing_failure():
-            flat = item.flatten(args.item)
+            flat = item.flatten(args.item, has_log=args.log is not None)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
             records = flat.records if isinstance(flat, KnownArrays) else records_of(flat.arrays)

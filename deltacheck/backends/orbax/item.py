@@ -166,11 +166,16 @@ class Item:
                 self.failures.add(failure)
             raise failure from error
 
-    def flatten(self, state: object) -> Flat:
-        """Return the leaves and the skeleton of a state to save."""
-        if jax.process_count() == 1:
-            return self._flatten(state)
-        return tree.flatten(state, pieces.describe, leaves.expand)
+    def flatten(self, state: object, *, has_log: bool = False) -> Flat:
+        """Return the leaves and the skeleton of a state to save.
+
+        ``has_log``: a gradient log plans the save. It compares the identities of the leaves.
+        """
+        if jax.process_count() > 1:
+            return tree.flatten(state, pieces.describe, leaves.expand)
+        if has_log:
+            return tree.flatten(state, leaves.describe, leaves.expand)
+        return self._flatten(state)
 
     def begin(
         self,
