@@ -1,5 +1,6 @@
 """Types of the native extension, which xla_ffi/module.cc implements and documents."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,16 @@ def fingerprints(
     sampling: tuple[int, int, int, int],
     out: NDArray[np.uint64],
 ) -> None: ...
+def read_numbers(
+    objects: list[Any],
+    first: Callable[[Any], Any],
+    second: Callable[[Any], int] | None,
+    out: NDArray[np.uint64],
+) -> None: ...
+def load_ahead(addresses: NDArray[np.uint64]) -> None: ...
+def matching_children(
+    containers: list[Any], lengths: list[int], keys: list[Any], types: list[type]
+) -> list[Any] | None: ...
 def write_stream_file(
     descriptor: int,
     pieces: list[NDArray[np.uint8]],

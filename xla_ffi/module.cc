@@ -24,6 +24,7 @@
 #include "encoder/delta.h"
 #include "encoder/fingerprint.h"
 #include "handlers/registrations.h"
+#include "objects.h"
 #ifdef DELTACHECK_ENTROPY
 #  include "encoder/crc32c.h"
 #  include "encoder/entropy.h"
@@ -552,6 +553,16 @@ void fingerprint_arrays(const Array<const uint64_t>& addresses, const Array<cons
   fingerprints(from, bytes, leaves, Sampling{whole_bytes, blocks, block_bytes, seed}, to);
 }
 
+void read_number_array(const nb::list& objects, nb::handle first, nb::handle second,
+                       const Array<uint64_t>& out) {
+  read_numbers(objects, first, second, out.data(), out.size());
+}
+
+nb::object matching_children(const nb::list& containers, const nb::list& lengths,
+                             const nb::list& keys, const nb::list& types) {
+  return ChildMatcher(containers, lengths, keys, types).match();
+}
+
 }  // namespace
 }  // namespace deltacheck
 
@@ -629,6 +640,21 @@ NB_MODULE(_native, m) {
         nb::arg("sizes").noconvert(), nb::arg("sampling"), nb::arg("out").noconvert(),
         "Write the fingerprint of each leaf of host memory to out. sampling: whole_bytes, blocks, "
         "block_bytes, seed. The caller keeps the memory alive.");
+  m.def("read_numbers", read_number_array, nb::arg("objects"), nb::arg("first"),
+        nb::arg("second").none(), nb::arg("out").noconvert(),
+        "Write an integer of at least 0 for each object to out: the result of first, or of second "
+        "called with that.");
+  m.def(
+      "load_ahead",
+      [](const Array<const uint64_t>& addresses) {
+        load_ahead(addresses.data(), addresses.size());
+      },
+      nb::arg("addresses").noconvert(),
+      "Start to load memory into the cache, a line at each address. Any address may be passed.");
+  m.def("matching_children", matching_children, nb::arg("containers"), nb::arg("lengths"),
+        nb::arg("keys"), nb::arg("types"),
+        "Return the children of dictionaries, lists and tuples in order, or None if a length, a "
+        "key of a dictionary or the type of a child is not the expected one.");
 #ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
         nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),

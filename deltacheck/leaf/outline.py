@@ -2,8 +2,8 @@
 
 A training loop saves the same containers at every save. A walk that describes each leaf takes
 microseconds per leaf on the training thread. An outline compares keys and types depth by depth
-instead, in a few calls per depth that loop in C. It knows Python's own containers only; a state
-with others has no outline.
+instead, in a few calls per depth that loop in C. It knows Python's own containers, and those that a
+backend expands; a state with others has no outline.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
-from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain, compress, count
+from operator import is_not, itemgetter
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import tree
-from deltacheck.leaf.tree import Json, Node
+from deltacheck.leaf.tree import Expand, Json, Node
 
 _MAPPINGS = (dict, OrderedDict)
-_CONTAINERS = (*_MAPPINGS, list, tuple)
+_NATIVE = {dict, list, tuple}
+_CONTAINERS = (OrderedDict, *_NATIVE)
 # Immutable, so that the values of the last save can be kept for a comparison.
 _SCALARS = (type(None), bool, int, float, str, bytes)
 # The slot of the attributes of an OrderedDict, a dictionary that follows its children.
 _ATTRIBUTES = -1
+
+# Returns the children of dictionaries, lists and tuples, in order; ``None`` if a length, a key or a
+# type differs from those that are passed: ``_native.matching_children``.
+MatchChildren: TypeAlias = Callable[
+    [list[Any], list[int], list[object], list[type]], "list[Any] | None"
+]
 
 
 class _Contents(NamedTuple):
@@ -43,6 +50,7 @@ class _Depth(NamedTuple):
 
     Attributes:
         is_plain: All of them are ``dict``.
+        is_native: All of them are ``dict``, ``list`` or ``tuple``, which native code can read.
         contents: Their keys and the types of their children.
         places: For every child, the number of its container and its slot there.
         containers: The positions of the children that are containers of the next depth.
@@ -51,6 +59,7 @@ class _Depth(NamedTuple):
     """
 
     is_plain: bool
+    is_native: bool
     contents: _Contents
     places: list[tuple[int, int]]
     containers: list[int]
@@ -84,8 +93,12 @@ class Outline:
         skeleton: Node,
         scalars: list[object],
         owners: Sequence[tuple[str, str]],
+        match_children: MatchChildren | None,
+        expand: Expand | None,
     ) -> None:
         self.owners = owners
+        self._match_children = match_children
+        self._expand = expand
         self._depths = depths
         self._skeleton = skeleton
         self._scalars = scalars
@@ -93,12 +106,22 @@ class Outline:
         self._float_bits = _bits(chosen(scalars, self._floats))
 
     @classmethod
-    def of(cls, state: object, skeleton: Node) -> Outline | None:
+    def of(
+        cls,
+        state: object,
+        skeleton: Node,
+        match_children: MatchChildren | None = None,
+        expand: Expand | None = None,
+    ) -> Outline | None:
         """Return the outline of a state; ``None`` if it has containers of other types.
 
         Args:
             state: The state.
             skeleton: Its skeleton, as ``tree.flatten`` returns it.
+            match_children: The comparison of the containers of one depth in native code. Default:
+                Python compares them, which takes three times as long.
+            expand: As for ``tree.flatten``, for containers whose nodes have fields. Default: a
+                state with other containers than Python's has no outline.
         """
         depths: list[_Depth] = []
         scalars: list[object] = []
@@ -108,15 +131,16 @@ class Outline:
         nodes = [(0, 0, skeleton, "")]
         while containers:
             is_plain = all(type(container) is dict for container in containers)
-            contents, values = _contents(containers, is_plain)
-            depth = _Depth(is_plain, contents, [n[:2] for n in nodes], [], [], [])
+            contents, values = _contents(containers, is_plain, expand)
+            is_native = {type(container) for container in containers} <= _NATIVE
+            depth = _Depth(is_plain, is_native, contents, [n[:2] for n in nodes], [], [], [])
             children: list[tuple[int, int, Node, str]] = []
             for position, (value, (_, _, node, path)) in enumerate(zip(values, nodes, strict=True)):
                 kind = type(value)
                 if node["t"] == "array":
                     depth.leaves.append(position)
                     owners.append((path, cast(str, node.get("of", path))))
-                elif kind in _CONTAINERS:
+                elif kind in _CONTAINERS or (expand is not None and node["t"] == "fields"):
                     children += _children_of(len(depth.containers), node, kind, path)
                     depth.containers.append(position)
                 elif kind in _SCALARS:
@@ -127,7 +151,7 @@ class Outline:
             depths.append(depth)
             containers = chosen(values, depth.containers)
             nodes = children
-        return cls(depths, skeleton, scalars, owners)
+        return cls(depths, skeleton, scalars, owners, match_children, expand)
 
     def match(self, state: object) -> Outlined | None:
         """Flatten a state if its structure is that of the outline.
@@ -143,8 +167,8 @@ class Outline:
         leaves: list[Any] = []
         scalars: list[object] = []
         for depth in self._depths:
-            contents, values = _contents(containers, depth.is_plain)
-            if contents != depth.contents:
+            values = self._children(containers, depth)
+            if values is None:
                 return None
             containers = chosen(values, depth.containers)
             leaves += chosen(values, depth.leaves)
@@ -155,6 +179,14 @@ class Outline:
             return None
         return Outlined(self._skeleton, leaves)
 
+    def _children(self, containers: list[Any], depth: _Depth) -> list[Any] | None:
+        """Return the children of the containers of a depth; ``None`` if they do not match it."""
+        if self._match_children is None or not depth.is_native:
+            contents, values = _contents(containers, depth.is_plain, self._expand)
+            return values if contents == depth.contents else None
+        expected = depth.contents
+        return self._match_children(containers, expected.lengths, expected.keys, expected.types)
+
     def _take(self, scalars: list[object]) -> None:
         """Bring the skeleton to these scalars. It keeps all nodes whose scalars are the same."""
         # 0.0 equals -0.0, and NaN does not equal itself, so floats are compared by their bits.
@@ -164,8 +196,13 @@ class Outline:
         is_float = set(self._floats)
         changed = [
             number
-            for number, (value, before) in enumerate(zip(scalars, self._scalars, strict=True))
-            if (_bits([value]) != _bits([before]) if number in is_float else value != before)
+            # Most scalars are the objects of the last save.
+            for number in compress(count(), map(is_not, scalars, self._scalars))
+            if (
+                _bits([scalars[number]]) != _bits([self._scalars[number]])
+                if number in is_float
+                else scalars[number] != self._scalars[number]
+            )
         ]
         ends = list(accumulate(len(depth.scalars) for depth in self._depths))
         changes: dict[int, Any] = {}
@@ -193,7 +230,9 @@ class Outline:
         return route
 
 
-def _contents(containers: list[Any], is_plain: bool) -> tuple[_Contents, list[Any]]:
+def _contents(
+    containers: list[Any], is_plain: bool, expand: Expand | None
+) -> tuple[_Contents, list[Any]]:
     """Return what is compared of some containers, and their children in order."""
     if is_plain:
         lengths = list(map(len, containers))
@@ -202,6 +241,14 @@ def _contents(containers: list[Any], is_plain: bool) -> tuple[_Contents, list[An
     else:
         lengths, keys, values = [], [], []
         for container in containers:
+            if type(container) not in _CONTAINERS:
+                assert expand is not None  # containers without it have no outline
+                level = expand(container)
+                pairs = [] if level is None else list(level.pairs)
+                lengths.append(len(pairs))
+                keys += [key for key, _ in pairs]
+                values += [value for _, value in pairs]
+                continue
             lengths.append(len(container))
             if type(container) in _MAPPINGS:
                 keys += container
@@ -218,7 +265,7 @@ def _children_of(
 ) -> Iterable[tuple[int, int, Node, str]]:
     """Yield container number, slot, node and path of each child of a container."""
     prefix = f"{path}/" if path else ""
-    if kind in _MAPPINGS:
+    if kind in _MAPPINGS or node["t"] == "fields":
         pairs = cast("list[tuple[str | int, Node]]", node["k"])
     else:
         pairs = list(enumerate(cast("list[Node]", node["n"])))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 from deltacheck.backends.numpy_leaves import describe_numpy
+from deltacheck.codec.object_loops import matching_children
 from deltacheck.leaf import tree
+from deltacheck.leaf.containers import Level
 from deltacheck.leaf.outline import Outline
 
 
@@ -30,13 +33,24 @@ def flat(value: object) -> tree.Flat:
     return tree.flatten(value, describe_numpy)
 
 
-def outline(value: object) -> Outline:
-    result = Outline.of(value, flat(value).skeleton)
-    assert result is not None
-    return result
+@pytest.fixture(params=[True, False], ids=["native", "python"])
+def outline(request: pytest.FixtureRequest) -> Callable[[object], Outline]:
+    match_children = matching_children() if request.param else None
+    if request.param and match_children is None:
+        pytest.skip("no native module")
+
+    def make(value: object) -> Outline:
+        result = Outline.of(value, flat(value).skeleton, match_children)
+        assert result is not None
+        return result
+
+    return make
 
 
-def test_the_arrays_and_the_skeleton_are_those_of_flatten() -> None:
+Make: TypeAlias = Callable[[object], Outline]
+
+
+def test_the_arrays_and_the_skeleton_are_those_of_flatten(outline: Make) -> None:
     first = outline(state())
     for change in range(3):
         changed = state()
@@ -57,7 +71,7 @@ def test_the_arrays_and_the_skeleton_are_those_of_flatten() -> None:
     assert dict(first.owners)["model/weight"] == dict(first.owners)["model/tied"]
 
 
-def test_the_skeleton_of_an_earlier_save_does_not_change() -> None:
+def test_the_skeleton_of_an_earlier_save_does_not_change(outline: Make) -> None:
     first = outline(state())
     before = first.match(state())
     assert before is not None
@@ -91,6 +105,14 @@ def as_list(value: dict[str, Any]) -> None:
     value["list"][2] = list(value["list"][2])
 
 
+def longer(value: dict[str, Any]) -> None:
+    value["list"].append(None)
+
+
+def in_other_order(value: dict[str, Any]) -> None:
+    value["optimizer"]["state"][0] = value["optimizer"]["state"].pop(0)
+
+
 def as_array(value: dict[str, Any]) -> None:
     value["zero"] = np.zeros(1)
 
@@ -105,10 +127,21 @@ def with_attribute(value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [without, renamed, as_text_key, as_bool, as_list, as_array, reordered, with_attribute],
+    [
+        without,
+        renamed,
+        as_text_key,
+        as_bool,
+        as_list,
+        longer,
+        in_other_order,
+        as_array,
+        reordered,
+        with_attribute,
+    ],
     ids=lambda change: change.__name__,
 )
-def test_another_structure_does_not_match(change: Any) -> None:
+def test_another_structure_does_not_match(change: Any, outline: Make) -> None:
     first = outline(state())
     changed = state()
     change(changed)
@@ -119,3 +152,35 @@ def test_another_structure_does_not_match(change: Any) -> None:
 def test_a_state_with_other_containers_has_no_outline() -> None:
     value = {"a": deque([1])}
     assert Outline.of(value, flat(value).skeleton) is None
+
+
+class Pair:
+    """A container that only a backend knows."""
+
+    def __init__(self, keys: tuple[str, str], left: object, right: object) -> None:
+        self.keys = keys
+        self.items = (left, right)
+
+
+def expand(value: object) -> Level | None:
+    if not isinstance(value, Pair):
+        return None
+    return Level({"t": "fields", "c": "Pair"}, zip(value.keys, value.items, strict=True))
+
+
+def test_containers_of_a_backend_are_expanded_and_compared() -> None:
+    def make(left: float = 1.0, keys: tuple[str, str] = ("a", "b")) -> dict[str, Any]:
+        return {"pair": Pair(keys, [np.ones(2), left], {"m": np.zeros(3)}), "n": 1}
+
+    value = make()
+    flat_value = tree.flatten(value, describe_numpy, expand)
+    outline = Outline.of(value, flat_value.skeleton, matching_children(), expand)
+    assert outline is not None
+    changed = make(2.0)
+    result = outline.match(changed)
+    assert result is not None
+    assert result.skeleton == tree.flatten(changed, describe_numpy, expand).skeleton
+    assert [path for path, _ in outline.owners] == ["pair/a/0", "pair/b/m"]
+    assert result.leaves[1] is changed["pair"].items[1]["m"]
+    assert outline.match(make(keys=("a", "c"))) is None
+    assert outline.match({**make(), "pair": 1}) is None

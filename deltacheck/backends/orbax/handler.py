@@ -31,6 +31,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import (
 )
 from deltacheck.backends.orbax.state.load import restore_tree
 from deltacheck.backends.orbax.state.metadata import TreeMetadata, metadata_of
+from deltacheck.backends.orbax.state.repeated import KnownArrays
 from deltacheck.backends.orbax.state.saved_shardings import records_of
 from deltacheck.backends.orbax.state.targets import Part
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
@@ -320,10 +321,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         # The other processes already wait for this one. A leaf that is refused here must fail the
         # save in all of them instead of letting them run into their timeout.
         with item.sharing_failure():
-            flat = item.flatten(args.item)
+            flat = item.flatten(args.item, has_log=args.log is not None)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-            notes = Notes(metrics, require_json(args.custom_metadata), records_of(flat.arrays))
+            records = flat.records if isinstance(flat, KnownArrays) else records_of(flat.arrays)
+            notes = Notes(metrics, require_json(args.custom_metadata), records)
         if not place.has_own_root:
             return item.begin(place, args.item, flat, notes, begin, args.log)
         if creating:

@@ -24,6 +24,7 @@ from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, ho
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
 from deltacheck.backends.orbax.state import leaves, load, pieces
 from deltacheck.backends.orbax.state.load import Restored
+from deltacheck.backends.orbax.state.repeated import ArrayFlattener
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external
@@ -118,6 +119,7 @@ class Item:
         self._name = name
         self._options = options
         self._is_eager = is_eager
+        self._flatten = ArrayFlattener()
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._base: tuple[Restored, Manifest] | None = None
@@ -164,10 +166,16 @@ class Item:
                 self.failures.add(failure)
             raise failure from error
 
-    def flatten(self, state: object) -> Flat:
-        """Return the leaves and the skeleton of a state to save."""
-        describe = leaves.describe if jax.process_count() == 1 else pieces.describe
-        return tree.flatten(state, describe, leaves.expand)
+    def flatten(self, state: object, *, has_log: bool = False) -> Flat:
+        """Return the leaves and the skeleton of a state to save.
+
+        ``has_log``: a gradient log plans the save. It compares the identities of the leaves.
+        """
+        if jax.process_count() > 1:
+            return tree.flatten(state, pieces.describe, leaves.expand)
+        if has_log:
+            return tree.flatten(state, leaves.describe, leaves.expand)
+        return self._flatten(state)
 
     def begin(
         self,

@@ -19,6 +19,7 @@ from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
+from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
@@ -310,7 +311,8 @@ class Engine:
             return skipped(step)
         try:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
-            guarded = Guarded() if self._is_eager else self._guard.guarded()
+            known = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
+            guarded = Guarded() if self._is_eager else self._guard.guarded(known)
             sources: Sources | None = None
             # Ranks that save together, and a gradient log, need the chains of this save at once.
             if is_whole and attempt.agreed is None and not self._is_eager:

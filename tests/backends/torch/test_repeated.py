@@ -18,7 +18,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.tensor_codec import is_host
 from deltacheck.backends.torch.state import leaves, repeated
 from deltacheck.backends.torch.state.repeated import Flattener, KnownFlat
-from deltacheck.codec import fingerprints
+from deltacheck.codec import fingerprints, object_loops
 from deltacheck.save.pipeline import Pipeline
 from deltacheck.save.progress import Progress
 
@@ -122,6 +122,11 @@ def as_integers(state: dict[str, Any]) -> None:
     state["model"]["w0"] = state["model"]["w0"].view(torch.int32)
 
 
+def negated(state: dict[str, Any]) -> None:
+    # Its memory has the opposite of its values.
+    state["model"]["w0"] = torch._neg_view(state["model"]["w0"])
+
+
 def as_parameter(state: dict[str, Any]) -> None:
     state["model"]["w0"] = torch.nn.Parameter(state["model"]["w0"])
 
@@ -137,7 +142,16 @@ def no_longer_tied(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize("guards", [True, False], ids=["torch-compares", "python-compares"])
 @pytest.mark.parametrize(
     "change",
-    [resized, transposed, tied, as_integers, as_parameter, of_two_axes, no_longer_tied],
+    [
+        resized,
+        transposed,
+        tied,
+        as_integers,
+        negated,
+        as_parameter,
+        of_two_axes,
+        no_longer_tied,
+    ],
     ids=lambda change: change.__name__,
 )
 def test_a_leaf_of_another_form_is_described_again(
@@ -241,3 +255,94 @@ def test_a_fingerprint_covers_a_leaf(
         changed = content.copy()
         changed[begin : begin + width] ^= 1
         assert fingerprints.fingerprint_of(changed, 5) != before
+
+
+def moved(run: Run) -> None:
+    run.parameters[0].data = torch.zeros(3, 4)
+
+
+def moment_moved(run: Run) -> None:
+    run.optimizer.state[run.parameters[0]]["exp_avg"].set_(torch.zeros(3, 4))
+
+
+def moment_replaced(run: Run) -> None:
+    run.optimizer.state[run.parameters[0]]["exp_avg"] = torch.zeros(3, 4)
+
+
+def with_another_parameter(run: Run) -> None:
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(5))]})
+
+
+def without_state(run: Run) -> None:
+    run.optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [moved, moment_moved, moment_replaced, with_another_parameter, without_state],
+    ids=lambda change: change.__name__,
+)
+def test_the_guarded_memory_is_that_of_the_optimizers_at_each_save(
+    change: Callable[[Run], None], tmp_path: Path
+) -> None:
+    run, flatten = Run(3), Flattener(is_host)
+    with Engine(tmp_path / "one") as engine:
+        engine.guard(run.optimizer)
+        for number in range(5):
+            if number == 3:
+                change(run)
+            flat = flatten(run.state())
+            known = flat.tensors if isinstance(flat, KnownFlat) else None
+            assert number in (0, 3) or known is not None
+            owned = engine._guard.owned(known)
+            # The first look of another engine has nothing to compare with.
+            with Engine(tmp_path / f"other {number}") as other:
+                other.guard(run.optimizer)
+                assert owned == other._guard.owned()
+
+
+def test_the_guarded_memory_is_the_same_set_as_long_as_nothing_moves(tmp_path: Path) -> None:
+    run, flatten = Run(3), Flattener(is_host)
+    sets = []
+    with Engine(tmp_path) as engine:
+        engine.guard(run.optimizer)
+        for _ in range(4):
+            flat = flatten(run.state())
+            sets.append(engine._guard.owned(flat.tensors if isinstance(flat, KnownFlat) else None))
+            run.step()
+    # Saves compare it by identity with that of the last save.
+    assert all(addresses is sets[0] for addresses in sets)
+
+
+def test_a_leaf_that_an_optimizer_has_replaced_is_guarded_no_longer(tmp_path: Path) -> None:
+    run, flatten = Run(3), Flattener(is_host)
+    moments = [run.optimizer.state[parameter]["exp_avg"] for parameter in run.parameters]
+    with Engine(tmp_path) as engine:
+        engine.guard(run.optimizer)
+        for number in range(4):
+            if number == 3:
+                run.optimizer.state[run.parameters[0]]["exp_avg"] = torch.zeros(3, 4)
+            flat = flatten({"moments": moments})
+            owned = engine._guard.owned(flat.tensors if isinstance(flat, KnownFlat) else None)
+            assert (moments[0].data_ptr() in owned) == (number < 3)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_numbers_are_read_of_many_objects_in_one_call(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(object_loops, "extension", lambda: None)
+    texts = ["a" * number for number in range(20)]
+    out = np.empty(20, np.uint64)
+    object_loops.read_numbers(texts, len, out)
+    assert out.tolist() == list(range(20))
+    object_loops.read_numbers(texts, len, out, lambda number: number + 2**63)
+    assert out.tolist() == [number + 2**63 for number in range(20)]
+    for objects, first, error in (
+        (texts, lambda text: -1, OverflowError),
+        (texts, lambda text: 1 / 0, ZeroDivisionError),
+        (texts[:-1], len, ValueError),
+    ):
+        with pytest.raises(error):
+            object_loops.read_numbers(objects, first, out)

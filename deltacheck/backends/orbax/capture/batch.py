@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.backends.numpy_leaves import specs_of
+from deltacheck.backends.numpy_leaves import numpy_bytes, specs_of
 from deltacheck.backends.orbax.state import leaves
+from deltacheck.backends.orbax.state.repeated import KnownArrays
 from deltacheck.codec.fingerprints import fingerprints
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
@@ -29,7 +32,9 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
 
     Arrays that lie whole in host memory are read behind the training. JAX neither changes nor frees
     an array while it is viewed. But the program may write to the memory of an array that was made
-    from a NumPy array without a copy, which its fingerprint shows.
+    from a NumPy array without a copy, which its fingerprint shows. A view waits until the array is
+    computed. So an array whose computation still runs is copied: the copy is enqueued behind the
+    computation, and no donation or deletion of the array affects it.
 
     Args:
         flat: The state.
@@ -40,20 +45,28 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         something must be read before.
     """
     # By path, as in the torch backend: equal states then give equal segments in both.
-    specs = dict(sorted(specs_of(flat).items()))
-    views: dict[str, NDArray[np.uint8]] = {}
-    if not is_eager:
-        for path in specs:
-            view = leaves.view_of(flat.arrays[path])
-            if view is not None:
-                views[path] = view
-    rest = [path for path in specs if path not in views]
+    if isinstance(flat, KnownArrays):
+        specs: Mapping[str, LeafSpec] = flat.specs
+        viewable: Sequence[str] = flat.viewable
+    else:
+        specs = dict(sorted(specs_of(flat).items()))
+        viewable = [path for path in specs if leaves.is_viewable(flat.arrays[path])]
+    views: dict[str, NDArray[Any]] = {}
+    others: dict[str, LeafSource] = {}
+    for path in () if is_eager else viewable:
+        array = cast("jax.Array", flat.arrays[path])
+        # JAX 0.10.2 crashes if a deleted array is asked for its readiness; a view of it raises.
+        if not (array.is_deleted() or array.is_ready()):  # type: ignore[attr-defined] # untyped
+            others[path] = LeafSource(specs[path], _Copy(array).take, True)
+        elif (view := leaves.whole_view(array)) is not None:
+            views[path] = view
+    rest = [path for path in specs if path not in views and path not in others]
     is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
-    others = {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
+    others |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
     seed = secrets.randbits(62)
     contents = fingerprints(
         np.array([view.__array_interface__["data"][0] for view in views.values()], np.uint64),
-        np.array([view.size for view in views.values()], np.uint64),
+        np.array([view.nbytes for view in views.values()], np.uint64),
         seed,
     )
 
@@ -61,7 +74,7 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         sources = others | {
             path: LeafSource(
                 specs[path],
-                partial(itself, view),
+                partial(numpy_bytes, view),
                 True,
                 check_content=partial(require_fingerprint, path, content, seed),
             )
@@ -70,6 +83,21 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         return {path: sources[path] for path in specs}
 
     return LaterSources(specs, make) if is_later else make()
+
+
+class _Copy:
+    """A copy of an array that XLA makes when the array is computed.
+
+    Args:
+        array: The array. It may be donated or deleted afterwards.
+    """
+
+    def __init__(self, array: jax.Array) -> None:
+        self._copy = leaves.enqueued_copy(array)
+
+    def take(self) -> NDArray[np.uint8]:
+        """Return the bytes of the array, uint8, 1-D. Waits for the computation."""
+        return leaves.bytes_of(self._copy)
 
 
 def _other(spec: LeafSpec, value: object, is_later: bool) -> LeafSource:

@@ -175,15 +175,41 @@ def view_of(value: object) -> NDArray[np.uint8] | None:
     As long as the view exists, JAX does not reuse the memory: a donation becomes a copy, and a
     deletion frees it later (observed in JAX 0.10.2).
     """
-    if not isinstance(value, jax.Array) or is_key(value.dtype) or not value.is_fully_replicated:
+    if not is_viewable(value):
         return None
-    shard = value.addressable_shards[0]
-    if shard.device.platform != "cpu":
-        return None
-    array = np.asarray(shard.data)
+    assert isinstance(value, jax.Array)
+    view = whole_view(value)
+    return None if view is None else numpy_bytes(view)
+
+
+def is_viewable(value: object) -> bool:
+    """Return true for a JAX array that lies whole on a processor. ``view_of`` may view it."""
+    return (
+        isinstance(value, jax.Array)
+        and not is_key(value.dtype)
+        and value.is_fully_replicated
+        and any(device.platform == "cpu" for device in value.devices())
+    )
+
+
+def whole_view(value: jax.Array) -> NDArray[Any] | None:
+    """Return a view of an array that is viewable, or ``None`` as ``view_of`` does.
+
+    It waits until the array is computed.
+    """
+    # An array on one device is its only shard, and a list of shards takes time.
+    is_single = len(value.sharding.device_set) == 1
+    array = np.asarray(value if is_single else value.addressable_shards[0].data)
     # An array that owns its data is a copy, which would be a read on the training thread. A view of
     # another layout would have to be copied to C order.
-    return None if array.flags.owndata or not array.flags.c_contiguous else numpy_bytes(array)
+    flags = array.flags
+    return None if flags.owndata or not flags.c_contiguous else array
+
+
+def enqueued_copy(value: jax.Array) -> jax.Array:
+    """Return a copy of an array, without a wait for its computation."""
+    copy: jax.Array = _copier(value.sharding)(value)
+    return copy
 
 
 def _whole(value: jax.Array) -> NDArray[Any]:
@@ -248,6 +274,7 @@ def on_devices(
     return {path: device_arrays[path] for path in host}
 
 
+@lru_cache(64)  # a new function of jax.jit takes longer to call
 def _copier(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     """Return a function that copies an array of the processor into buffers of JAX."""
     if sharding is not None and sharding.memory_kind == "pinned_host":

@@ -8,7 +8,7 @@ training loop.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,8 +23,10 @@ from deltacheck.backends.torch.capture.guard import (
     unchanged_check,
 )
 from deltacheck.backends.torch.state import leaves
-from deltacheck.backends.torch.state.repeated import KnownFlat
+from deltacheck.backends.torch.state.repeated import KnownFlat, Tensors
+from deltacheck.codec.base import U64
 from deltacheck.codec.fingerprints import Memory, fingerprints
+from deltacheck.leaf.fingerprint import WHOLE_BYTES
 from deltacheck.leaf.outline import chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.source import (
@@ -44,7 +46,7 @@ class _Leaf:
     Args:
         path: Its path.
         tensor: The tensor, whose counter shows writes to it.
-        version: The counter at ``save``.
+        version: The counter at ``save``, if the fingerprint is of a sample.
         address: The first byte.
         size: The number of bytes.
         storage: Its storage, which begins at ``address``. The reference keeps the memory alive,
@@ -70,6 +72,9 @@ class _Leaf:
         """Raise ``SnapshotTorn`` if the tensor was written to, or its memory is another."""
         if self.storage.data_ptr() != self.address:
             raise torn_by_memory(self.path)
+        # The fingerprint of a smaller leaf shows every change of its content.
+        if self.size <= WHOLE_BYTES:
+            return
         version = self.tensor._version
         if version != self.version:
             raise torn_by_write(self.path, self.version, version)
@@ -96,12 +101,71 @@ def in_place(spec: LeafSpec, aliases: Sequence[torch.Tensor], seed: int) -> Leaf
     return LeafSource(spec, partial(itself, view), True, check, check_content=content, is_view=True)
 
 
-def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """The tensors of a state whose storages are owned.
+
+    Args:
+        owned: The addresses of the owned storages.
+        addresses: The addresses of the tensors, uint64.
+        places: The numbers of the tensors at the start of an owned storage, ascending.
+        owned_paths: Their paths.
+    """
+
+    owned: Set[int]
+    addresses: U64
+    places: Sequence[int]
+    owned_paths: Set[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all tensors are owned."""
+        return len(self.places) == self.addresses.size
+
+
+class Placements:
+    """The owned tensors of the last save, which are mostly those of the next one."""
+
+    def __init__(self) -> None:
+        self._last: _Placement | None = None
+        self._paths: Sequence[str] = ()
+
+    def of(self, tensors: Tensors, owned: Set[int]) -> _Placement:
+        """Return the tensors of a state that are owned.
+
+        Args:
+            tensors: The tensors.
+            owned: The addresses of the owned storages. A set that was passed before must not have
+                changed since.
+        """
+        last = self._last
+        if (
+            last is not None
+            and last.owned is owned
+            and self._paths is tensors.paths
+            and np.array_equal(last.addresses, tensors.addresses)
+        ):
+            return last
+        # A tensor at the start of an owned storage has its address. Others are looked at one by
+        # one. So are those without memory, whose address 0 may be that of an empty parameter.
+        places = [
+            number
+            for number, address in enumerate(tensors.addresses.tolist())
+            if address and address in owned
+        ]
+        owned_paths = frozenset(chosen(tensors.paths, places))
+        self._last = _Placement(owned, tensors.addresses, places, owned_paths)
+        self._paths = tensors.paths
+        return self._last
+
+
+def planned(flat: KnownFlat, guarded: Guarded, memo: Placements) -> LaterSources | None:
     """Plan the reads of a state.
 
     Args:
         flat: The state.
         guarded: The tensors that may be read after ``save`` has returned.
+        memo: The placements of the saves of this engine.
 
     Returns:
         The sources of all leaves, by path, ascending; ``None`` if one is on a device, or too much
@@ -110,32 +174,38 @@ def planned(flat: KnownFlat, guarded: Guarded) -> LaterSources | None:
     tensors = flat.tensors
     if tensors is None:
         return None
-    # A tensor at the start of a guarded storage has its address. Others are looked at one by one.
-    # So are those without memory, whose address 0 may be that of an empty parameter.
-    is_owned = list(map((guarded.owned - {0}).__contains__, tensors.addresses))
-    if all(is_owned) and len(tensors.paths) == len(flat.arrays):
+    placement = memo.of(tensors, guarded.owned)
+    if placement.is_whole and len(tensors.paths) == len(flat.arrays):
         rest: Mapping[str, object] = {}
     else:
-        owned_paths = {path for path, owned in zip(tensors.paths, is_owned, strict=True) if owned}
-        rest = {path: value for path, value in flat.arrays.items() if path not in owned_paths}
+        paths = [path for path in flat.arrays if path not in placement.owned_paths]
+        rest = {path: flat.arrays[path] for path in paths}
     sources = _others(rest, flat.specs, guarded)
     if sources is None:
         return None
-    places = [number for number, owned in enumerate(is_owned) if owned]
+    places = placement.places
     storages = chosen(tensors.storages, places)
     # torch does not free or move memory that NumPy has viewed once, whatever happens to the tensor.
-    for number, resizable in enumerate(map(torch.UntypedStorage.resizable, storages)):
-        if resizable:
-            leaves.viewed(tensors.values[places[number]].detach()).numpy()
-    addresses = chosen(tensors.addresses, places)
-    sizes = tensors.sizes if len(rest) == 0 else tensors.sizes[places]
+    if tensors.may_move:
+        for number, resizable in enumerate(map(torch.UntypedStorage.resizable, storages)):
+            if resizable:
+                leaves.viewed(tensors.values[places[number]].detach()).numpy()
+    addresses, sizes, versions = tensors.addresses, tensors.sizes, tensors.versions
+    if not placement.is_whole:
+        addresses, sizes, versions = addresses[places], sizes[places], versions[places]
     seed = secrets.randbits(62)
-    contents = fingerprints(np.array(addresses, np.uint64), sizes, seed)
-    paths, values = chosen(tensors.paths, places), chosen(tensors.values, places)
-    versions = chosen(tensors.versions, places)
+    contents = fingerprints(addresses, sizes, seed)
 
     def make() -> dict[str, LeafSource]:
-        columns = (paths, values, versions, addresses, sizes.tolist(), storages, contents.tolist())
+        columns = (
+            chosen(tensors.paths, places),
+            chosen(tensors.values, places),
+            versions.tolist(),
+            addresses.tolist(),
+            sizes.tolist(),
+            storages,
+            contents.tolist(),
+        )
         for path, tensor, version, address, size, storage, content in zip(*columns, strict=True):
             leaf = _Leaf(path, tensor, version, address, size, storage, seed, content)
             sources[path] = LeafSource(

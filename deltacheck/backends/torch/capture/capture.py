@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
-from deltacheck.backends.torch.capture.batch import in_place, planned
+from deltacheck.backends.torch.capture.batch import Placements, in_place, planned
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
@@ -47,6 +47,7 @@ class Capture:
         # An exact policy reads every leaf once, in the order of the sources. Only then can leaves
         # be copied from a device ahead of their turn.
         self._in_order = options.policy.is_exact
+        self._placements = Placements()
         self._on_device: dict[Accelerator, bool] = {}  # its shadows lie on it; decided once
 
     def later(self, flat: Flat, guarded: Guarded) -> LaterSources | None:
@@ -59,7 +60,7 @@ class Capture:
         Returns:
             The sources of the leaves by path, ascending; ``None``: ``sources`` must make them.
         """
-        return planned(flat, guarded) if isinstance(flat, KnownFlat) else None
+        return planned(flat, guarded, self._placements) if isinstance(flat, KnownFlat) else None
 
     def sources(self, flat: Flat, guarded: Guarded) -> dict[str, LeafSource]:
         """Return the sources of the leaves of a state.

@@ -18,19 +18,28 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltacheck.backends.torch.capture import data_property
 from deltacheck.backends.torch.state.classes import dense_parts
 from deltacheck.backends.torch.state.leaves import is_plain, local_of
+from deltacheck.backends.torch.state.repeated import Tensors
+from deltacheck.codec.base import U64
+from deltacheck.codec.object_loops import read_numbers
 from deltacheck.errors import SnapshotTorn
 
 # Tensors of these classes have storages of their own.
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {int, float, bool, type(None)}
+# So many sets of addresses are kept apart until the saves have read them.
+_MOST_SETS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,11 @@ class Guard:
         # Storages beside those of the optimizers that change only after an optimizer's step began.
         self._weights: set[int] = set()
         self._before_step = before_step
-        # The addresses of the storages that saves since the last ``announced`` may still read.
-        self._read_later: Set[int] = frozenset()
+        # The addresses of the storages that saves since the last ``announced`` may still read, in
+        # several sets, because their union would take time at every save.
+        self._read_later: list[Set[int]] = []
+        # The storages of the optimizers at the last save.
+        self._owned = _Owned(None, set())
         # A bound method is a new object at each access, and it is removed by identity.
         self._watcher = self._on_data
         data_property.add(self._watcher)
@@ -96,14 +108,16 @@ class Guard:
 
     def _on_data(self, parameter: torch.Tensor) -> None:
         # The set is empty most of the time, and this runs at every access.
-        if self._read_later and any(
-            _memory(part)[0] in self._read_later for part in dense_parts(parameter)
-        ):
+        if self._read_later and any(map(self._is_read_later, dense_parts(parameter))):
             self._before_step()
+
+    def _is_read_later(self, tensor: torch.Tensor) -> bool:
+        address = _memory(tensor)[0]
+        return any(address in addresses for addresses in self._read_later)
 
     def announced(self) -> None:
         """Record that every save has read the state: writes need no announcement any more."""
-        self._read_later = frozenset()
+        self._read_later = []
 
     def add(self, owner: torch.optim.Optimizer | torch.nn.Module) -> None:
         """Register an optimizer before its first step, or a module."""
@@ -121,28 +135,57 @@ class Guard:
             tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()
         }
 
-    def guarded(self) -> Guarded:
+    def guarded(self, leaves: Tensors | None = None) -> Guarded:
         """Return the tensors that are guarded at this save.
 
         Call it once for each save, because frozen parameters are found by comparison with the last
         call.
+
+        Args:
+            leaves: The tensors of the state, if they are known.
         """
-        guarded = Guarded(self.owned() | self._weights, self._frozen())
-        self._read_later = self._read_later | guarded.owned | guarded.frozen.keys()
+        owned = self.owned(leaves)
+        guarded = Guarded(owned | self._weights if self._weights else owned, self._frozen())
+        self._will_read(guarded.owned)
+        if guarded.frozen:
+            self._will_read(set(guarded.frozen))
         return guarded
 
-    def owned(self) -> set[int]:
-        """Return the addresses of all storages of parameters and state of the known optimizers."""
-        addresses: set[int] = set()
+    def _will_read(self, addresses: Set[int]) -> None:
+        # Mostly the same set as at the last save.
+        if not addresses or any(
+            addresses is known or addresses == known for known in self._read_later
+        ):
+            return
+        if len(self._read_later) == _MOST_SETS:
+            self._read_later = [set().union(*self._read_later)]
+        self._read_later.append(addresses)
+
+    def owned(self, leaves: Tensors | None = None) -> set[int]:
+        """Return the addresses of all storages of parameters and state of the known optimizers.
+
+        The result is the set of the last call, unchanged, if the addresses are the same.
+
+        Args:
+            leaves: The tensors of the state that is saved, if they are known.
+        """
+        values: list[Any] = []
         for optimizer in list(self._optimizers):
-            tensors = [p for group in optimizer.param_groups for p in group["params"]]
-            _cover(tensors)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            _cover(parameters)
+            values += parameters
             # The keys too: ZeRO-3 removes its parameters from the groups between the steps.
-            values: list[object] = [*tensors, *optimizer.state]
-            for state in optimizer.state.values():
-                values += state.values() if type(state) is dict else [state]
-            addresses |= _addresses_of(values)
-        return addresses
+            keys = list(optimizer.state)
+            if list(map(id, keys)) != list(map(id, parameters)):
+                values += keys
+            states = optimizer.state.values()
+            if set(map(type, states)) <= {dict}:
+                values += chain.from_iterable(map(dict.values, states))
+            else:
+                for state in states:
+                    values += state.values() if type(state) is dict else [state]
+        self._owned = self._owned.of(values, leaves)
+        return self._owned.addresses
 
     def _frozen(self) -> dict[int, list[torch.Tensor]]:
         """Return storages whose parameters need no gradient and did not change since the last call.
@@ -185,25 +228,112 @@ class Guard:
         data_property.remove(self._watcher)
 
 
-def _addresses_of(values: Sequence[Any]) -> set[int]:
-    """Return the addresses of the storages of all tensors in some values of an optimizer."""
-    kinds = set(map(type, values))
-    # The usual case, in calls that loop in C.
-    if kinds <= _PLAIN | _NUMBERS:
-        tensors = values if kinds <= _PLAIN else [v for v in values if type(v) in _PLAIN]
-        storages = map(torch.Tensor.untyped_storage, tensors)
-        # A sparse tensor has no storage.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            return set(map(torch.UntypedStorage.data_ptr, storages))
-    # A DTensor has no storage of its own; saves read its local part.
-    local = [
-        part
-        for value in values
-        for tensor in _tensors(value)
-        if isinstance(part := local_of(tensor), torch.Tensor)
-    ]
-    parts = [part for tensor in local for part in dense_parts(tensor)]
-    return {part.untyped_storage().data_ptr() for part in parts if is_plain(part)}
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The tensors of optimizers that were themselves leaves of a saved state.
+
+    Args:
+        pick: Return them of the tensors of the optimizers, in order.
+        pick_leaves: Return them of the leaves.
+        places: Their numbers among the leaves.
+        addresses: Their addresses, uint64.
+        rest: The numbers of the other tensors of the optimizers, ascending.
+        tensors: The number of tensors of the optimizers.
+    """
+
+    pick: Callable[[Any], Any]
+    pick_leaves: Callable[[Any], Any]
+    places: NDArray[np.intp]
+    addresses: U64
+    rest: list[int]
+    tensors: int
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], leaves: Tensors) -> _Shared | None:
+        """Return those of a save; ``None`` if there are less than two."""
+        numbers = {id(leaf): number for number, leaf in enumerate(leaves.values)}
+        own = [number for number, tensor in enumerate(tensors) if id(tensor) in numbers]
+        if len(own) < 2:
+            return None
+        places = [numbers[id(tensors[number])] for number in own]
+        is_own = set(own)
+        return cls(
+            itemgetter(*own),
+            itemgetter(*places),
+            np.array(places, np.intp),
+            leaves.addresses[places],
+            [number for number in range(len(tensors)) if number not in is_own],
+            len(tensors),
+        )
+
+    def is_same(self, tensors: list[torch.Tensor], leaves: Tensors) -> bool:
+        """Return true if the same tensors are leaves of another save, with the same addresses."""
+        return (
+            len(tensors) == self.tensors
+            and int(self.places.max()) < len(leaves.values)
+            and all(map(is_, self.pick(tensors), self.pick_leaves(leaves.values)))
+            and np.array_equal(leaves.addresses[self.places], self.addresses)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """The addresses of the storages of the optimizers: in the order of the tensors, and as a set.
+
+    ``in_order`` is ``None`` if they were not read in one call.
+    """
+
+    in_order: U64 | None
+    addresses: set[int]
+    shared: _Shared | None = None
+
+    def of(self, values: list[Any], leaves: Tensors | None) -> _Owned:
+        """Return the addresses of all tensors in some values of an optimizer, at a later save.
+
+        Args:
+            values: The values.
+            leaves: The tensors of the state that is saved, if they are known.
+        """
+        kinds = set(map(type, values))
+        # The usual case, in calls that loop in C.
+        if kinds <= _PLAIN | _NUMBERS:
+            tensors = values if kinds <= _PLAIN else [v for v in values if type(v) in _PLAIN]
+            # A sparse tensor has no storage.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                return self._of_plain(tensors, leaves)
+        # A DTensor has no storage of its own; saves read its local part.
+        local = [
+            part
+            for value in values
+            for tensor in _tensors(value)
+            if isinstance(part := local_of(tensor), torch.Tensor)
+        ]
+        parts = [part for tensor in local for part in dense_parts(tensor)]
+        return _Owned(None, {part.untyped_storage().data_ptr() for part in parts if is_plain(part)})
+
+    def _of_plain(self, tensors: list[torch.Tensor], leaves: Tensors | None) -> _Owned:
+        # A tensor of which the state has the address needs no second look: its storage is the
+        # same as long as it is the same tensor at the same address.
+        shared = self.shared
+        if self.in_order is not None and shared is not None and leaves is not None:
+            rest = shared.rest
+            if shared.is_same(tensors, leaves) and np.array_equal(
+                _storage_addresses([tensors[number] for number in rest]), self.in_order[rest]
+            ):
+                return self
+        addresses = _storage_addresses(tensors)
+        is_same = self.in_order is not None and np.array_equal(addresses, self.in_order)
+        return _Owned(
+            addresses,
+            self.addresses if is_same else set(addresses.tolist()),
+            None if leaves is None else _Shared.of(tensors, leaves),
+        )
+
+
+def _storage_addresses(tensors: list[torch.Tensor]) -> U64:
+    addresses = np.empty(len(tensors), np.uint64)
+    read_numbers(tensors, torch.Tensor.untyped_storage, addresses, torch.UntypedStorage.data_ptr)
+    return addresses
 
 
 def _cover(parameters: Iterable[torch.Tensor]) -> None:

@@ -7,9 +7,9 @@ the last save. Their addresses and version counters are read at every save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
-from operator import attrgetter
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,13 +18,18 @@ import torch
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.state import leaves
 from deltacheck.codec.base import U64
+from deltacheck.codec.object_loops import load_ahead, matching_children, read_numbers
 from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf import fingerprint
 from deltacheck.leaf.outline import Outline, chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 
 # Tensors are compared in blocks, so that several calls find them in the processor's cache.
 _BLOCK = 512
+# Bytes of a line of the processor's cache.
+_LINE = 64
+_NO_LINES = np.empty(0, np.uint64)
 # After so many saves in a row that had another structure, outlines are made less often.
 _MISSES = 4
 
@@ -41,18 +46,21 @@ class Tensors(NamedTuple):
     Attributes:
         paths: Their paths, ascending.
         values: The tensors.
-        addresses: The addresses of their first bytes; 0 without elements.
+        addresses: The addresses of their first bytes, uint64; 0 without elements.
         sizes: Their bytes, uint64.
-        versions: Their version counters.
+        versions: The version counters of those that a fingerprint covers by a sample, uint64; 0
+            for the others, of which a fingerprint shows every change.
         storages: Their storages. A reference keeps the memory.
+        may_move: True if the memory of a storage may be freed or moved while it is referred to.
     """
 
     paths: Sequence[str]
     values: Sequence[torch.Tensor]
-    addresses: Sequence[int]
+    addresses: U64
     sizes: U64
-    versions: Sequence[int]
+    versions: U64
     storages: Sequence[torch.UntypedStorage]
+    may_move: bool
 
 
 class KnownFlat(Flat):
@@ -97,12 +105,46 @@ class Flattener:
         return flat_state
 
 
-class _Seen(NamedTuple):
-    """The tensors of a state, in the order of ``_Known.tensors``, and their arrays' addresses."""
+class _Arrays(Mapping[str, object]):
+    """The leaves of a state by path. The dictionary is made when a leaf is looked up.
 
-    addresses: list[int]
-    versions: list[int]
+    Args:
+        paths: The paths of the leaves.
+        values: The leaves, and others after them.
+    """
+
+    def __init__(self, paths: Sequence[str], values: Sequence[object]) -> None:
+        self._paths = paths
+        self._values = values
+
+    @cached_property
+    def _by_path(self) -> dict[str, object]:
+        return dict(zip(self._paths, self._values, strict=False))
+
+    def __getitem__(self, path: str) -> object:
+        return self._by_path[path]
+
+    def items(self) -> ItemsView[str, object]:
+        """Return those of the dictionary, which need no call for each leaf."""
+        return self._by_path.items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class _Seen(NamedTuple):
+    """The tensors of a state, in the order of ``_Known.tensors``.
+
+    ``addresses`` has those of the arrays after them. ``may_move``: as in ``Tensors``.
+    """
+
+    addresses: U64
+    versions: U64
     storages: list[torch.UntypedStorage]
+    may_move: bool
 
 
 class _Known:
@@ -127,6 +169,7 @@ class _Known:
         self._specs = specs_of(flat_state)
         values = [arrays[number] for number in self._order]
         paths = [outline.owners[number][1] for number in self._order]
+        self._in_order = itemgetter(*self._order) if len(self._order) > 1 else None
         self._tensors = [n for n, value in enumerate(values) if isinstance(value, torch.Tensor)]
         self._arrays = {
             n: _array_form(value)[1]
@@ -135,6 +178,7 @@ class _Known:
         }
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self._forms = [_Forms(block) for block in _blocks(tensors)]
+        self._lines = [_lines_of(block) for block in _blocks(tensors)]
         self._is_host = all(map(is_host, tensors))
         # Of the tensors that are no tied ones, those whose memory is their bytes.
         self._plain = [
@@ -143,9 +187,17 @@ class _Known:
             if n < len(self._paths) and leaves.is_plain(tensor)
         ]
         self._plain_paths = [self._paths[self._tensors[k]] for k in self._plain]
+        is_all_plain = len(self._plain) == len(tensors)
+        self._plain_places = slice(None) if is_all_plain else np.array(self._plain, np.intp)
         self._sizes = np.array(
             [self._specs[path].raw_bytes for path in self._plain_paths], np.uint64
         )
+        # Of all tensors, those that a fingerprint covers by a sample.
+        self._sampled = [
+            k
+            for k, n in enumerate(self._tensors)
+            if self._specs[paths[n]].raw_bytes > fingerprint.WHOLE_BYTES
+        ]
         owners = {owner for path, owner in outline.owners if path != owner}
         places = [*self._tensors, *self._arrays]
         # Positions among the addresses of leaves that are tied, and of those without elements.
@@ -167,7 +219,7 @@ class _Known:
             flat_state: The same state, flattened.
             is_host: As in ``Flattener``.
         """
-        outline = Outline.of(state, flat_state.skeleton)
+        outline = Outline.of(state, flat_state.skeleton, matching_children())
         outlined = None if outline is None else outline.match(state)
         if outline is None or outlined is None:
             return None
@@ -190,7 +242,9 @@ class _Known:
         outlined = self._outline.match(state)
         if outlined is None:
             return None
-        values = [outlined.leaves[number] for number in self._order]
+        values = list(
+            outlined.leaves if self._in_order is None else self._in_order(outlined.leaves)
+        )
         try:
             readings = self._look(values)
         except _REFUSALS:
@@ -198,47 +252,60 @@ class _Known:
         if readings is None or not self._keeps_ties(readings.addresses):
             return None
         self._addresses = readings.addresses
-        arrays = dict(zip(self._paths, values, strict=False))
-        flat = KnownFlat(outlined.skeleton, arrays, self._leaves)
+        flat = KnownFlat(outlined.skeleton, _Arrays(self._paths, values), self._leaves)
         flat.specs = self._specs
         flat.tensors = None
         if self._is_host:
             flat.tensors = Tensors(
                 self._plain_paths,
                 chosen(chosen(values, self._tensors), self._plain),
-                chosen(readings.addresses, self._plain),
+                readings.addresses[: len(self._tensors)][self._plain_places],
                 self._sizes,
-                chosen(readings.versions, self._plain),
+                readings.versions[self._plain_places],
                 chosen(readings.storages, self._plain),
+                readings.may_move,
             )
         return flat
 
     def _look(self, values: list[Any]) -> _Seen | None:
         """Return what changes between saves; ``None`` if the form of a leaf has changed."""
-        readings = _Seen([], [], [])
         tensors = chosen(values, self._tensors)
-        for block, forms in zip(_blocks(tensors), self._forms, strict=True):
+        addresses = np.empty(len(tensors) + len(self._arrays), np.uint64)
+        versions = np.zeros(len(tensors), np.uint64)
+        storages: list[torch.UntypedStorage] = []
+        may_move, begin = False, 0
+        # While a block is read, the records of the next one are loaded.
+        for lines in self._lines[:1]:
+            load_ahead(lines)
+        later = [*self._lines[1:], _NO_LINES]
+        for block, forms, lines in zip(_blocks(tensors), self._forms, later, strict=False):
+            load_ahead(lines)
             if not forms.match(block):
                 return None
-            readings.addresses.extend(map(torch.Tensor.data_ptr, block))
-            readings.versions.extend(map(_version_of, block))
-            readings.storages.extend(map(torch.Tensor.untyped_storage, block))
+            end = begin + len(block)
+            read_numbers(list(block), torch.Tensor.data_ptr, addresses[begin:end])
+            of_block = list(map(torch.Tensor.untyped_storage, block))
+            may_move = may_move or any(map(torch.UntypedStorage.resizable, of_block))
+            storages += of_block
+            begin = end
+        if self._sampled:
+            of_sampled = np.empty(len(self._sampled), np.uint64)
+            read_numbers(chosen(tensors, self._sampled), _version_of, of_sampled)
+            versions[self._sampled] = of_sampled
         for number, form in self._arrays.items():
             address, now = _array_form(values[number])
             if now != form:
                 return None
-            readings.addresses.append(address)
-        return readings
+            addresses[begin] = address
+            begin += 1
+        return _Seen(addresses, versions, storages, may_move)
 
-    def _keeps_ties(self, addresses: list[int]) -> bool:
+    def _keeps_ties(self, now: U64) -> bool:
         """Return true if the same leaves are tied as at the last save."""
-        if addresses == self._addresses:
+        changed: set[int] = set(np.flatnonzero(now != self._addresses).tolist())
+        if not changed:
             return True
-        changed = {
-            k
-            for k, (address, before) in enumerate(zip(addresses, self._addresses, strict=True))
-            if address != before
-        }
+        addresses: list[int] = now.tolist()
         if changed & self._tied:
             return False
         # A new address must not be that of another leaf.
@@ -319,6 +386,21 @@ def _has_guards() -> bool:
         return bool(guards.check(torch.ones(2, 3))) and not any(map(guards.check, variants))
     except Exception:  # noqa: BLE001 - an interface of another version may raise anything
         return False
+
+
+def _lines_of(tensors: Sequence[torch.Tensor]) -> U64:
+    """Return the addresses of torch's records of some tensors and their storages.
+
+    The next save reads them in the order of the tensors, and each of them would wait for the
+    memory. Most of these records stay where they are from save to save.
+    """
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    lines = [np.array(list(map(id, storages)), np.uint64)]
+    for attribute, count in ((tensors, 3), (storages, 2)):
+        # The attribute is not documented, and nothing depends on it but time.
+        records = np.array([getattr(item, "_cdata", 0) for item in attribute], np.uint64)
+        lines += [records + np.uint64(_LINE * number) for number in range(count)]
+    return np.concatenate(lines)
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

@@ -1,0 +1,50 @@
+"""Loops over thousands of Python objects in one call, for work on the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deltacheck.codec.base import U64
+from deltacheck.codec.extension import extension
+from deltacheck.leaf.outline import MatchChildren
+
+
+def read_numbers(
+    objects: list[Any],
+    first: Callable[[Any], Any],
+    out: U64,
+    second: Callable[[Any], int] | None = None,
+) -> None:
+    """Read an integer of each object.
+
+    Args:
+        objects: The objects.
+        first: Called with each object.
+        out: The integers, uint64, one per object, written in place.
+        second: Called with the result of ``first`` and returns the integer. Default: ``first``
+            returns it. Integers are at least 0 and less than 2^64.
+    """
+    native: Any = extension()
+    if native is not None:
+        native.read_numbers(objects, first, second, out)
+        return
+    results = map(first, objects)
+    out[:] = list(results if second is None else map(second, results))
+
+
+def load_ahead(addresses: U64) -> None:
+    """Start to load memory into the processor's cache.
+
+    Args:
+        addresses: The addresses of the lines, uint64. The memory need not exist any more.
+    """
+    native: Any = extension()
+    if native is not None:
+        native.load_ahead(addresses)
+
+
+def matching_children() -> MatchChildren | None:
+    """Return the native comparison of containers for ``Outline``; ``None`` without the module."""
+    native: Any = extension()
+    return None if native is None else native.matching_children
