@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
 
 WORD_BYTES = (1, 2, 4, 8)
@@ -70,7 +71,7 @@ def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
         or not out.flags.writeable
         or not out.flags.c_contiguous
     ):
-        return source.copy()
+        return host_memory.copied(source)
     # The memory of an earlier base is used again, because fresh pages cost a fault each.
     target = as_bytes("out", out)
     np.copyto(target, source)

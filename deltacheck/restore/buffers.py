@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.chain import Chain
@@ -114,7 +115,7 @@ def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
     # it.
     block = Block(
         word_bytes,
-        np.empty(int(bounds[-1]) * word_bytes, np.uint8),
+        host_memory.empty(int(bounds[-1]) * word_bytes),
         bounds,
         np.concatenate(expected),
     )

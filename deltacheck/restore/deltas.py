@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.codec import host_memory
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, ApplyRows, Codec, Encoded
 from deltacheck.errors import Damaged, DamagedStream
 from deltacheck.leaf import limits
@@ -24,6 +25,8 @@ from deltacheck.store.segment import PartReader, Segment, StreamsReading
 # Streams that are decoded together, and the files that are then open at the same time. Larger: more
 # work for all threads at a time; smaller: less memory, of which more stays in the cache.
 _BATCH_BYTES = 32 << 20
+# A read of few leaves, such as a part of a merge beside the training, takes less memory.
+_LEAST_BATCH_BYTES = 8 << 20
 _BATCH_FILES = 256
 # Streams that are not adjacent are copied together for one call of the decoder up to this size.
 # Copying more takes longer than a second call.
@@ -105,13 +108,15 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
         return
     memory = np.empty(0, np.uint8)
     memory_map = _MemoryMap.of(items.values())
-    for batch in _batches(parts):
+    raw_bytes = sum(item.data.size for item in items.values())
+    batch_bytes = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, raw_bytes))
+    for batch in _batches(parts, batch_bytes):
         limits.check_time()
         read = JoinedRead()
         offsets = [_join(segment.part(part), runs, read) for segment, part, runs in batch]
         # Fresh pages take as long as decoding into them, so all batches share one memory.
         if memory.size < read.size:
-            memory = np.empty(read.size, np.uint8)
+            memory = host_memory.empty(read.size)
         try:
             streams = start_joined(read, memory[: read.size], batch[0][0].path).result()
         except Damaged:
@@ -123,10 +128,8 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
         _decode(batch, np.concatenate(offsets), streams, memory_map, decode)
 
 
-def _batches(
-    parts: Sequence[_PartRuns],
-) -> Iterator[list[_PartRuns]]:
-    """Group the runs of parts into batches of about ``_BATCH_BYTES`` of streams."""
+def _batches(parts: Sequence[_PartRuns], batch_bytes: int) -> Iterator[list[_PartRuns]]:
+    """Group the runs of parts into batches of about ``batch_bytes`` of streams."""
     batch: list[_PartRuns] = []
     size = files = 0
     for segment, number, runs in parts:
@@ -139,7 +142,7 @@ def _batches(
         for item, begin, stop in runs:
             first = begin
             while first < stop:
-                end = part.row_within(first, stop, _BATCH_BYTES - size)
+                end = part.row_within(first, stop, batch_bytes - size)
                 if end == first and not (part_runs or batch):
                     end += 1  # a single row may be larger than a batch
                 if end > first:

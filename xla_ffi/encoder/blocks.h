@@ -31,6 +31,6 @@ void settle(Bytes* block);
 // The largest number of unused bytes that this process keeps, not counting memory that was never
 // written. Larger: more calls find memory that is already mapped; smaller: more memory is left for
 // everything else.
-constexpr size_t kKeptBytes = size_t{64} << 20;
+constexpr size_t kKeptBytes = size_t{16} << 20;
 
 }  // namespace deltacheck

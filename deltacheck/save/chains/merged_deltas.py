@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from deltacheck.codec import default_codec
+from deltacheck.codec import default_codec, host_memory
 from deltacheck.codec.base import CHUNK, U8, U64, Encoded
 from deltacheck.errors import Damaged, SaveFailed
 from deltacheck.leaf.digest import leaf_digest
@@ -33,9 +33,9 @@ from deltacheck.store.root import Root
 from deltacheck.store.segment import Segment, SegmentWriter, entropy_bits
 
 # Bytes of leaves that are read together. Three copies of them are in memory.
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 8 << 20
 # Encoded bytes in memory on their way to the storage. Smaller: less memory beside the training.
-_CACHE_BYTES = 64 << 20
+_CACHE_BYTES = 32 << 20
 # Chunks of which the size of a keyframe is estimated. More: better; fewer: less time.
 _SAMPLE_CHUNKS = 4
 
@@ -179,6 +179,9 @@ def write_merged(
             parts.make_room(window.size)
             digests = run.after.digests[encoded.rows[:, CHUNK].astype(np.int64)]
             parts.add(Piece((Span(leaves[path], 0, 0),), encoded, digests))
+            del encoded
+        # The next batch is read before these names get its content.
+        del before, after
     parts.seal()
     segment = RewrittenLeaves(writer, (), io_timeout_seconds)
     decoded_bytes: dict[str, int] = {}
@@ -217,7 +220,7 @@ def _encoded(run: Run, chunks: list[int], before: U8, after: U8, bounds: U64) ->
         Damaged: The encoding does not give ``after``.
     """
     codec, word_bytes = default_codec(), run.after.spec.word_bytes
-    encoded, _ = codec.encode(after, before.copy(), bounds, word_bytes)
+    encoded, _ = codec.encode(after, host_memory.copied(before), bounds, word_bytes)
     codec.apply(encoded, before, bounds, word_bytes)
     # `after` has the digests that the manifest leads to.
     if not np.array_equal(before, after):

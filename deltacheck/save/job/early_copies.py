@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from deltacheck.codec import memory
+from deltacheck.codec import host_memory, memory
 from deltacheck.save.job.source import LeafSource, itself
 
 
@@ -54,7 +54,7 @@ class EarlyCopies:
             size = source.spec.raw_bytes
             if not source.is_view or size > self._bytes_left:
                 return False
-            out = np.empty(size, np.uint8)
+            out = host_memory.empty(size)
         except (IndexError, MemoryError):
             return False
         self._bytes_left -= size

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import default_codec
+from deltacheck.codec import default_codec, host_memory
 from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
@@ -179,7 +179,7 @@ class LeafCapture:
         """Encode a leaf without a base, if it differs from what is stored of it."""
         # A copy, because the bytes that are checked and hashed must be those that are encoded.
         if self._copy is None or self._copy.size < current.size:
-            self._copy = np.empty(current.size, np.uint8)
+            self._copy = host_memory.empty(current.size)
         content = self._setup.codec.copy(current, self._copy[: current.size])
         if source.recheck is not None:
             source.recheck()

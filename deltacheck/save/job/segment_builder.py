@@ -18,7 +18,9 @@ from deltacheck.store.files.arrays import Pending
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, LeafRecord, SegmentRef
 from deltacheck.store.segment import SegmentWriter, is_packed
 
-# Keyframes that TensorStore holds encoded at a time take at most this, or the host cache if less.
+# Keyframes that TensorStore holds encoded at a time take a quarter of the host cache, but not less
+# or more than these. Larger: more writes at a time; smaller: less memory.
+LEAST_KEYFRAME_WINDOW_BYTES = 8 << 20
 KEYFRAME_WINDOW_BYTES = 32 << 20
 
 
@@ -41,7 +43,8 @@ class SegmentBuilder:
         self._setup = setup
         self._writer = writer
         self._progress = progress
-        self._window_bytes = min(KEYFRAME_WINDOW_BYTES, cache_bytes)
+        share = min(KEYFRAME_WINDOW_BYTES, max(LEAST_KEYFRAME_WINDOW_BYTES, cache_bytes // 4))
+        self._window_bytes = min(share, cache_bytes)
         self._digest_tables: list[U64] = []
         self._digest_rows = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8
 
 # Sizes are rounded up to it, so that a buffer also serves reads of about its size.
@@ -26,7 +27,7 @@ class Scratch:
             (index for index, memory in enumerate(self._free) if memory.size >= size), None
         )
         memory = (
-            np.empty(-(-size // _STEP_BYTES) * _STEP_BYTES, np.uint8)
+            host_memory.empty(-(-size // _STEP_BYTES) * _STEP_BYTES)
             if fitting is None
             else self._free.pop(fitting)
         )
