@@ -15,9 +15,9 @@ from deltacheck.store.files.durability import Durability
 SHADOWS = ("auto", "device", "host", "mapped", "none")
 ON_BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "log")
-# Under an exact policy, about a quarter of an AdamW state needs no copy (its first moments). With
-# this cache, copies and encoded bytes together take about as much memory as the state.
-_LEAST_CACHE_BYTES = 32 << 20
+# Half of a state is about what an exact save of AdamW's state encodes, less what a disk takes
+# meanwhile.
+_LEAST_CACHE_BYTES = 64 << 20
 _MOST_CACHE_BYTES = 8 << 30
 
 
@@ -32,9 +32,9 @@ class SaveOptions:
     Args:
         policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
-            a slow storage blocks training later; smaller: less memory. ``None``: a quarter of the
-            state, at least 32 MiB and at most 8 GiB. Copies that shorten a wait of training may
-            take as much again, by default twice as much.
+            a slow storage blocks training later; smaller: less memory. ``None``: half of the state,
+            at least 64 MiB and at most 8 GiB. Copies that shorten a wait of training may take as
+            much again.
         max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
             less work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the
@@ -129,13 +129,6 @@ class SaveOptions:
             return self.host_cache_bytes
         return cache_bytes_of(state_bytes)
 
-    def copied_bytes(self, state_bytes: int) -> int:
-        """Return the most bytes of copies that a waiting training may make of its leaves."""
-        if self.host_cache_bytes is not None:
-            return self.host_cache_bytes
-        # Training waits for what does not fit, and copies live for a moment only.
-        return 2 * cache_bytes_of(state_bytes)
-
     def without_merges(self) -> SaveOptions:
         """Return the same options with keyframes in place of merged deltas."""
         return replace(self, policy=replace(self.policy, merge_deltas=False))
@@ -164,7 +157,7 @@ class SaveOptions:
 
 def cache_bytes_of(state_bytes: int) -> int:
     """Return the default of ``host_cache_bytes`` for a state."""
-    return min(max(state_bytes // 4, _LEAST_CACHE_BYTES), _MOST_CACHE_BYTES)
+    return min(max(state_bytes // 2, _LEAST_CACHE_BYTES), _MOST_CACHE_BYTES)
 
 
 def retention_of(

@@ -60,8 +60,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: a quarter of the state,
-            at least 32 MiB and at most 8 GiB.
+            slow disk blocks training later; smaller: less memory. Default: half of the state, at
+            least 64 MiB and at most 8 GiB.
         grace_seconds: The time that unneeded segments stay for readers that began before. Longer:
             safer for slow readers; shorter: disk space sooner.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a

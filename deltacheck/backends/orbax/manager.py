@@ -77,8 +77,8 @@ def manager(  # noqa: PLR0913 - one argument per option
         policy: As for ``DeltaCheckpointHandler``. Longer chains: smaller saves; shorter: faster
             restores.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: a quarter of the state,
-            at least 32 MiB and at most 8 GiB.
+            slow disk blocks training later; smaller: less memory. Default: half of the state, at
+            least 64 MiB and at most 8 GiB.
         grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
             readers; shorter: disk space sooner.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a

@@ -55,10 +55,10 @@ class Engine:
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: a quarter of the state,
-            at least 32 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of
-            what is not encoded yet may take as much again, by default twice as much. The engine
-            also holds one *shadow*, a copy of the state to compare with.
+            slow disk blocks training later; smaller: less memory. Default: half of the state, at
+            least 64 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of what
+            is not encoded yet may take as much again. The engine also holds one *shadow*, a copy of
+            the state to compare with.
         max_pending: The most saves under way. Larger: more overlap with a slow disk; smaller: less
             work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so

@@ -23,7 +23,7 @@ from deltacheck.store.segment import SegmentWriter, stream_sizes
 # A part is closed after this many encoded bytes, or after its share of a smaller host cache. The
 # share leaves memory for the part being filled, the codec's next run and the parts being written.
 PART_BYTES = 64 << 20
-PARTS_PER_CACHE = 4
+PARTS_PER_CACHE = 8
 
 
 class Span(NamedTuple):

@@ -86,8 +86,9 @@ class SaveJob:
             for number, (path, source) in enumerate(sources.items())
         }
         self._terms = terms
-        state_bytes = sum(source.spec.raw_bytes for source in sources.values())
-        cache_bytes = setup.options.cache_bytes(state_bytes)
+        cache_bytes = setup.options.cache_bytes(
+            sum(source.spec.raw_bytes for source in sources.values())
+        )
         self._parts = PartWriter(
             self.writer,
             list(self.leaves.values()),
@@ -98,7 +99,7 @@ class SaveJob:
         self._capture = LeafCapture(
             setup, progress, self.leaves, turn.states, turn.due, self._parts
         )
-        self._copies = EarlyCopies(self.lazy, setup.options.copied_bytes(state_bytes))
+        self._copies = EarlyCopies(self.lazy, cache_bytes)
         progress.while_awaited = self._hasten
         self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
 

@@ -108,8 +108,8 @@ class DeltaStorageWriter(StorageWriter):
             there); without them masters or moments stay exact. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the ranks' memory and the storage. Larger:
-            a slow storage blocks a save later; smaller: less memory. Default: a quarter of what a
-            rank saves, at least 32 MiB and at most 8 GiB.
+            a slow storage blocks a save later; smaller: less memory. Default: half of what a rank
+            saves, at least 64 MiB and at most 8 GiB.
         shadow: The place of the shadow. ``"device"``: faster saves, more device memory; ``"host"``:
             no device memory, slower; ``"mapped"``: as ``"host"``, in files of ``TMPDIR``, which
             take memory only while there is enough; ``"none"``: least memory, but changed tensors
