@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from deltacheck.codec import host_memory, memory
+from deltacheck.codec import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
 
@@ -36,22 +35,36 @@ print(before - resident())
 """
 
 
+_WRITE_IN_A_CHILD = """
+import os
+from deltacheck.codec import host_memory
+
+buffer = host_memory.empty(host_memory.LEAST_MAPPED_BYTES)
+buffer[:] = 1
+child = os.fork()
+if child == 0:
+    buffer[:] = 2
+    os._exit(0)
+os.waitpid(child, 0)
+print(buffer.max())
+"""
+
+
+def printed_by(code: str) -> int:
+    """Run code in a process of its own, which has no threads, and return what it prints."""
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
+
+
 def test_freed_copies_leave_the_process() -> None:
-    output = subprocess.run(
-        [sys.executable, "-c", _FREE_BETWEEN_PINS], capture_output=True, text=True, check=True
-    ).stdout
-    assert int(output) > 32 << 20  # of 64 MiB
+    assert printed_by(_FREE_BETWEEN_PINS) > 32 << 20  # of 64 MiB
 
 
 def test_a_forked_child_does_not_write_to_the_memory() -> None:
-    buffer = host_memory.empty(host_memory.LEAST_MAPPED_BYTES)
-    buffer[:] = 1
-    child = os.fork()
-    if child == 0:
-        buffer[:] = 2
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert buffer.max() == 1
+    assert printed_by(_WRITE_IN_A_CHILD) == 1
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (4 << 20) + 3])
