@@ -68,11 +68,11 @@ def codes(
             values.reshape(-1), second.reshape(-1), step, limit, memory.as_bytes("out", out)
         )
         return RatioCoded(out, *errors)
-    result, refused, largest = reference_codes.ratio_codes(
+    result, refused_count, largest = reference_codes.ratio_codes(
         values.reshape(-1), second.reshape(-1), step, limit
     )
     out.reshape(-1)[:] = result
-    return RatioCoded(out, refused, largest)
+    return RatioCoded(out, refused_count, largest)
 
 
 def values(

@@ -231,8 +231,8 @@ def _nested_value(weights: U16, bits: I64, q: F64, step: float, halvings: int, u
         middle = np.clip(middle, -MOST, MOST).astype(np.float32)
         point = (_centers(weights) + (u - 0.5) * _widths(weights)).astype(np.float32)
     single = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    moved = in_cell(np.where(bits > 0, middle, point), weights)
-    return np.where((weights & np.uint16(0x7F80)) != 0x7F80, moved, single)
+    inside = in_cell(np.where(bits > 0, middle, point), weights)
+    return np.where((weights & np.uint16(0x7F80)) != 0x7F80, inside, single)
 
 
 def nested_values(
@@ -246,8 +246,10 @@ def nested_values(
     valid &= number < np.ldexp(1.0, np.where(valid, np.maximum(bits, 0), 0))
     bits = np.where(valid, bits, 0)
     count = np.ldexp(1.0, np.maximum(bits, 0))
-    known = np.where(valid, weights, np.uint16(0))
-    lowest = _nested_cells(_centers(known) - 0.5 * _widths(known), step, halvings, u)
+    bounded_weights = np.where(valid, weights, np.uint16(0))
+    lowest = _nested_cells(
+        _centers(bounded_weights) - 0.5 * _widths(bounded_weights), step, halvings, u
+    )
     distance = number - lowest
     q = lowest + (distance - count * np.floor(distance / count))
     restored = _nested_value(weights, bits, q, step, halvings, u)
@@ -430,8 +432,8 @@ def ratio_values(codes: Codes, variances: F32, step: float, limit: float) -> tup
     """Return ``x'`` of ratio codes, and the number of codes that no value has; these give 0."""
     visible, roots = _roots(variances)
     valid = visible & (codes != -128)
-    known = np.where(valid, codes, 0).astype(np.float64)
-    restored = _ratio_value(known, roots, step, limit) + np.float32(0)
+    valid_codes = np.where(valid, codes, 0).astype(np.float64)
+    restored = _ratio_value(valid_codes, roots, step, limit) + np.float32(0)
     return restored, int(np.count_nonzero(~valid & (codes != 0)))
 
 
@@ -441,7 +443,7 @@ def ratio_codes(values: F32, variances: F32, step: float, limit: float) -> tuple
     x = np.where(finite, values, np.float32(0)).astype(np.float64)
     nearest = np.rint(x / (step * roots))
     coded = finite & np.where(visible, np.abs(nearest) <= MOST_RATIO, np.abs(x) < LEAST_MOMENT)
-    known = np.where(coded & visible, nearest, 0.0)
-    error = np.abs(_ratio_value(known, roots, step, limit).astype(np.float64) - x) / roots
+    rounded = np.where(coded & visible, nearest, 0.0)
+    error = np.abs(_ratio_value(rounded, roots, step, limit).astype(np.float64) - x) / roots
     largest = float(error[coded & visible].max(initial=0.0))
-    return known.astype(np.int8), int(np.count_nonzero(~coded)), largest
+    return rounded.astype(np.int8), int(np.count_nonzero(~coded)), largest

@@ -299,11 +299,11 @@ def _first_moment(
             values an element may have if its second moment has drifted since.
     """
     first, second = str(parameter.first), str(parameter.second)
-    (from_step, earlier), *later = states
+    (from_step, earlier), *later_states = states
     if first not in earlier.arrays or earlier.arrays[first].shape != restored.shape:
         return f"it was not there at step {from_step}, whose values it should have"
     wrong = ~_is_first_moment_of(parameter, earlier, from_step, restored)[part]
-    for step, state in later if wrong.any() else ():
+    for step, state in later_states if wrong.any() else ():
         drifted = _has_drifted(earlier, state, second)
         if first in state.arrays and state.arrays[first].shape == drifted.shape == restored.shape:
             matches = _is_first_moment_of(parameter, state, step, restored)

@@ -286,16 +286,18 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
         return None if spacing is None else Lattice(spacing)
     if current is None or spacing > current.spacing:
         spacing = _aligned(hidden, situation, master, spacing)
-        left = _halvings_left(hidden, situation, spacing)
+        halvings_left = _halvings_left(hidden, situation, spacing)
         is_falling = (situation.hyperparameters.lr or 0.0) < situation.peak_rate
-        return Lattice(spacing, 0, left) if is_falling and left else Lattice(spacing)
+        return (
+            Lattice(spacing, 0, halvings_left) if is_falling and halvings_left else Lattice(spacing)
+        )
     if spacing == current.spacing:
         return current
-    most = _most_spacing(hidden, situation)
-    added = max(1, math.ceil(math.log2(current.spacing / most)))
-    spacing = current.spacing * 0.5**added
-    if current.halvings is not None and added <= current.spare_bits:
-        return Lattice(spacing, current.halvings + added, current.spare_bits - added)
+    most_spacing = _most_spacing(hidden, situation)
+    new_halvings = max(1, math.ceil(math.log2(current.spacing / most_spacing)))
+    spacing = current.spacing * 0.5**new_halvings
+    if current.halvings is not None and new_halvings <= current.spare_bits:
+        return Lattice(spacing, current.halvings + new_halvings, current.spare_bits - new_halvings)
     # The first nested lattice, or one without a bit for this halving. All codes are new.
     return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
 
@@ -303,8 +305,10 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
 def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
     """Return the number of halvings that a new lattice should have bits for."""
     floor = _floor_error(hidden, situation)
-    left = math.ceil(math.log2(spacing / (_MOST_SPACING * floor))) if floor else _SPARE_BITS
-    return max(0, min(left, _SPARE_BITS))
+    halvings_left = (
+        math.ceil(math.log2(spacing / (_MOST_SPACING * floor))) if floor else _SPARE_BITS
+    )
+    return max(0, min(halvings_left, _SPARE_BITS))
 
 
 def _most_spacing(hidden: Hidden, situation: Situation) -> float:
@@ -326,12 +330,12 @@ def _aligned(hidden: Hidden, situation: Situation, master: str, spacing: float) 
         master: The path of the master.
         spacing: The spacing without a floor.
     """
-    floor, most = _floor_error(hidden, situation), _most_spacing(hidden, situation)
+    floor, most_spacing = _floor_error(hidden, situation), _most_spacing(hidden, situation)
     last = _first_share(master) * floor
     # Weights that are small beside the rate limit the spacing, and the last halving is not known.
-    if not 0 < last <= most or 2 * spacing <= most:
+    if not 0 < last <= most_spacing or 2 * spacing <= most_spacing:
         return spacing
-    return math.ldexp(last, math.floor(math.log2(most / last)))
+    return math.ldexp(last, math.floor(math.log2(most_spacing / last)))
 
 
 def _first_share(master: str) -> float:

@@ -311,8 +311,8 @@ class Engine:
             return skipped(step)
         try:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
-            known = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
-            guarded = Guarded() if self._is_eager else self._guard.guarded(known)
+            tensors = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
+            guarded = Guarded() if self._is_eager else self._guard.guarded(tensors)
             sources: Sources | None = None
             # Ranks that save together, and a gradient log, need the chains of this save at once.
             if is_whole and attempt.agreed is None and not self._is_eager:

@@ -95,8 +95,8 @@ class MomentCodes:
             ratio = ratios.codes(live, second, rule.spacing, limit=rule.limit)
             # Of a value without a limit, the error is at most half a step. The limit of a second
             # moment that is coded too small by half an octave is too small by a sixth.
-            most = max((0.5 + _ROUNDING) * rule.spacing, _MOST_CLIPPED * math.sqrt(rule.limit))
-            if ratio.refused or ratio.largest_error > most:
+            largest = max((0.5 + _ROUNDING) * rule.spacing, _MOST_CLIPPED * math.sqrt(rule.limit))
+            if ratio.refused or ratio.largest_error > largest:
                 return None
             return MomentCoded(ratio.codes, ratio.largest_error)
         scale = self._scale(decision)

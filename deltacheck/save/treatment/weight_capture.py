@@ -64,8 +64,8 @@ class WeightCapture:
             spare_bits=decision.spare_bits,
             weights=weights,
         )
-        how = "drawn" if bits == 0 else "nested"
-        return self._bounded(path, replace(decision, how=how), coded)
+        rule = "drawn" if bits == 0 else "nested"
+        return self._bounded(path, replace(decision, how=rule), coded)
 
     def capture_lattice(self, path: str, decision: Decision) -> Any:
         """Store a master as lattice codes.
@@ -89,8 +89,8 @@ class WeightCapture:
         save.run.keep_lattice(path, group.decisions[path])
         promise = Promise(decision.terms, error)
         if decision.how == "drawn":
-            nothing = {"spacing": 0.0, "halvings": 0, "spare_bits": 0}
-            save.promise(path, group.derived(path, decision, **nothing), promise)
+            no_lattice = {"spacing": 0.0, "halvings": 0, "spare_bits": 0}
+            save.promise(path, group.derived(path, decision, **no_lattice), promise)
             return Coded(None, None)
         save.promise(path, group.derived(path, decision), promise)
         spec = LeafSpec.of(path, group.spec(path).shape, coded.codes.dtype.name)

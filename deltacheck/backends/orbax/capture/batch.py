@@ -52,17 +52,17 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
         specs = dict(sorted(specs_of(flat).items()))
         viewable = [path for path in specs if leaves.is_viewable(flat.arrays[path])]
     views: dict[str, NDArray[Any]] = {}
-    others: dict[str, LeafSource] = {}
+    unviewed: dict[str, LeafSource] = {}
     for path in () if is_eager else viewable:
         array = cast("jax.Array", flat.arrays[path])
         # JAX 0.10.2 crashes if a deleted array is asked for its readiness; a view of it raises.
         if not (array.is_deleted() or array.is_ready()):  # type: ignore[attr-defined] # untyped
-            others[path] = LeafSource(specs[path], _Copy(array).take, True)
+            unviewed[path] = LeafSource(specs[path], _Copy(array).take, True)
         elif (view := leaves.whole_view(array)) is not None:
             views[path] = view
-    rest = [path for path in specs if path not in views and path not in others]
+    rest = [path for path in specs if path not in views and path not in unviewed]
     is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
-    others |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
+    unviewed |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
     seed = secrets.randbits(62)
     contents = fingerprints(
         np.array([view.__array_interface__["data"][0] for view in views.values()], np.uint64),
@@ -71,7 +71,7 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
     )
 
     def make() -> Mapping[str, LeafSource]:
-        sources = others | {
+        sources = unviewed | {
             path: LeafSource(
                 specs[path],
                 partial(numpy_bytes, view),

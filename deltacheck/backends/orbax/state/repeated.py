@@ -73,7 +73,7 @@ class _Forms(NamedTuple):
 
     avals: list[Any]
     shardings: list[Sharding]
-    others: list[Hashable]
+    other_leaves: list[Hashable]
     ties: list[int]
 
 
@@ -86,7 +86,7 @@ class _KnownForms:
         self._paths = list(flat_state.arrays)
         self._order = [numbers[path] for path in self._paths]
         self._arrays = [n for n, value in enumerate(values) if _is_plain(value)]
-        self._others = [n for n, value in enumerate(values) if not _is_plain(value)]
+        self._other_numbers = [n for n, value in enumerate(values) if not _is_plain(value)]
         forms = self._forms_of(values)
         if forms is None:
             raise UnsupportedLeaf("an array was deleted")
@@ -142,19 +142,21 @@ class _KnownForms:
         arrays = chosen(values, self._arrays)
         if any(map(_is_deleted, arrays)):
             return None
-        others: list[Hashable] = []
+        other_leaves: list[Hashable] = []
         identities: list[Hashable] = list(map(id, values))
-        for number in self._others:
+        for number in self._other_numbers:
             leaf = leaves.describe(values[number])
             assert leaf is not None
-            others.append(leaf._replace(identity=None))
+            other_leaves.append(leaf._replace(identity=None))
             identities[number] = leaf.identity
         firsts: dict[Hashable, int] = {}
         ties = [
             number if identity is None else firsts.setdefault(identity, number)
             for number, identity in enumerate(identities)
         ]
-        return _Forms(list(map(_aval_of, arrays)), list(map(_sharding_of, arrays)), others, ties)
+        return _Forms(
+            list(map(_aval_of, arrays)), list(map(_sharding_of, arrays)), other_leaves, ties
+        )
 
 
 def chosen_in_order(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:

@@ -154,7 +154,7 @@ class Guard:
     def _will_read(self, addresses: Set[int]) -> None:
         # Mostly the same set as at the last save.
         if not addresses or any(
-            addresses is known or addresses == known for known in self._read_later
+            addresses is earlier or addresses == earlier for earlier in self._read_later
         ):
             return
         if len(self._read_later) == _MOST_SETS:
@@ -252,13 +252,13 @@ class _Shared:
     def of(cls, tensors: list[torch.Tensor], leaves: Tensors) -> _Shared | None:
         """Return those of a save; ``None`` if there are less than two."""
         numbers = {id(leaf): number for number, leaf in enumerate(leaves.values)}
-        own = [number for number, tensor in enumerate(tensors) if id(tensor) in numbers]
-        if len(own) < 2:
+        positions = [number for number, tensor in enumerate(tensors) if id(tensor) in numbers]
+        if len(positions) < 2:
             return None
-        places = [numbers[id(tensors[number])] for number in own]
-        is_own = set(own)
+        places = [numbers[id(tensors[number])] for number in positions]
+        is_own = set(positions)
         return cls(
-            itemgetter(*own),
+            itemgetter(*positions),
             itemgetter(*places),
             np.array(places, np.intp),
             leaves.addresses[places],

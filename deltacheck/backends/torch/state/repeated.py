@@ -8,12 +8,14 @@ the last save. Their addresses and version counters are read at every save.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.state import leaves
@@ -147,6 +149,59 @@ class _Seen(NamedTuple):
     may_move: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _PlainTensors:
+    """The tensors of a state in host memory that are no tied ones and whose memory is their bytes.
+
+    Args:
+        numbers: Their numbers among the tensors.
+        places: The same, to index arrays with.
+        paths: Their paths.
+        sizes: Their sizes in bytes, uint64.
+    """
+
+    numbers: list[int]
+    places: slice | NDArray[np.intp]
+    paths: list[str]
+    sizes: U64
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[str | None],
+        specs: Mapping[str, LeafSpec],
+    ) -> _PlainTensors:
+        """Return those of all tensors of a state.
+
+        Args:
+            tensors: The tensors.
+            paths: Their paths, ``None`` for tied ones.
+            specs: The specs of leaves, by path.
+        """
+        plain = {
+            number: path
+            for number, (tensor, path) in enumerate(zip(tensors, paths, strict=True))
+            if path is not None and leaves.is_plain(tensor)
+        }
+        numbers = list(plain)
+        places = slice(None) if len(plain) == len(tensors) else np.array(numbers, np.intp)
+        sizes = np.array([specs[path].raw_bytes for path in plain.values()], np.uint64)
+        return cls(numbers, places, list(plain.values()), sizes)
+
+    def read(self, tensors: list[Any], readings: _Seen) -> Tensors:
+        """Return them as they are at a save, of all tensors of the state."""
+        return Tensors(
+            self.paths,
+            chosen(tensors, self.numbers),
+            readings.addresses[: len(tensors)][self.places],
+            self.sizes,
+            readings.versions[self.places],
+            chosen(readings.storages, self.numbers),
+            readings.may_move,
+        )
+
+
 class _Known:
     """The structure and the forms of the leaves of the last save. ``of`` makes one."""
 
@@ -179,18 +234,11 @@ class _Known:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self._forms = [_Forms(block) for block in _blocks(tensors)]
         self._lines = [_lines_of(block) for block in _blocks(tensors)]
-        self._is_host = all(map(is_host, tensors))
-        # Of the tensors that are no tied ones, those whose memory is their bytes.
-        self._plain = [
-            k
-            for k, (n, tensor) in enumerate(zip(self._tensors, tensors, strict=True))
-            if n < len(self._paths) and leaves.is_plain(tensor)
-        ]
-        self._plain_paths = [self._paths[self._tensors[k]] for k in self._plain]
-        is_all_plain = len(self._plain) == len(tensors)
-        self._plain_places = slice(None) if is_all_plain else np.array(self._plain, np.intp)
-        self._sizes = np.array(
-            [self._specs[path].raw_bytes for path in self._plain_paths], np.uint64
+        tensor_paths = [self._paths[n] if n < len(self._paths) else None for n in self._tensors]
+        self._plain = (
+            _PlainTensors.of(tensors, tensor_paths, self._specs)
+            if all(map(is_host, tensors))
+            else None
         )
         # Of all tensors, those that a fingerprint covers by a sample.
         self._sampled = [
@@ -255,16 +303,8 @@ class _Known:
         flat = KnownFlat(outlined.skeleton, _Arrays(self._paths, values), self._leaves)
         flat.specs = self._specs
         flat.tensors = None
-        if self._is_host:
-            flat.tensors = Tensors(
-                self._plain_paths,
-                chosen(chosen(values, self._tensors), self._plain),
-                readings.addresses[: len(self._tensors)][self._plain_places],
-                self._sizes,
-                readings.versions[self._plain_places],
-                chosen(readings.storages, self._plain),
-                readings.may_move,
-            )
+        if self._plain is not None:
+            flat.tensors = self._plain.read(chosen(values, self._tensors), readings)
         return flat
 
     def _look(self, values: list[Any]) -> _Seen | None:
@@ -277,8 +317,8 @@ class _Known:
         # While a block is read, the records of the next one are loaded.
         for lines in self._lines[:1]:
             load_ahead(lines)
-        later = [*self._lines[1:], _NO_LINES]
-        for block, forms, lines in zip(_blocks(tensors), self._forms, later, strict=False):
+        next_lines = [*self._lines[1:], _NO_LINES]
+        for block, forms, lines in zip(_blocks(tensors), self._forms, next_lines, strict=False):
             load_ahead(lines)
             if not forms.match(block):
                 return None
