@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks import entropy
 from benchmarks.record import Cell, Unit
 from benchmarks.ways import FIRST, MASTER, SECOND, WEIGHTS, Run, State, class_of
-from deltacheck.codec import lattice
+from deltacheck.codec.lossy import lattice
 from deltacheck.leaf import tree
 from deltacheck.policy import adam
 from deltacheck.profile.sensitivity import Outcome, Weights, changed, measure

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.encode import threads_restored
 from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck import _native
-from deltacheck.codec import lattice, reference_codes, relative
+from deltacheck.codec.lossy import lattice, reference_codes, relative
 
 _STEP, _SEED = 1e-5, 7
 # Of the time of one element in NumPy.

@@ -25,7 +25,7 @@ from benchmarks import entropy, sentence_encoder
 from benchmarks.record import Result, Settings, Table, Unit
 from benchmarks.schedules import cosine
 from benchmarks.sentence_encoder import BETAS, EncoderTraining
-from deltacheck.codec import octaves, ratios
+from deltacheck.codec.lossy import octaves, ratios
 from deltacheck.policy import adam
 from deltacheck.profile.sensitivity import lost_steps
 

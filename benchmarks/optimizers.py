@@ -27,7 +27,7 @@ from benchmarks.record import Cell, Result, Settings, Table, Unit
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.state import leaves
-from deltacheck.codec import octaves
+from deltacheck.codec.lossy import octaves
 from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
 from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 from deltacheck.profile.sensitivity import lost_steps

@@ -286,7 +286,7 @@ def rounded(state: Any, select: Callable[[str], bool], spacing: float) -> Any:
 
     All elements have the same phase, so this only imitates a lower precision. Rounding around a
     fresh base would return every element to the base: this seems harmless, but stalls training. A
-    bounded master is stored with ``codec.lattice`` instead.
+    bounded master is stored with ``codec.lossy.lattice`` instead.
     """
     return changed(
         state, lambda path, leaf: (leaf / spacing + 0.5) // 1 * spacing if select(path) else leaf

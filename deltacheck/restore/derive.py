@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltacheck.codec import lattice, nested, octaves, ratios, relative
+from deltacheck.codec.lossy import lattice, nested, octaves, ratios, relative
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltacheck import _native
-from deltacheck.codec import lattice, nested, reference_codes, relative
-from deltacheck.codec.lattice import LEAST_STEP, MOST_STEP
+from deltacheck.codec.lossy import lattice, nested, reference_codes, relative
+from deltacheck.codec.lossy.lattice import LEAST_STEP, MOST_STEP
 from tests.codec.test_codec_relative import (
     MASK,
     MOST,

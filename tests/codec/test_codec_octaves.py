@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec import reference_codes
+from deltacheck.codec.lossy import reference_codes
 
 _native = pytest.importorskip("deltacheck._native")
-from deltacheck.codec import octaves
+from deltacheck.codec.lossy import octaves
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec import reference_codes
+from deltacheck.codec.lossy import reference_codes
 from deltacheck.policy import adam
 
 _native = pytest.importorskip("deltacheck._native")
-from deltacheck.codec import ratios
+from deltacheck.codec.lossy import ratios
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec import reference_codes
+from deltacheck.codec.lossy import reference_codes
 
 _native = pytest.importorskip("deltacheck._native")
-from deltacheck.codec import lattice, relative
-from deltacheck.codec.lattice import LEAST_STEP, MOST_STEP
+from deltacheck.codec.lossy import lattice, relative
+from deltacheck.codec.lossy.lattice import LEAST_STEP, MOST_STEP
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

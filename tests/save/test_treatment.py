@@ -20,7 +20,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.codec import lattice
+from deltacheck.codec.lossy import lattice
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import adam

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltacheck.codec import octaves, ratios
+from deltacheck.codec.lossy import octaves, ratios
 from deltacheck.leaf.contracts import Bounded
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import lattice, nested, relative
+from deltacheck.codec.lossy import lattice, nested, relative
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision

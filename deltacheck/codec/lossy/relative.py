@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import lattice, memory, reference_codes
+from deltacheck.codec import memory
 from deltacheck.codec.extension import extension
-from deltacheck.codec.lattice import F32, Coded
+from deltacheck.codec.lossy import lattice, reference_codes
+from deltacheck.codec.lossy.lattice import F32, Coded
 
 Codes = NDArray[Any]  # uint8 or uint16
 Weights = NDArray[np.generic]

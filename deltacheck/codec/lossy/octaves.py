@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import memory, reference_codes
+from deltacheck.codec import memory
 from deltacheck.codec.extension import extension
+from deltacheck.codec.lossy import reference_codes
 
 F32 = NDArray[np.float32]
 Codes = NDArray[Any]  # uint8 if fraction_bits is 0, else uint16

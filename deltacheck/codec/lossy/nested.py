@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltacheck.codec import lattice, memory, reference_codes, relative
+from deltacheck.codec import memory
 from deltacheck.codec.extension import extension
-from deltacheck.codec.lattice import F32, Coded
-from deltacheck.codec.relative import Codes, Weights
+from deltacheck.codec.lossy import lattice, reference_codes, relative
+from deltacheck.codec.lossy.lattice import F32, Coded
+from deltacheck.codec.lossy.relative import Codes, Weights
 
 # The limits of section 4.5.5 of the format.
 MOST_HALVINGS, MOST_SPARE_BITS, MOST_BITS = 31, 7, 16
