@@ -408,7 +408,8 @@ def _dead_band(octaves: float) -> float:
 
     A float's bit pattern is a piecewise linear approximation of its logarithm (see
     ``codec.lossy.octaves``). The logarithm rises fastest at the start of an octave, where a
-    distance d of the pattern is log2(1 + d) octaves. Over an octave or more the two differ by at most 0.09.
+    distance d of the pattern is log2(1 + d) octaves. Over an octave or more the two differ by at
+    most 0.09.
     """
     return float(2.0**octaves - 1) if octaves < 1 else octaves - 0.09
 
