@@ -28,7 +28,7 @@ _MEAN_ERROR_OCTAVES = 0.6
 # are fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
 # costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
 # "Precision of a reused first moment"), and at twice this spacing one more.
-MEAN_SPACING = 0.5
+_MEAN_SPACING = 0.5
 # Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
 # A first lattice is as coarse as possible, because codes then change the least. It stays within the
 # limits of the second line. A lattice that became too coarse is halved (``master_lattice``) or, if
@@ -263,9 +263,8 @@ def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float 
     lower, upper = min(_LEAST_SPACING * error, largest), min(_MOST_SPACING * error, 2 * largest)
     if current is not None and lower <= current <= upper:
         return current
-    least, most = _FINER_SPACING if current is not None and current > upper else _FIRST_SPACING
-    share = _seed(master) / 2.0**64
-    return min((least + share * (most - least)) * error, largest)
+    limits = _FINER_SPACING if current is not None and current > upper else _FIRST_SPACING
+    return min(_spread(limits, master) * error, largest)
 
 
 def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice | None:
@@ -331,16 +330,16 @@ def _aligned(hidden: Hidden, situation: Situation, master: str, spacing: float) 
         spacing: The spacing without a floor.
     """
     floor, most_spacing = _floor_error(hidden, situation), _most_spacing(hidden, situation)
-    last = _first_share(master) * floor
+    last = _spread(_FIRST_SPACING, master) * floor
     # Weights that are small beside the rate limit the spacing, and the last halving is not known.
     if not 0 < last <= most_spacing or 2 * spacing <= most_spacing:
         return spacing
     return math.ldexp(last, math.floor(math.log2(most_spacing / last)))
 
 
-def _first_share(master: str) -> float:
-    """Return the spacing of a master's first lattice in units of the permitted error."""
-    least, most = _FIRST_SPACING
+def _spread(limits: tuple[float, float], master: str) -> float:
+    """Return a number within limits that is fixed by the path of the master."""
+    least, most = limits
     return least + _seed(master) / 2.0**64 * (most - least)
 
 
@@ -391,7 +390,7 @@ def _moments(
     if age == 0:
         return {}
     terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
-    ratio = Decision("ratio", Reused(age), of=second, spacing=MEAN_SPACING, limit=limit)
+    ratio = Decision("ratio", Reused(age), of=second, spacing=_MEAN_SPACING, limit=limit)
     return {first: ratio, second: replace(coarse, terms=terms)}
 
 
