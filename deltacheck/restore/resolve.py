@@ -372,6 +372,19 @@ def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
     return {chain.spec.path: chain for leaf in leaves for chain in leaf.stored_chains()}
 
 
+def stored_whole(leaves: Iterable[Leaf]) -> set[str]:
+    """Return the stored paths of exact leaves that each save stores whole.
+
+    Codes that were written whole are not among them: the next save compares them with the leaf.
+    """
+    return {
+        part.spec.path
+        for leaf in leaves
+        for part in leaf.parts
+        if isinstance(part, Chain) and part.is_stored_whole
+    }
+
+
 def matches(path: str, pattern: str) -> bool:
     """Return True if a leaf path is named by a path, a subtree or an ``fnmatch`` pattern.
 

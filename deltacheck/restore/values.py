@@ -21,7 +21,7 @@ from deltacheck.restore.content import (
     element_runs,
 )
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
-from deltacheck.restore.resolve import stored_chains
+from deltacheck.restore.resolve import stored_chains, stored_whole
 
 _Content = TypeVar("_Content")
 
@@ -144,12 +144,13 @@ def _read(
         # Whole chains only: a save can continue from a leaf only if it has all of its content. It
         # needs no content of a leaf that it stores whole anyway.
         if stored is not None:
+            whole = stored_whole(leaves.values())
             stored.update(
                 {
                     path: data[path]
                     for path, numbers in chunks.items()
                     if len(numbers) == chains[path].spec.chunk_count
-                    and not chains[path].is_stored_whole
+                    and path not in whole
                 }
             )
         return load(LoadedChunks(chunks, data, into or {}))

@@ -89,8 +89,10 @@ def _saved_tables(
             if arrays.needs_no_base(rows, facts.records[path].spec(path).chunk_count)
         }
         large = {p for p in whole if facts.records[p].spec(p).raw_bytes >= LEAST_WHOLE_BYTES}
-        # A save stores large leaves in this way. Each different choice is tried once.
-        choices = {frozenset(paths) for paths in (whole, large, ())}
+        # The codes of first moments.
+        codes = {p for p in whole if facts.records[p].dtype == "int8"}
+        # A save stores such leaves in this way. Each different choice is tried once.
+        choices = {frozenset(paths) for paths in (whole, large, codes, ())}
         for packed in packed_sets(arrays, facts, runs.keys()):
             for keyframes in sorted(choices, key=len, reverse=True):
                 table = _table(segment_id, arrays, facts, packed, runs, keyframes, chunk_digests)

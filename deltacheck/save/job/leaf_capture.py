@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.codec import default_codec, host_memory
 from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
@@ -102,13 +103,13 @@ class LeafCapture:
             # The last keyframe may still be written from the memory that is updated now.
             state.free_base(setup.options.io_timeout_seconds)
         current, spec = source.current(), source.spec
-        is_coded = isinstance(current, Coded)
+        is_coded, is_new = isinstance(current, Coded), False
         if isinstance(current, Coded):
             if current.spec is None:
                 # A derived leaf has no chain: its next stored form must be a keyframe.
                 self._states.pop(path, None)
                 return None
-            spec, current = current.spec, current.data
+            spec, is_new, current = current.spec, current.is_new, current.data
         leaf.stored_spec = spec
         has_state = state is not None and state.spec == spec
         if current is None and not has_state:
@@ -128,6 +129,10 @@ class LeafCapture:
         elif not is_coded and self._is_stored_whole(state, current):
             self._capture_whole(leaf, state, source, current)
             return None
+        elif is_new and state.base is not None:
+            state.base = codec.copy(current, state.base)
+            self._prove(leaf, spec, state.base)
+            self._encode_if_changed(leaf, state, codec.host(state.base))
         elif path in self._due or state.is_due(setup.options.policy):
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
@@ -186,19 +191,29 @@ class LeafCapture:
         if source.check_content is not None:
             source.check_content(content)
         self._prove(leaf, state.spec, content)
-        digests = chunk_digests(
-            content, state.bounds, state.spec.word_bytes, range(state.bounds.size - 1)
-        )
-        is_unchanged = (digests == state.digests).all(axis=1)
+        is_unchanged = self._encode_if_changed(leaf, state, content)
         # It no longer changes everywhere, or the sizes are due to be estimated again.
         if state.is_whole and (is_unchanged.any() or state.saves_until_estimate == 0):
             state.is_whole, state.saves_until_estimate = False, 0
             state.base = self._setup.codec.copy(content, None)
-        if is_unchanged.all():
-            return
-        # The entry of a leaf without a digest is a keyframe.
-        state.digest = ""
-        self._encode_whole(leaf, state, content, digests)
+
+    def _encode_if_changed(
+        self, leaf: LeafSave, state: LeafState, content: U8
+    ) -> NDArray[np.bool_]:
+        """Encode all of a leaf without a base, unless it equals what is stored of it.
+
+        Returns:
+            For each chunk, whether it is unchanged.
+        """
+        digests = chunk_digests(
+            content, state.bounds, state.spec.word_bytes, range(state.bounds.size - 1)
+        )
+        is_unchanged: NDArray[np.bool_] = (digests == state.digests).all(axis=1)
+        if not is_unchanged.all():
+            # The entry of a leaf without a digest is a keyframe.
+            state.digest = ""
+            self._encode_whole(leaf, state, content, digests)
+        return is_unchanged
 
     def _memory_of(self, state: LeafState, current: Any) -> Any:
         """Return the memory of the base of a leaf that is written whole; ``None``: any."""

@@ -26,10 +26,13 @@ class Coded(NamedTuple):
         spec: The form of the stored content. ``None``: nothing is stored for this leaf.
         data: The content, in the form that the codec takes. ``None``: the content that is already
             stored stays as it is.
+        is_new: The content has no relation to what is stored. True: it is encoded by itself, which
+            begins a new chain; false: it becomes a delta if a base exists.
     """
 
     spec: LeafSpec | None
     data: Any
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,11 @@ class MomentCapture:
         if may_reuse:
             count = group.situation.step
             group.save.run.stored_pairs[group.parameter.name] = StoredPair(group.save.step, count)
-        return {path: Coded(forms.spec(path), codes[path].view(np.uint8)) for path in decisions}
+        # Old and new first moments have hardly anything in common.
+        return {
+            path: Coded(forms.spec(path), codes[path].view(np.uint8), decision.how == "ratio")
+            for path, decision in decisions.items()
+        }
 
     def _reuse(self, forms: MomentCodes) -> dict[str, Any] | None:
         """Return the stored pair if it may still stand for the live one; else ``None``.
