@@ -38,7 +38,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 8;
+constexpr int kInterface = 9;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -75,11 +75,12 @@ nb::object array_of(std::vector<Row>&& rows) {
 
 nb::tuple encode_arrays(const Array<const uint8_t>& current,
                         const std::optional<Array<uint8_t>>& base,
-                        const Array<const uint64_t>& bounds, int word_bytes, uint32_t method) {
+                        const Array<const uint64_t>& bounds, int word_bytes, uint32_t method,
+                        bool ordered) {
   const Run run = run_of(bounds, current.size(), word_bytes);
   if (base && base->size() != current.size())
     throw std::invalid_argument("base and current must have the same size");
-  if (method >= kMethods || (!base && method != kUnchanged && method < kPlanes))
+  if (method > kRaw || (!base && method != kUnchanged && method < kPlanes))
     throw std::invalid_argument("method " + std::to_string(method) + " cannot be asked for");
   // Pointers are taken before the lock is released, because nanobind objects must not be used
   // without it.
@@ -88,7 +89,7 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current,
   Encoded encoded;
   {
     nb::gil_scoped_release released;
-    encoded = encode(run, now, shadow, static_cast<Method>(method));
+    encoded = encode(run, now, shadow, static_cast<Method>(method), ordered);
   }
   nb::list streams;
   for (Bytes& stream : encoded.streams) streams.append(array_of(std::move(stream)));
@@ -573,10 +574,10 @@ NB_MODULE(_native, m) {
   m.attr("INTERFACE") = kInterface;
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        nb::arg("method") = static_cast<uint32_t>(kUnchanged),
+        nb::arg("method") = static_cast<uint32_t>(kUnchanged), nb::arg("ordered") = false,
         "Return (rows, streams): uint32 (stored chunks, 5), and the bytes of every stream or None. "
         "base becomes equal to current, in place. method: for tests and measurements; 0 selects "
-        "the cheapest.");
+        "the cheapest. ordered: of words of 2 bytes, sparse and bitmap chunks are ordered.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         "Apply a delta to base. Return None, or the reason why the first bad chunk was refused.");

@@ -20,8 +20,26 @@ U64 = NDArray[np.uint64]
 TILE_BYTES = 16384  # permanent: bytes of the chunk that one tile covers
 
 # Permanent method numbers.
-UNCHANGED, SPARSE, BITMAP, DIFF, PLANES, RAW = range(6)
-METHOD_NAMES = ("unchanged", "sparse", "bitmap", "diff", "planes", "raw")
+UNCHANGED, SPARSE, BITMAP, DIFF, PLANES, RAW, ORDERED_SPARSE, ORDERED_BITMAP = range(8)
+METHOD_NAMES = (
+    "unchanged",
+    "sparse",
+    "bitmap",
+    "diff",
+    "planes",
+    "raw",
+    "ordered sparse",
+    "ordered bitmap",
+)
+# The same streams, of words in another order (section 4.1).
+ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
+ORDERED_WORD_BYTES = 2
+
+
+def unordered(method: int) -> int:
+    """Return the method whose streams a chunk has, in the order of its words."""
+    return next((plain for plain, ordered in ORDERED.items() if ordered == method), method)
+
 
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
@@ -82,7 +100,13 @@ class Codec(Protocol[Base]):
         ...
 
     def encode(
-        self, current: Base, base: Base | None, bounds: U64, word_bytes: int
+        self,
+        current: Base,
+        base: Base | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, Base | None]:
         """Encode the chunks of ``current`` against ``base``.
 
@@ -92,6 +116,9 @@ class Codec(Protocol[Base]):
             bounds: uint64 ``(chunks + 1,)`` word offsets, ascending from 0 to the length in words;
                 chunk ``c`` is words ``bounds[c]`` to ``bounds[c + 1]``.
             word_bytes: 1, 2, 4 or 8.
+            ordered: Of words of 2 bytes, how a host codec stores sparse and bitmap chunks. True:
+                in the order of the classes of their base, which takes fewer bytes for floats, and
+                more time; false: in their own order. Device codecs always do the latter.
 
         Returns:
             The encoding and the new base, which equals ``current`` bit for bit; ``None`` without a

@@ -34,12 +34,18 @@ class NativeCodec:
         return memory.as_bytes("base", base)
 
     def encode(
-        self, current: NDArray[Any], base: NDArray[Any] | None, bounds: U64, word_bytes: int
+        self,
+        current: NDArray[Any],
+        base: NDArray[Any] | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, NDArray[Any] | None]:
         now = memory.as_bytes("current", current)
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
         shadow = None if base is None else memory.checked_base(base, now.size)
-        rows, streams = _native.encode(now, shadow, bounds, word_bytes)
+        rows, streams = _native.encode(now, shadow, bounds, word_bytes, ordered=ordered)
         # The module has updated ``base`` in place.
         return Encoded(
             rows,

@@ -18,6 +18,8 @@ from deltacheck.codec.base import (
     BITMAP,
     DIFF,
     METHOD_NAMES,
+    ORDERED,
+    ORDERED_WORD_BYTES,
     PLANES,
     RAW,
     ROW_WIDTH,
@@ -29,6 +31,7 @@ from deltacheck.codec.base import (
     U64,
     UNCHANGED,
     Encoded,
+    unordered,
 )
 from deltacheck.errors import DamagedStream
 
@@ -53,7 +56,13 @@ class ReferenceCodec:
         return memory.as_bytes("base", base)
 
     def encode(
-        self, current: NDArray[Any], base: NDArray[Any] | None, bounds: U64, word_bytes: int
+        self,
+        current: NDArray[Any],
+        base: NDArray[Any] | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, NDArray[Any] | None]:
         now = memory.as_bytes("current", current)
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
@@ -63,7 +72,7 @@ class ReferenceCodec:
         for chunk, part in enumerate(_chunks(bounds, word_bytes)):
             words = _words(now[part], word_bytes)
             row, chunk_streams = _encode_chunk(
-                chunk, words, None if shadow is None else _words(shadow[part], word_bytes)
+                chunk, words, None if shadow is None else _words(shadow[part], word_bytes), ordered
             )
             if row.method == UNCHANGED:
                 continue
@@ -89,7 +98,7 @@ class ReferenceCodec:
             if name not in STREAMS:
                 raise DamagedStream(f"there is no stream {name!r}")
         # All rows are checked before any chunk is written.
-        rows = _checked_rows(encoded.rows, np.diff(bounds))
+        rows = _checked_rows(encoded.rows, np.diff(bounds), word_bytes)
         pieces = _cut(encoded.streams, rows, np.diff(bounds), word_bytes)
         for row, streams in zip(rows, pieces, strict=True):
             part = parts[row.chunk]
@@ -105,6 +114,16 @@ class Row(NamedTuple):
     changed: int
     gap_bytes: int
     wide_count: int
+
+    @property
+    def is_ordered(self) -> bool:
+        """Return true if the words are stored in the order of their classes."""
+        return self.method in ORDERED.values()
+
+    @property
+    def streams(self) -> int:
+        """Return the method whose streams the chunk has."""
+        return unordered(self.method)
 
 
 # Section 4 of the format: words, tiles and differences.
@@ -160,6 +179,12 @@ def rotate_right(words: Words) -> Words:
     top = words.dtype.type(8 * words.itemsize - 1)
     rotated: Words = (words >> words.dtype.type(1)) | (words << top)
     return rotated
+
+
+def class_order(base: Words) -> NDArray[np.intp]:
+    """Return the numbers of the words of a chunk in the order of the classes of their base."""
+    # The top byte, which is the exponent of a bfloat16. Words of one class stay in their order.
+    return np.argsort(rotate_left(base) >> 8, kind="stable")
 
 
 # Section 4.2: streams.
@@ -283,7 +308,9 @@ def choose(current: Words, base: Words | None) -> int:
 # Encoding.
 
 
-def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, dict[str, U8]]:
+def _encode_chunk(
+    chunk: int, current: Words, base: Words | None, ordered: bool
+) -> tuple[Row, dict[str, U8]]:
     word_bytes = current.itemsize
     changed = current.size if base is None else int(np.count_nonzero(current != base))
     if changed == 0:
@@ -292,6 +319,9 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
     if method in (SPARSE, BITMAP):
         assert base is not None
         z = zigzag(current, base)
+        ordered = ordered and word_bytes == ORDERED_WORD_BYTES
+        if ordered:
+            z = z[class_order(base)]
         tiles = _tiles(z, word_bytes)
         gaps = [gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles]
         wide = wide_words(z)
@@ -306,7 +336,10 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
         }
         # Step 6 of section 4.4, with exact sizes of all streams instead of the estimate.
         if sum(content.size for content in streams.values()) < current.nbytes:
-            return Row(chunk, method, changed, sum(g.size for g in gaps), wide.size), streams
+            gap_bytes = sum(g.size for g in gaps)
+            return Row(
+                chunk, ORDERED[method] if ordered else method, changed, gap_bytes, wide.size
+            ), streams
         method = RAW
     if method == DIFF:
         assert base is not None
@@ -327,7 +360,7 @@ def _refuse(chunk: int, why: str, tile: int | None = None) -> DamagedStream:
     )
 
 
-def _checked_rows(table: U32, words: U64) -> list[Row]:
+def _checked_rows(table: U32, words: U64, word_bytes: int) -> list[Row]:
     """Return the rows after a check that they describe chunks of the run.
 
     ``words[c]`` is the number of words of chunk ``c``.
@@ -341,24 +374,28 @@ def _checked_rows(table: U32, words: U64) -> list[Row]:
         if row.chunk <= before:
             raise _refuse(row.chunk, f"its row comes after that of chunk {before}")
         before = row.chunk
-        if row.method not in (SPARSE, BITMAP, DIFF, PLANES, RAW):
+        if row.streams not in (SPARSE, BITMAP, DIFF, PLANES, RAW):
             raise _refuse(row.chunk, f"method {row.method} is not known")
         if row.changed > words[row.chunk]:
             raise _refuse(
                 row.chunk,
                 f"{row.changed} words are said to have changed, there are only {words[row.chunk]}",
             )
-        if row.gap_bytes and row.method != SPARSE:
+        if row.is_ordered and word_bytes != ORDERED_WORD_BYTES:
+            raise _refuse(
+                row.chunk, f"words of {word_bytes} bytes cannot be {METHOD_NAMES[row.method]}"
+            )
+        if row.gap_bytes and row.streams != SPARSE:
             raise _refuse(row.chunk, f"gap_bytes must be 0 under {METHOD_NAMES[row.method]}")
-        if row.wide_count and row.method not in (SPARSE, BITMAP):
+        if row.wide_count and row.streams not in (SPARSE, BITMAP):
             raise _refuse(row.chunk, f"wide_count must be 0 under {METHOD_NAMES[row.method]}")
     return rows
 
 
 def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
     """Return the bytes of each stream of a chunk, which follow from its row."""
-    if row.method in (SPARSE, BITMAP):
-        positions = {"gaps": row.gap_bytes} if row.method == SPARSE else {"bitmap": -(-words // 8)}
+    if row.streams in (SPARSE, BITMAP):
+        positions = {"gaps": row.gap_bytes} if row.streams == SPARSE else {"bitmap": -(-words // 8)}
         tiles = -(-words * word_bytes // TILE_BYTES)
         return {
             "tiles": 6 * tiles,
@@ -404,7 +441,12 @@ def _decode_chunk(row: Row, streams: dict[str, U8], base: Words) -> Words:
         return rotate_right(join_planes([streams[f"plane{k}"] for k in range(word_bytes)]))
     if row.method == DIFF:
         return base + unzigzag(join_planes([streams[f"diff{k}"] for k in range(word_bytes)]))
-    return base + unzigzag(_sparse_differences(row, streams, base.size, word_bytes))
+    differences = unzigzag(_sparse_differences(row, streams, base.size, word_bytes))
+    if not row.is_ordered:
+        return base + differences
+    words = base.copy()
+    words[class_order(base)] += differences
+    return words
 
 
 def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes: int) -> Words:
@@ -419,7 +461,7 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
             )
     bits = (
         np.unpackbits(streams["bitmap"], bitorder="little")
-        if row.method == BITMAP
+        if row.streams == BITMAP
         else np.empty(0, np.uint8)
     )
     # With a fixed value of the unused bits, a bitmap has only one form.
@@ -431,7 +473,7 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
     gap_at = value_at = wide_at = 0
     for tile, (count, gap_bytes, wide_count) in enumerate(table.tolist()):
         tile_words = min(size, words - tile * size)
-        if row.method == SPARSE:
+        if row.streams == SPARSE:
             positions = _gap_positions(
                 row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, tile_words
             )

@@ -41,6 +41,11 @@ class DType:
     storage: str
 
     @property
+    def is_short_float(self) -> bool:
+        """Return true for floats of 16 bits: the smaller such a weight, the more it changes."""
+        return self.name in ("bfloat16", "float16")
+
+    @property
     def numpy(self) -> np.dtype[np.generic]:
         """Return the NumPy type, from ml_dtypes if NumPy lacks it."""
         return np.dtype(self.name if self.name in _NATIVE else getattr(ml_dtypes, self.name))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck.codec.base import METHOD_NAMES
+from deltacheck.codec.base import METHOD_NAMES, unordered
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -309,7 +309,7 @@ def cost_of(segment: Segment) -> Cost:
                 index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES)
             )
             for method, size in _divide(file_bytes, method_sizes.tolist()).items():
-                by_method[METHOD_NAMES[method]] += size
+                by_method[METHOD_NAMES[unordered(method)]] += size
         for path, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
                 if in_part == number:

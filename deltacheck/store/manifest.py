@@ -39,6 +39,7 @@ TYPES = "types"  # of manifests with containers or arrays of types that older re
 RATE = "contracts.rate"  # of manifests whose contracts have a learning rate of their own
 PARTIAL = "partial"  # of manifests of which retention has removed leaves
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
+ORDERED = "ordered"  # of segments with chunks whose words are in the order of their classes
 FEATURES = (
     DERIVED,
     RELATIVE,
@@ -52,6 +53,7 @@ FEATURES = (
     TYPES,
     RATE,
     MERGED,
+    ORDERED,
     PARTIAL,
 )
 STAGES = ("", "warm", "stable", "degraded")

@@ -150,7 +150,7 @@ class SegmentWriter:
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
         self._streams = streams
-        self._has_natural = False
+        self._has_natural = self._is_ordered = False
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory.
@@ -185,6 +185,7 @@ class SegmentWriter:
             for name, pieces in streams.items()
         }
         self.parts.append(Part(index.shape[0], stream_records))
+        self._is_ordered = self._is_ordered or has_ordered(index)
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
         for name, stream in stream_records.items():
             pending.append(
@@ -255,9 +256,7 @@ class SegmentWriter:
             digests=digests.shape[0],
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
-            must_understand=(
-                (schema.MERGED,) if any(entry.since >= 0 for entry in leaves.values()) else ()
-            ),
+            must_understand=features_of(leaves, self._is_ordered),
         )
         content = layout.group_json(documents.to_attributes(table))
         if (
@@ -419,7 +418,12 @@ class Segment:
         """Return the reader of a part."""
         if number not in self._parts:
             path = self._folder(layout.DELTA, str(number))
-            self._parts[number] = PartReader(path, self.table.parts[number], self._context)
+            self._parts[number] = PartReader(
+                path,
+                self.table.parts[number],
+                self._context,
+                allows_ordered=schema.ORDERED in self.table.must_understand,
+            )
         return self._parts[number]
 
     def _folder(self, *names: str) -> Place:
@@ -492,8 +496,11 @@ class Segment:
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(self, path: Place, part: Part, context: ts.Context) -> None:
+    def __init__(
+        self, path: Place, part: Part, context: ts.Context, *, allows_ordered: bool
+    ) -> None:
         self._path = path
+        self._allows_ordered = allows_ordered
         self._part = part
         self._context = context
 
@@ -508,12 +515,17 @@ class PartReader:
         is_known = (
             np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
             & (index[:, METHOD] > 0)
-            & (index[:, METHOD] <= codec_format.RAW)
+            & (index[:, METHOD] < len(codec_format.METHOD_NAMES))
         )
         if not is_known.all():
             raise Damaged(
                 f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method"
                 " or word size"
+            )
+        if has_ordered(index) and not self._allows_ordered:
+            raise Damaged(
+                f"{self._path}: its index has ordered chunks, but the segment's table does not list"
+                f" the feature {schema.ORDERED!r}"
             )
         return index
 
@@ -656,7 +668,9 @@ def stream_sizes(index: U32) -> dict[str, U64]:
     """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
     # In uint64: the bytes of a chunk may exceed 32 bits.
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)
-    method = index[:, METHOD]
+    method = index[:, METHOD].copy()
+    for plain, ordered in codec_format.ORDERED.items():
+        method[method == ordered] = plain
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
     tile_words = np.uint64(codec_format.TILE_BYTES) // np.maximum(width, np.uint64(1))
     tiles = (words + tile_words - np.uint64(1)) // np.maximum(tile_words, np.uint64(1))
@@ -677,6 +691,22 @@ def stream_sizes(index: U32) -> dict[str, U64]:
         sizes[f"diff{k}"] = size_if((method == codec_format.DIFF) & (width > k), words)
         sizes[f"plane{k}"] = size_if((method == codec_format.PLANES) & (width > k), words)
     return {name: sizes[name] for name in STREAMS}
+
+
+def has_ordered(index: U32) -> bool:
+    """Return whether some rows of an index are of ordered chunks."""
+    return bool(np.isin(index[:, METHOD], [*codec_format.ORDERED.values()]).any())
+
+
+def features_of(leaves: Mapping[str, LeafEntry], is_ordered: bool) -> tuple[str, ...]:
+    """Return the features that a table lists.
+
+    Args:
+        leaves: Its entries by path.
+        is_ordered: True if a part has ordered chunks.
+    """
+    is_merged = any(entry.since >= 0 for entry in leaves.values())
+    return ((schema.MERGED,) if is_merged else ()) + ((schema.ORDERED,) if is_ordered else ())
 
 
 def is_packed(spec: LeafSpec) -> bool:

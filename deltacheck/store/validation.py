@@ -24,6 +24,7 @@ from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
     MERGED,
+    ORDERED,
     STAGES,
     TILES,
     Derived,
@@ -419,7 +420,8 @@ def check_segment(table: SegmentTable) -> None:
             packed.setdefault(entry.key.packed, []).append((entry.key.offset, form.elements))
     # In both directions: an older reader would take what is replaced for a part of the chain.
     is_merged = any(entry.since >= 0 for entry in table.leaves.values())
-    if table.must_understand != ((MERGED,) if is_merged else ()):
+    # The index of a part shows whether its chunks are ordered.
+    if {*table.must_understand} - {ORDERED} != ({MERGED} if is_merged else set()):
         raise ValueError(f"its leaves and the features {table.must_understand} do not match")
     _check_covers(digests, table.digests, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):

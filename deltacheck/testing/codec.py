@@ -21,6 +21,8 @@ from deltacheck.codec import (
     DIFF,
     GAP_BYTES,
     METHOD,
+    ORDERED_BITMAP,
+    ORDERED_SPARSE,
     PLANES,
     RAW,
     ROW_WIDTH,
@@ -285,7 +287,7 @@ def damages() -> Iterator[Damage]:
 
     n = int(bounds[2] - bounds[1])
     yield made("a-method-that-is-never-stored", SPARSE, {METHOD: 0}, {}, "chunk 1: method 0")
-    yield made("an-unknown-method", SPARSE, {METHOD: 6}, {}, "chunk 1: method 6")
+    yield made("an-unknown-method", SPARSE, {METHOD: 8}, {}, "chunk 1: method 8")
     yield made(
         "more-changed-words-than-words", RAW, {CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words"
     )
@@ -293,6 +295,10 @@ def damages() -> Iterator[Damage]:
     yield made("a-chunk-twice", SPARSE, {CHUNK: 0}, {}, "chunk 0: its row comes after")
     yield made("gap-bytes-under-bitmap", BITMAP, {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
     yield made("gap-bytes-under-raw", RAW, {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
+    ordered = {METHOD: ORDERED_BITMAP}
+    yield made(
+        "gap-bytes-under-ordered-bitmap", BITMAP, ordered | {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes"
+    )
     yield made("wide-count-under-diff", DIFF, {WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
     yield made("wide-count-under-planes", PLANES, {WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
     for method, names in {
@@ -337,6 +343,13 @@ def damages() -> Iterator[Damage]:
     yield made("an-unknown-stream", SPARSE, {}, {"diff8": lambda c: [1]}, "diff8")
     yield made(
         "tiles-own-more-words", SPARSE, {}, {"tiles": entry(1, 0, 1)}, "chunk 1: its tiles own"
+    )
+    yield made(
+        "tiles-of-ordered-words-own-more-words",
+        SPARSE,
+        {METHOD: ORDERED_SPARSE},
+        {"tiles": entry(1, 0, 1)},
+        "chunk 1: its tiles own",
     )
     yield made(
         "tiles-own-fewer-gap-bytes",

@@ -25,6 +25,7 @@ from deltacheck.codec import (
     NativeCodec,
     ReferenceCodec,
 )
+from deltacheck.codec.base import ORDERED
 from deltacheck.errors import DamagedStream
 from deltacheck.testing.codec import CASES, DAMAGES, Case, moved, same, words
 
@@ -33,9 +34,13 @@ _native = pytest.importorskip("deltacheck._native")
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
 
-def encode(codec, case):
+def encode(codec, case, *, ordered=False):
     base = None if case.base is None else case.base.copy()
-    return codec.encode(case.current, base, case.bounds, case.word_bytes)
+    return codec.encode(case.current, base, case.bounds, case.word_bytes, ordered=ordered)
+
+
+def _bounds(words):
+    return np.array([0, words], np.uint64)
 
 
 @st.composite
@@ -70,12 +75,12 @@ def runs(draw):
     return Case(kind, current.view(np.uint8), base.view(np.uint8) if with_base else None, bounds, w)
 
 
-@given(runs(), st.sampled_from(_native.instruction_sets()), st.integers(1, 3))
-def test_any_run_gives_the_bytes_of_the_reference_and_comes_back(case, kernels, threads):
+@given(runs(), st.booleans(), st.sampled_from(_native.instruction_sets()), st.integers(1, 3))
+def test_any_run_gives_the_bytes_of_the_reference_and_comes_back(case, ordered, kernels, threads):
     _native.use_instruction_set(kernels)
     _native.set_threads(threads)
-    encoded, new_base = encode(NativeCodec(), case)
-    assert same(encoded, encode(ReferenceCodec(), case)[0])
+    encoded, new_base = encode(NativeCodec(), case, ordered=ordered)
+    assert same(encoded, encode(ReferenceCodec(), case, ordered=ordered)[0])
     if case.base is not None:
         assert np.array_equal(new_base, case.current)
     for codec in (NativeCodec(), ReferenceCodec()):
@@ -98,7 +103,7 @@ def test_any_flipped_byte_is_refused_by_both_or_means_the_same_to_both(damage, d
         )
     else:
         rows[data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, 4))] = data.draw(
-            st.sampled_from([0, 1, 2, 5, 70_000, 2**32 - 1])
+            st.sampled_from([0, 1, 2, 5, 6, 7, 70_000, 2**32 - 1])
         )
     results = []
     for codec in (NativeCodec(), ReferenceCodec()):
@@ -113,6 +118,41 @@ def test_any_flipped_byte_is_refused_by_both_or_means_the_same_to_both(damage, d
         assert (room[:128] == 0xA5).all()
         assert (room[-128:] == 0xA5).all()
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2])
+def test_words_of_two_bytes_are_ordered_by_the_exponents_of_their_base(density):
+    base = words(3 * TILE_BYTES, 2)
+    # Small weights change more often than large ones.
+    exponents = (base >> 7 & 255).astype(float)
+    moves = np.random.default_rng(0).random(base.size) < density * 2 ** (124 - exponents)
+    case = Case("", (base + moves).view(np.uint8), base.view(np.uint8), _bounds(base.size), 2)
+    plain, ordered = encode(NativeCodec(), case)[0], encode(NativeCodec(), case, ordered=True)[0]
+    assert ordered.rows[0, METHOD] == ORDERED[int(plain.rows[0, METHOD])]
+    assert ordered.rows[0, CHANGED] == plain.rows[0, CHANGED]
+    order = np.argsort(exponents, kind="stable")
+    expected, _ = ReferenceCodec().encode(
+        (base + moves)[order].view(np.uint8), base[order].view(np.uint8), case.bounds, 2
+    )
+    for name, stream in expected.streams.items():
+        assert np.array_equal(ordered.streams[name], stream), name
+
+
+@pytest.mark.parametrize("codec", [NativeCodec(), ReferenceCodec()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("word_bytes", [1, 4, 8])
+def test_only_words_of_two_bytes_are_ordered(codec, word_bytes):
+    base = words(TILE_BYTES, word_bytes)
+    case = Case(
+        "", moved(base, 0.01, 3).view(np.uint8), base.view(np.uint8), _bounds(base.size), word_bytes
+    )
+    encoded, _ = encode(codec, case, ordered=True)
+    assert same(encoded, encode(codec, case)[0])
+    rows = encoded.rows.copy()
+    rows[0, METHOD] = ORDERED[int(rows[0, METHOD])]
+    with pytest.raises(DamagedStream, match=f"chunk 0: words of {word_bytes} bytes cannot be"):
+        codec.apply(
+            Encoded(rows, encoded.streams), case.base.copy(), case.bounds, case.word_bytes
+        )
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)

@@ -131,21 +131,28 @@ OFFSETS = st.sampled_from([0, 0, 1, 2, 7, 63])
 
 
 @settings(max_examples=120)
-@given(pairs(), KERNELS, st.integers(1, 4), OFFSETS, st.booleans())
+@given(pairs(), KERNELS, st.integers(1, 4), OFFSETS, st.booleans(), st.booleans())
 def test_native_bytes_are_the_references_and_every_bit_comes_back(
     pair: tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int],
     kernels: str,
     threads: int,
     offset: int,
     with_base: bool,
+    ordered: bool,
 ) -> None:
     current, base, bounds, width = pair
     _native.use_instruction_set(kernels)
     _native.set_threads(threads)
     shadow = moved_to(base, offset) if with_base else None
-    encoded, returned = NativeCodec().encode(moved_to(current, offset), shadow, bounds, width)
+    encoded, returned = NativeCodec().encode(
+        moved_to(current, offset), shadow, bounds, width, ordered=ordered
+    )
     expected, _ = ReferenceCodec().encode(
-        current.view(np.uint8), base.view(np.uint8).copy() if with_base else None, bounds, width
+        current.view(np.uint8),
+        base.view(np.uint8).copy() if with_base else None,
+        bounds,
+        width,
+        ordered=ordered,
     )
     assert same(encoded, expected)
     if shadow is not None:

@@ -430,7 +430,8 @@ void test_long_chunks() {
 
 void test_every_method_was_seen() {
   for (const int word_bytes : kWordBytes) {
-    for (uint32_t method = kSparse; method < kMethods; ++method) {
+    // Devices do not order words.
+    for (uint32_t method = kSparse; method <= kRaw; ++method) {
       if (methods_seen.count({word_bytes, method}) == 0)
         check::fail(__FILE__, __LINE__, kMethodNames[method],
                     "never chosen for words of " + std::to_string(word_bytes));

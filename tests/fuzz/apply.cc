@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "encoder/order.h"
 #include "target.h"
 
 using namespace deltacheck;
@@ -107,16 +108,26 @@ std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* 
   static const std::unique_ptr<Scratch> scratch(new Scratch);
   std::vector<uint8_t> base(before, before + bytes);
   std::vector<std::vector<uint8_t>> out(kStreams);
-  if (row->method == kSparse || row->method == kBitmap) {
-    const int places = row->method == kSparse ? kGaps : kBits;
+  const uint32_t method = unordered(row->method);
+  if (method == kSparse || method == kBitmap) {
+    const int places = method == kSparse ? kGaps : kBits;
+    std::vector<uint8_t> ordered(bytes);
+    if (method != row->method) {
+      if (made.word_bytes != kOrderedWordBytes) return std::nullopt;
+      take_differences(current, base.data(), words, ordered.data());
+      base.assign(bytes, 0);
+      current = ordered.data();
+    }
     out[kTiles].resize(kTileEntryBytes * tiles_of(words, made.word_bytes));
     for (int stream : {places, int{kValues}, int{kWide}})
       out[stream].resize(bytes + kMostTileBytes);
     const PositionStreams to{out[kTiles].data(), out[places].data(), out[kValues].data(),
                              out[kWide].data()};
-    if (!kKernelsPlain.encode_positions(made.word_bytes, static_cast<Method>(row->method), current,
+    if (!kKernelsPlain.encode_positions(made.word_bytes, static_cast<Method>(method), current,
                                         base.data(), words, 0, scratch.get(), to, row))
       return std::nullopt;
+    promise(bytes == 0 || std::memcmp(base.data(), current, bytes) == 0,
+            "the base becomes the current chunk");
   } else {
     uint8_t* to[8] = {};
     const int first = row->method == kDiff ? kDiff0 : row->method == kPlanes ? kPlane0 : kWords;
@@ -126,9 +137,9 @@ std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* 
     }
     kKernelsPlain.encode_dense(made.word_bytes, static_cast<Method>(row->method), current,
                                base.data(), words, scratch.get(), to);
+    promise(bytes == 0 || std::memcmp(base.data(), current, bytes) == 0,
+            "the base becomes the current chunk");
   }
-  promise(bytes == 0 || std::memcmp(base.data(), current, bytes) == 0,
-          "the base becomes the current chunk");
   for (int stream = 0; stream < kStreams; ++stream)
     out[stream].resize(stream_bytes(*row, stream, words, made.word_bytes));
   return out;
@@ -142,7 +153,8 @@ void check_accepted(const Case& made, const uint8_t* before, const uint8_t* afte
     Row found = row;
     const auto streams = written(made, &found, after + start, before + start, words);
     if (streams) {
-      if (row.method == kSparse || row.method == kBitmap)
+      const uint32_t method = unordered(row.method);
+      if (method == kSparse || method == kBitmap)
         promise(std::memcmp(&found, &row, sizeof row) == 0,
                 "what is accepted has the counts that the encoder gives");
       for (int stream = 0; stream < kStreams; ++stream) {

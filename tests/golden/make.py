@@ -393,6 +393,26 @@ def write_merged(root: Path) -> dict[int, Any]:
     return saved
 
 
+def write_ordered(root: Path) -> dict[int, Any]:
+    """Deltas of weights whose words are stored in the order of their exponents, and others."""
+    saved: dict[int, Any] = {}
+    # Any weights below 2 in magnitude.
+    bits = (noise(12_000, 7) & np.uint64(0xBFFF)).astype(np.uint16)
+    state = {
+        "few": bits.view(ml_dtypes.bfloat16),
+        "half": bits[::-1].copy().view(ml_dtypes.bfloat16),
+        "integers": bits.copy(),
+    }
+    with Engine(root, policy=Policy.model_exact()) as engine:
+        for step in range(3):
+            saved[step] = copy.deepcopy(state)
+            engine.save(step, saved[step]).wait(timeout=60)
+            state["few"].view(np.uint16)[step :: 301 + step] += np.uint16(3)
+            state["half"].view(np.uint16)[step::2] += np.uint16(2 + 300 * (step == 1))
+            state["integers"][step::7] += np.uint16(1)
+    return saved
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -407,6 +427,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "tiled_policy": write_tiled_policy,
     "compact_tiled": write_compact_tiled,
     "merged": write_merged,
+    "ordered": write_ordered,
 }
 
 

@@ -12,7 +12,7 @@ from deltacheck.codec import ReferenceCodec
 
 
 def vectors():
-    """name, current, base, chunk bounds."""
+    """name, current, base, chunk bounds; True at the end: ordered."""
     ones = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
     up = ones.view(np.uint32).copy()
     up[1] += 1
@@ -62,21 +62,30 @@ def vectors():
     few = np.zeros(3, np.uint16)
     yield "too small for the entry of a tile", few + np.array([0, 9, 0], np.uint16), few, [0, 3]
     yield "no base, every byte another", np.array([0x0123456789ABCDEF], np.uint64), None, [0, 1]
+    weights = random.standard_normal(96).astype(np.float32).view(np.uint32) >> 16
+    weights = weights.astype(np.uint16)
+    rows = np.where(np.arange(96) % 16 == 3, weights + 2, weights).astype(np.uint16)
+    yield "a few weights, in the order of their exponents", rows, weights, [0, 96], True
+    rows = np.where(weights % 4 < 2, weights - 300 * (weights % 4), weights).astype(np.uint16)
+    yield "many weights and far, in the order of their exponents", rows, weights, [0, 50, 96], True
 
 
 def main() -> None:
     codec, made = ReferenceCodec(), []
-    for name, current, base, bounds in vectors():
+    for name, current, base, bounds, *ordered in vectors():
         words = current.itemsize
         shadow = None if base is None else base.astype(f"<u{words}").view(np.uint8).copy()
         before = None if shadow is None else shadow.tobytes().hex()
         now = current.astype(f"<u{words}").view(np.uint8)
-        encoded, _ = codec.encode(now, shadow, np.array(bounds, np.uint64), words)
+        encoded, _ = codec.encode(
+            now, shadow, np.array(bounds, np.uint64), words, ordered=bool(ordered)
+        )
         made.append(
             {
                 "name": name,
                 "word_bytes": words,
                 "bounds": bounds,
+                **({"ordered": True} if ordered else {}),
                 "base": before,
                 "current": now.tobytes().hex(),
                 "rows": encoded.rows.tolist(),

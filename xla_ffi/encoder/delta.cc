@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "order.h"
 #include "thread_pool.h"
 
 namespace deltacheck {
@@ -87,6 +88,11 @@ class Worker {
   PositionStreams out(Method method) {
     return {at(kTiles), at(method == kSparse ? kGaps : kBits), at(kValues), at(kWide)};
   }
+  // Returns room for the differences of a chunk in the order of its words, and for as many zeros.
+  uint8_t* ordered(uint64_t bytes) {
+    if (ordered_.size < 2 * bytes) ordered_ = allocate(2 * bytes);
+    return ordered_.data.get();
+  }
   uint8_t* at(int stream) { return buffers_[stream].data.get(); }
 
   // Aligned to a cache line inside a kept block, so that it is likely in the cache already.
@@ -100,15 +106,17 @@ class Worker {
   static_assert(std::is_trivially_default_constructible_v<Scratch>);
   Bytes scratch_ = allocate(sizeof(Scratch) + alignof(Scratch));
   Bytes buffers_[kWide + 1];
+  Bytes ordered_;
 };
 
 class Encoder {
  public:
-  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method requested)
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method requested, bool ordered)
       : run_(run),
         current_(current),
         base_(base),
         requested_(requested),
+        ordered_(ordered && run.word_bytes == kOrderedWordBytes),
         kernels_(*chosen().load()) {
     for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
       const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
@@ -163,10 +171,12 @@ class Encoder {
     bool base_done = false;
     if (method == kSparse || method == kBitmap) {
       const PositionStreams out = worker->out(method);
-      const bool fits = kernels_.encode_positions(run_.word_bytes, method, current, base, words,
-                                                  first_tile, worker->scratch(), out, &row);
+      const bool fits =
+          ordered_ ? encode_ordered(method, current, base, words, worker, &row)
+                   : kernels_.encode_positions(run_.word_bytes, method, current, base, words,
+                                               first_tile, worker->scratch(), out, &row);
       if (fits) {
-        row.method = method;
+        row.method = ordered_ ? (method == kSparse ? kOrderedSparse : kOrderedBitmap) : method;
         reserve(row, words, at);
         for (int stream = kTiles; stream <= kWide; ++stream) {
           const uint64_t size = stream_bytes(row, stream, words, run_.word_bytes);
@@ -190,6 +200,18 @@ class Encoder {
     const int place = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
     stored->changed = kernels_.encode_dense(run_.word_bytes, method, current, base, words,
                                             worker->scratch(), at + place);
+  }
+
+  // Encodes a chunk in the order of its words. Returns false if the streams became larger than it.
+  bool encode_ordered(Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                      Worker* worker, Row* row) {
+    const uint64_t bytes = words * kOrderedWordBytes;
+    uint8_t* const differences = worker->ordered(bytes);
+    uint8_t* const zeros = differences + bytes;
+    take_differences(current, base, words, differences);
+    std::memset(zeros, 0, bytes);
+    return kernels_.encode_positions(kOrderedWordBytes, method, differences, zeros, words, 0,
+                                     worker->scratch(), worker->out(method), row);
   }
 
   // Waits until all earlier chunks have their places, then reserves the place of this one. The
@@ -237,6 +259,7 @@ class Encoder {
   const uint8_t* const current_;
   uint8_t* const base_;
   const Method requested_;
+  const bool ordered_;
   const Kernels& kernels_;
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
@@ -257,7 +280,7 @@ std::string in_chunk(uint64_t chunk, const std::string& why) {
 }
 
 // Returns the defect of a row by itself, or an empty string.
-std::string problem_with(const Row& row, uint64_t words) {
+std::string problem_with(const Row& row, uint64_t words, int word_bytes) {
   if (row.method == kUnchanged || row.method >= kMethods)
     return "method " + decimal(row.method) + " is not known";
   if (row.changed > words) {
@@ -265,9 +288,12 @@ std::string problem_with(const Row& row, uint64_t words) {
            decimal(words);
   }
   const std::string under = std::string(" must be 0 under ") + kMethodNames[row.method];
-  if (row.gap_bytes != 0 && row.method != kSparse) return "gap_bytes" + under;
-  if (row.wide_count != 0 && row.method != kSparse && row.method != kBitmap)
-    return "wide_count" + under;
+  const uint32_t method = unordered(row.method);
+  if (method != row.method && word_bytes != kOrderedWordBytes) {
+    return "words of " + decimal(word_bytes) + " bytes cannot be " + kMethodNames[row.method];
+  }
+  if (row.gap_bytes != 0 && method != kSparse) return "gap_bytes" + under;
+  if (row.wide_count != 0 && method != kSparse && method != kBitmap) return "wide_count" + under;
   return "";
 }
 
@@ -285,7 +311,7 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
       return in_chunk(row.chunk, "its row comes after that of chunk " + decimal(rows[i - 1].chunk));
     }
     const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
-    const std::string problem = problem_with(row, words);
+    const std::string problem = problem_with(row, words, run.word_bytes);
     if (!problem.empty()) return in_chunk(row.chunk, problem);
   }
   for (uint64_t i = 0; i < row_count; ++i) {
@@ -366,6 +392,25 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const ui
   return parts;
 }
 
+// Checks the streams of a chunk and, if there is a base and they passed, applies them to it.
+Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStreams& parts,
+                        uint8_t* base, uint64_t words, int word_bytes) {
+  Row plain = row;
+  plain.method = unordered(row.method);
+  const Refusal result = kernels.check_chunk(word_bytes, plain, parts, words);
+  if (result.check != Check::kPassed || base == nullptr) return result;
+  if (plain.method == row.method) {
+    kernels.apply_chunk(word_bytes, plain, parts, base, words);
+    return result;
+  }
+  // Differences from zeros are the differences.
+  const Bytes differences = allocate(words * kOrderedWordBytes);
+  std::memset(differences.data.get(), 0, words * kOrderedWordBytes);
+  kernels.apply_chunk(word_bytes, plain, parts, differences.data.get(), words);
+  add_differences(differences.data.get(), base, words);
+  return result;
+}
+
 // Checks every row and, if there is a base, applies each row that passed.
 std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
                        const StreamView* streams, uint8_t* base, std::vector<uint64_t>* offsets) {
@@ -385,18 +430,15 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
       const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
       const ChunkStreams parts =
           streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
-      const Refusal result = kernels.check_chunk(run.word_bytes, row, parts, words);
-      if (result.check != Check::kPassed) {
-        std::lock_guard lock(mutex);
-        if (i < bad_row.load()) {
-          bad_row = i;
-          refusal = result;
-        }
-        continue;
+      uint8_t* const chunk =
+          base == nullptr ? nullptr : base + run.bounds[row.chunk] * run.word_bytes;
+      const Refusal result = check_and_apply(kernels, row, parts, chunk, words, run.word_bytes);
+      if (result.check == Check::kPassed) continue;
+      std::lock_guard lock(mutex);
+      if (i < bad_row.load()) {
+        bad_row = i;
+        refusal = result;
       }
-      if (base == nullptr) continue;
-      kernels.apply_chunk(run.word_bytes, row, parts, base + run.bounds[row.chunk] * run.word_bytes,
-                          words);
     }
   };
   run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
@@ -407,7 +449,7 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
 // Returns the defect of a row that is placed by itself, or an empty string.
 std::string problem_with(const PlacedRow& placed, const StreamView& streams) {
   const Row& row = placed.row;
-  const std::string problem = problem_with(row, placed.words);
+  const std::string problem = problem_with(row, placed.words, placed.word_bytes);
   if (!problem.empty()) return in_chunk(row.chunk, problem);
   for (int stream = 0; stream < kStreams; ++stream) {
     const uint64_t size = stream_bytes(row, stream, placed.words, placed.word_bytes);
@@ -469,8 +511,8 @@ void add(const Statistics& part, Statistics* sum) {
 
 }  // namespace
 
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method) {
-  return Encoder(run, current, base, method).encode();
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method, bool ordered) {
+  return Encoder(run, current, base, method, ordered).encode();
 }
 
 std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
@@ -491,10 +533,8 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
     const Row& row = placed.row;
     const ChunkStreams parts =
         streams_of(row, placed.words, placed.word_bytes, streams.data, placed.offsets);
-    const Refusal result = kernels.check_chunk(placed.word_bytes, row, parts, placed.words);
-    if (result.check != Check::kPassed) return text_of(row, result);
-    kernels.apply_chunk(placed.word_bytes, row, parts, placed.chunk, placed.words);
-    return std::string();
+    return text_of(row, check_and_apply(kernels, row, parts, placed.chunk, placed.words,
+                                        placed.word_bytes));
   };
   const auto work = [&] {
     for (uint64_t number; (number = next_chunk.fetch_add(1)) < chunks;) {

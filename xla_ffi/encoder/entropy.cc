@@ -19,7 +19,9 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
+// Bytes of a block, which has Huffman codes of its own. Smaller: codes fit bytes whose distribution
+// changes within a stream, as from leaf to leaf; larger: fewer tables of codes.
+constexpr uint64_t kBlock = 32 << 10;
 
 // Bytes of a run that is left out of the literals. A run is found if it covers an aligned window.
 constexpr uint64_t kLeastRun = 16, kWindow = 16;

@@ -33,11 +33,13 @@ enum Method : uint32_t {
   kBitmap = 2,
   kDiff = 3,
   kPlanes = 4,
-  kRaw = 5
+  kRaw = 5,
+  kOrderedSparse = 6,
+  kOrderedBitmap = 7
 };
-constexpr uint32_t kMethods = 6;
-constexpr const char* kMethodNames[kMethods] = {"unchanged", "sparse", "bitmap",
-                                                "diff",      "planes", "raw"};
+constexpr uint32_t kMethods = 8;
+constexpr const char* kMethodNames[kMethods] = {
+    "unchanged", "sparse", "bitmap", "diff", "planes", "raw", "ordered sparse", "ordered bitmap"};
 
 // The streams, in the order in which they are listed everywhere. Diff and planes have one stream
 // for each byte of a word.
@@ -141,12 +143,19 @@ DELTACHECK_HD typename Word<W>::type rotated_right(typename Word<W>::type word) 
   return static_cast<U>(static_cast<U>(word >> 1) | static_cast<U>(word << (8 * W - 1)));
 }
 
+// Returns the method whose streams a chunk has, in the order of its words.
+DELTACHECK_HD uint32_t unordered(uint32_t method) {
+  if (method == kOrderedSparse) return kSparse;
+  return method == kOrderedBitmap ? static_cast<uint32_t>(kBitmap) : method;
+}
+
 // Returns the number of bytes that a chunk of `words` words owns in `stream`, as its row implies.
 DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, int word_bytes) {
-  const bool positions = row.method == kSparse || row.method == kBitmap;
+  const uint32_t method = unordered(row.method);
+  const bool positions = method == kSparse || method == kBitmap;
   if (stream == kTiles) return positions ? kTileEntryBytes * tiles_of(words, word_bytes) : 0;
-  if (stream == kGaps) return row.method == kSparse ? row.gap_bytes : 0;
-  if (stream == kBits) return row.method == kBitmap ? (words + 7) / 8 : 0;
+  if (stream == kGaps) return method == kSparse ? row.gap_bytes : 0;
+  if (stream == kBits) return method == kBitmap ? (words + 7) / 8 : 0;
   if (stream == kValues) return positions ? row.changed : 0;
   if (stream == kWide) return positions ? uint64_t{row.wide_count} * word_bytes : 0;
   if (stream == kWords) return row.method == kRaw ? words * word_bytes : 0;

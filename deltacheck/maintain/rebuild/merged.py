@@ -19,7 +19,8 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain.rebuild.facts import Facts
 from deltacheck.maintain.rebuild.segment_arrays import ChunkDigests, SegmentArrays, digest_after
 from deltacheck.store import layout
-from deltacheck.store.manifest import MERGED, LeafEntry, SegmentTable
+from deltacheck.store.manifest import LeafEntry, SegmentTable
+from deltacheck.store.segment import features_of
 
 # Most combinations of what the deltas of the leaves may replace that are tried.
 _MOST_TRIED = 256
@@ -90,7 +91,7 @@ def merged_tables(
                 leaves,
                 first,
                 parts=parts,
-                must_understand=(MERGED,),
+                must_understand=features_of(leaves, arrays.is_ordered),
             )
 
 

@@ -109,6 +109,11 @@ class SegmentArrays:
         """Return the chunks of some runs."""
         return self._rows(runs)[:, columns.CHUNK].astype(np.int64)
 
+    @property
+    def is_ordered(self) -> bool:
+        """Return true if some chunks are ordered."""
+        return any(columns.has_ordered(index) for index in self.indexes)
+
     def needs_no_base(self, runs: Runs, chunk_count: int) -> bool:
         """Return true if some runs give every chunk of a leaf without a base."""
         rows = self._rows(runs)

@@ -32,7 +32,7 @@ from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
 from deltacheck.store import documents, layout
 from deltacheck.store.files.storage import Place, subdirectories
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef, SegmentTable
-from deltacheck.store.segment import document_digest
+from deltacheck.store.segment import document_digest, features_of
 
 
 def rebuilt_table(
@@ -144,4 +144,12 @@ def _table(
             record.dtype, record.shape, record.chunk, digest, rows, base, key, delta
         )
         rows += count
-    return SegmentTable(layout.FORMAT, layout.VERSION, segment_id, entries, rows, packed=lengths)
+    return SegmentTable(
+        layout.FORMAT,
+        layout.VERSION,
+        segment_id,
+        entries,
+        rows,
+        packed=lengths,
+        must_understand=features_of(entries, arrays.is_ordered),
+    )

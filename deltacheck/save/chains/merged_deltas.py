@@ -219,8 +219,15 @@ def _encoded(run: Run, chunks: list[int], before: U8, after: U8, bounds: U64) ->
     Raises:
         Damaged: The encoding does not give ``after``.
     """
-    codec, word_bytes = default_codec(), run.after.spec.word_bytes
-    encoded, _ = codec.encode(after, host_memory.copied(before), bounds, word_bytes)
+    codec, spec = default_codec(), run.after.spec
+    word_bytes = spec.word_bytes
+    encoded, _ = codec.encode(
+        after,
+        host_memory.copied(before),
+        bounds,
+        word_bytes,
+        ordered=spec.element.is_short_float,
+    )
     codec.apply(encoded, before, bounds, word_bytes)
     # `after` has the digests that the manifest leads to.
     if not np.array_equal(before, after):

@@ -243,16 +243,21 @@ class LeafCapture:
     def _encode(self, codec: Codec[Any], leaf: LeafSave, state: LeafState, current: Any) -> None:
         """Encode a leaf against its base, run by run."""
         bounds, word_bytes = state.bounds, state.spec.word_bytes
+        # An exact policy writes so much else that the time would not pay.
+        hidden = self._setup.options.policy.hidden
+        ordered = hidden is not None and state.spec.element.is_short_float
         for first, stop in self._runs(codec, bounds, word_bytes):
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
             self._parts.make_room(high - low)
             if high - low == state.spec.raw_bytes:
                 # A codec on a device may return another base, but only of a whole leaf.
-                encoded, state.base = codec.encode(current, state.base, bounds, word_bytes)
+                encoded, state.base = codec.encode(
+                    current, state.base, bounds, word_bytes, ordered=ordered
+                )
             else:
                 window = bounds[first : stop + 1] - bounds[first]
                 encoded, _ = codec.encode(
-                    current[low:high], state.base[low:high], window, word_bytes
+                    current[low:high], state.base[low:high], window, word_bytes, ordered=ordered
                 )
             self._parts.add(Piece((Span(leaf, 0, first),), encoded, None))
 

@@ -84,7 +84,13 @@ class LeafCodec:
         return leaves.bytes_of(base)
 
     def encode(
-        self, current: Any, base: Base | None, bounds: U64, word_bytes: int
+        self,
+        current: Any,
+        base: Base | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, Base | None]:
         """Encode a leaf of the tree, as the protocol defines it."""
         if self._xla is None or not self._for_xla(current):
@@ -92,7 +98,9 @@ class LeafCodec:
                 # The leaf was on XLA at the last save and is not now. The host codec writes to its
                 # base, and the memory of a JAX array must not be written to.
                 base = leaves.bytes_of(base).copy()
-            return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
+            return self._host.encode(
+                leaves.bytes_of(current), base, bounds, word_bytes, ordered=ordered
+            )
         gathered = _gathered(current)
         return self._xla.encode(
             gathered, None if base is None else _beside(gathered, base), bounds, word_bytes

@@ -87,9 +87,15 @@ class FfiCodec:
         return memory.as_bytes("base", np.asarray(base))
 
     def encode(
-        self, current: jax.Array, base: jax.Array | None, bounds: U64, word_bytes: int
+        self,
+        current: jax.Array,
+        base: jax.Array | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, jax.Array | None]:
-        """Encode an array, as the protocol defines it."""
+        """Encode an array, as the protocol defines it; words stay in their own order."""
         if base is None:
             bounds = memory.checked_bounds(
                 bounds, _checked_device_array("current", current), word_bytes

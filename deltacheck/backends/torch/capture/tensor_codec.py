@@ -64,11 +64,21 @@ class TorchCodec:
         )
 
     def encode(
-        self, current: Base, base: Base | None, bounds: U64, word_bytes: int
+        self,
+        current: Base,
+        base: Base | None,
+        bounds: U64,
+        word_bytes: int,
+        *,
+        ordered: bool = False,
     ) -> tuple[Encoded, Base | None]:
         """Encode in host memory, as the protocol defines it."""
         return self._host.encode(
-            self.host(current), None if base is None else self.host(base), bounds, word_bytes
+            self.host(current),
+            None if base is None else self.host(base),
+            bounds,
+            word_bytes,
+            ordered=ordered,
         )
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:

@@ -1,10 +1,24 @@
 // The methods of encoded chunks (section 4): one row and its streams become the chunk's bytes.
+import { viewOf } from "../base/bytes.mjs";
 import { check } from "../base/errors.mjs";
 
 const TILE_BYTES = 16384;
 
+// The method whose streams ordered chunks have.
+const PLAIN = { 6: 1, 7: 2 };
+
+export function isOrdered(method) {
+  return method in PLAIN;
+}
+
 // Sizes in bytes of the streams of a row, in order.
-export function streamSizes({ method, changed, gapBytes, wideCount, words, wordBytes }) {
+export function streamSizes({ method, ...row }) {
+  if (!isOrdered(method)) return plainSizes({ method, ...row });
+  check(row.wordBytes === 2, `an ordered chunk of words of ${row.wordBytes} bytes`);
+  return plainSizes({ method: PLAIN[method], ...row });
+}
+
+function plainSizes({ method, changed, gapBytes, wideCount, words, wordBytes }) {
   const tiles = 6 * Math.ceil(words / (TILE_BYTES / wordBytes));
   const wide = wideCount * wordBytes;
   const planes = (name) => Array.from({ length: wordBytes }, (_, k) => [name + k, words]);
@@ -19,11 +33,28 @@ export function streamSizes({ method, changed, gapBytes, wideCount, words, wordB
 }
 
 export function needsBase(method) {
-  return method < 4;
+  return method < 4 || isOrdered(method);
 }
 
 // Return the chunk. `base` is the chunk before (null if there is none), and stays as it is.
 export function decodeChunk(row, streams, base) {
+  if (!isOrdered(row.method)) return decodePlain(row, streams, base, (position) => position);
+  check(base !== null, "a change without a base");
+  const order = classOrder(base);
+  return decodePlain({ ...row, method: PLAIN[row.method] }, streams, base, (position) => order[position]);
+}
+
+// The numbers of the words of 2 bytes in the order of their classes (4.1).
+function classOrder(base) {
+  const view = viewOf(base);
+  const classes = Array.from({ length: 256 }, () => []);
+  for (let word = 0; 2 * word < base.length; word++) {
+    classes[(view.getUint16(2 * word, true) >>> 7) & 255].push(word);
+  }
+  return classes.flat();
+}
+
+function decodePlain(row, streams, base, wordAt) {
   for (const [name, size] of streamSizes(row)) {
     check(streams[name].length === size, `stream ${name} has ${streams[name].length} bytes, not ${size}`);
   }
@@ -35,7 +66,8 @@ export function decodeChunk(row, streams, base) {
   if (row.method === 4) return joinPlanes(row, streams);
   check(base !== null, "a change without a base");
   const result = base.slice();
-  const add = adder(result, row.wordBytes);
+  const addTo = adder(result, row.wordBytes);
+  const add = (position, z) => addTo(wordAt(position), z);
   if (row.method === 3) {
     const changed = addPlanes(row, streams, add);
     check(changed === row.changed, `${changed} changed words, not ${row.changed}`);
