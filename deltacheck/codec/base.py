@@ -116,9 +116,9 @@ class Codec(Protocol[Base]):
             bounds: uint64 ``(chunks + 1,)`` word offsets, ascending from 0 to the length in words;
                 chunk ``c`` is words ``bounds[c]`` to ``bounds[c + 1]``.
             word_bytes: 1, 2, 4 or 8.
-            ordered: Of words of 2 bytes, how a host codec stores sparse and bitmap chunks. True:
-                in the order of the classes of their base, which takes fewer bytes for floats, and
-                more time; false: in their own order. Device codecs always do the latter.
+            ordered: How sparse and bitmap chunks of words of 2 bytes are stored. True: in the order
+                of the classes of their base, which takes fewer bytes for floats, and more time;
+                false: in their own order. Encoders on accelerators always do the latter.
 
         Returns:
             The encoding and the new base, which equals ``current`` bit for bit; ``None`` without a
@@ -165,6 +165,7 @@ class GroupJob(NamedTuple):
     base: Any
     bounds: U64
     word_bytes: int
+    ordered: bool = False
 
 
 class GroupSpan(NamedTuple):

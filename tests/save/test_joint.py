@@ -247,7 +247,7 @@ def break_dtype(run: RankedRun, patch: pytest.MonkeyPatch) -> None:
 
 
 def break_encode(run: RankedRun, patch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise OSError("the codec broke")
 
     patch.setattr(

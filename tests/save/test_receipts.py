@@ -91,14 +91,9 @@ def in_the_encoder(monkeypatch: pytest.MonkeyPatch, saves: list[int]) -> None:
     """
     original = TorchCodec.encode
 
-    def encode(self: TorchCodec, current: Any, base: Any, bounds: Any, word_bytes: int) -> Any:
-        return original(
-            self,
-            flipped(current) if saves and current.size > 1000 else current,
-            base,
-            bounds,
-            word_bytes,
-        )
+    def encode(self: TorchCodec, current: Any, *arguments: Any, **options: Any) -> Any:
+        source = flipped(current) if saves and current.size > 1000 else current
+        return original(self, source, *arguments, **options)
 
     monkeypatch.setattr(TorchCodec, "encode", encode)
 

@@ -34,11 +34,12 @@ std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_
 
 ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> word_bytes,
                          ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,
-                         ffi::RemainingRets results) {
+                         ffi::Span<const int64_t> ordered, ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode_cpu";
   std::vector<Leaf> leaves;
   const std::string problem = leaves_of(arguments, results, 0, word_bytes, chunks, bounds, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
+  if (ordered.size() != leaves.size()) return wrong(kName, "ordered must have one entry for each leaf");
   const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
   Row* row = static_cast<Row*>(result(0)->untyped_data());
   uint32_t* head = result(1)->typed_data<uint32_t>();
@@ -49,7 +50,8 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
     // Chunk numbers continue from leaf to leaf: the rows of a call form one table.
     uint32_t first_chunk = 0;
     for (const Leaf& leaf : leaves) {
-      encoded.push_back(encode(leaf.run, leaf.current, leaf.base));
+      encoded.push_back(
+          encode(leaf.run, leaf.current, leaf.base, kUnchanged, ordered[encoded.size()] != 0));
       rows += encoded.back().rows.size();
       for (Row leaf_row : encoded.back().rows) {
         leaf_row.chunk += first_chunk;
@@ -174,6 +176,7 @@ XLA_FFI_DEFINE_HANDLER(kEncodeOnCpu, encode_on_cpu,
                            .Attr<ffi::Span<const int64_t>>("word_bytes")
                            .Attr<ffi::Span<const int64_t>>("chunks")
                            .Attr<ffi::Span<const int64_t>>("bounds")
+                           .Attr<ffi::Span<const int64_t>>("ordered")
                            .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER(kApplyOnCpu, apply_on_cpu,

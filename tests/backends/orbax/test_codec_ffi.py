@@ -152,7 +152,9 @@ def test_an_array_on_a_device_that_is_not_the_first_is_encoded_there():
     assert new_base.device == device
 
 
-def call_encode(bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000, 5000), **shapes):
+def call_encode(
+    bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000, 5000), ordered=(0,), **shapes
+):
     """The handler itself, with operands that need not fit."""
     assert ffi.available()
     want = {"current": (5000,), "rows": (2, 5), "head": (24, 2), "payload": (20_000,)} | shapes
@@ -164,7 +166,7 @@ def call_encode(bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000,
     currents, held = [jnp.ones(want["current"])] * len(bases), [jnp.zeros(shape) for shape in bases]
     aliases = {len(currents) + i: i for i in range(len(bases))}
     call = jax.ffi.ffi_call("deltacheck_encode_cpu", results, input_output_aliases=aliases)
-    numbers = {"word_bytes": word_bytes, "chunks": chunks, "bounds": bounds}
+    numbers = {"word_bytes": word_bytes, "chunks": chunks, "bounds": bounds, "ordered": ordered}
     attributes = {name: np.array(value, np.int64) for name, value in numbers.items()}
     return jax.block_until_ready(jax.jit(lambda c, b: call(*c, *b, **attributes))(currents, held))
 
@@ -184,6 +186,7 @@ def call_encode(bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000,
         ({"chunks": (1,), "bounds": (0, 5000, 5000)}, "bounds go on after the last leaf"),
         ({"bounds": (0, 5001, 5000)}, "leaf 0: bounds must ascend from 0"),
         ({"bounds": (0, -1, 5000)}, "leaf 0: a chunk must have fewer than 2\\^32 words"),
+        ({"ordered": (0, 1)}, "ordered must have one entry for each leaf"),
         ({"rows": (2, 4)}, r"rows must be uint32 of shape \(2, 5\)"),
         ({"head": (23, 2)}, "head must be uint32"),
     ],
@@ -212,7 +215,7 @@ def group(shapes, density=0.05):
         before = words(count, width, seed)
         after = moved(before, density, 3, seed)
         bounds = np.array([0, count // 3, count], np.uint64)
-        jobs.append(GroupJob(jnp.array(after), jnp.array(before), bounds, width))
+        jobs.append(GroupJob(jnp.array(after), jnp.array(before), bounds, width, seed % 2 == 1))
         arrays.append((after, before))
     return jobs, arrays
 
@@ -222,7 +225,9 @@ def test_leaves_of_a_group_are_encoded_as_each_by_itself_and_their_streams_follo
     [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None, lambda: None)
     rows, streams = [], {}
     for number, (job, (after, before)) in enumerate(zip(jobs, arrays, strict=True)):
-        one, _ = NativeCodec().encode(after, before.copy(), job.bounds, job.word_bytes)
+        one, _ = NativeCodec().encode(
+            after, before.copy(), job.bounds, job.word_bytes, ordered=job.ordered
+        )
         rows.append(one.rows + np.array([2 * number, 0, 0, 0, 0], np.uint32))
         for name, content in one.streams.items():
             streams.setdefault(name, []).append(content)

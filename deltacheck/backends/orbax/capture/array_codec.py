@@ -103,7 +103,11 @@ class LeafCodec:
             )
         gathered = _gathered(current)
         return self._xla.encode(
-            gathered, None if base is None else _beside(gathered, base), bounds, word_bytes
+            gathered,
+            None if base is None else _beside(gathered, base),
+            bounds,
+            word_bytes,
+            ordered=ordered,
         )
 
     def grouped(self, current: Any, base: Base | None) -> bool:

@@ -95,7 +95,7 @@ class FfiCodec:
         *,
         ordered: bool = False,
     ) -> tuple[Encoded, jax.Array | None]:
-        """Encode an array, as the protocol defines it; words stay in their own order."""
+        """Encode an array, as the protocol defines it."""
         if base is None:
             bounds = memory.checked_bounds(
                 bounds, _checked_device_array("current", current), word_bytes
@@ -103,7 +103,7 @@ class FfiCodec:
             # Without a base there is nothing to compare, and all bytes go to the host in any case.
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
         [group] = self.encode_group(
-            [GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None
+            [GroupJob(current, base, bounds, word_bytes, ordered)], lambda size: None, lambda: None
         )
         return group.encoded, group.bases[0]
 
@@ -267,8 +267,9 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     platform = _platform_of(jobs[0].current)
     _require_handlers(platform)
     currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
+    ordered = tuple(job.ordered for job in jobs)
     new_bases, (rows, head, payload, *digest_words) = _encode(
-        currents, bases, bounds, word_bytes, platform
+        currents, bases, bounds, word_bytes, ordered, platform
     )
     # The head is small and comes first. It says how much of the payload is used.
     entries = np.asarray(head).reshape(-1).view(np.uint64)
@@ -293,12 +294,17 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
 
 
 # The bounds are static and therefore bytes: JAX compares and hashes static arguments.
-@partial(jax.jit, static_argnames=("bounds", "word_bytes", "platform"), donate_argnames="bases")
+@partial(
+    jax.jit,
+    static_argnames=("bounds", "word_bytes", "ordered", "platform"),
+    donate_argnames="bases",
+)
 def _encode(
     currents: tuple[jax.Array, ...],
     bases: tuple[jax.Array, ...],
     bounds: tuple[bytes, ...],
     word_bytes: tuple[int, ...],
+    ordered: tuple[bool, ...],
     platform: str,
 ) -> Any:
     edges = [np.frombuffer(encoded, np.uint64) for encoded in bounds]
@@ -328,6 +334,8 @@ def _encode(
         word_bytes=np.array(word_bytes, np.int64),
         chunks=np.array([leaf_edges.size - 1 for leaf_edges in edges], np.int64),
         bounds=np.concatenate(edges).astype(np.int64),
+        # Only the encoder for the processor orders words.
+        **({"ordered": np.array(ordered, np.int64)} if platform == "cpu" else {}),
     )
     if platform == "CUDA":
         outputs = outputs[:-1]  # the workspace
