@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 # The interface of the extension; raised on both sides (xla_ffi/module.cc) if a signature changes.
-INTERFACE = 8
+INTERFACE = 9
 
 
 def required() -> Any:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deltacheck.codec.base import STREAMS
-from deltacheck.codec.lossy.nested import MOST_HALVINGS, MOST_SPARE_BITS
+from deltacheck.codec.lossy.lattice import MOST_HALVINGS, MOST_SPARE_BITS
 from deltacheck.leaf import grid, tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
