@@ -276,17 +276,17 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
     error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
     if current is None or current.spacing < min(_LEAST_SPACING * error, 0.5 * largest):
         return _first_lattice(hidden, situation, master, rate)
-    most = _MOST_SPACING * _lattice_error(hidden, situation, rate)
-    if current.spacing <= most:
+    limit = _MOST_SPACING * _lattice_error(hidden, situation, rate)
+    if current.spacing <= limit:
         return current
-    new_halvings = max(1, math.ceil(math.log2(current.spacing / most)))
+    new_halvings = max(1, math.ceil(math.log2(current.spacing / limit)))
     spacing = current.spacing * 0.5**new_halvings
     if current.halvings is not None and new_halvings <= current.spare_bits:
         return Lattice(spacing, current.halvings + new_halvings, current.spare_bits - new_halvings)
     # The first nested lattice, or one without a bit for this halving. All codes are new.
     if hidden.weights == "bounded":
         # The first lattice was that of the largest rate, which need not lead to the last one.
-        spacing = _aligned(hidden, situation, master, spacing, most)
+        spacing = _aligned(hidden, situation, master, spacing, limit)
     return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
 
 
@@ -300,15 +300,15 @@ def _first_lattice(hidden: Hidden, situation: Situation, master: str, rate: floa
         rate: The learning rate that is the unit of the error.
     """
     error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
-    most, spread = _MOST_SPACING * error, _spread(master)
+    limit, spread = _MOST_SPACING * error, _spread(master)
     if hidden.weights == "bounded":
-        most = min(most, largest)
+        limit = min(limit, largest)
         # This limit follows the rate, so that all leaves would be halved in the same save.
         largest *= spread / _MOST_SPACING
     spacing = min(spread * error, largest)
     if (situation.hyperparameters.lr or 0.0) >= situation.peak_rate:
         return Lattice(spacing)
-    spacing = _aligned(hidden, situation, master, spacing, most)
+    spacing = _aligned(hidden, situation, master, spacing, limit)
     halvings_left = _halvings_left(hidden, situation, spacing)
     return Lattice(spacing, 0, halvings_left) if halvings_left else Lattice(spacing)
 
@@ -349,7 +349,7 @@ def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
 
 
 def _aligned(
-    hidden: Hidden, situation: Situation, master: str, spacing: float, most: float
+    hidden: Hidden, situation: Situation, master: str, spacing: float, limit: float
 ) -> float:
     """Return a spacing whose last halving is as coarse as the floor of the rate permits.
 
@@ -360,13 +360,13 @@ def _aligned(
         situation: The numbers that the lattice depends on.
         master: The path of the master.
         spacing: The spacing without a floor.
-        most: The largest spacing that is permitted now.
+        limit: The largest spacing that is permitted now.
     """
     last = _spread(master) * _floor_error(hidden, situation)
     # Exact weights that are small beside the rate limit the spacing.
-    if not 0 < last <= most or 2 * spacing <= most:
+    if not 0 < last <= limit or 2 * spacing <= limit:
         return spacing
-    return math.ldexp(last, math.floor(math.log2(most / last)))
+    return math.ldexp(last, math.floor(math.log2(limit / last)))
 
 
 def _spread(master: str) -> float:

@@ -256,17 +256,17 @@ def test_bits_are_those_of_the_plain_telling_on_any_kernels(kernels):
 
 def test_a_halving_takes_the_highest_spare_bit_of_a_code_and_changes_no_other():
     x = (np.random.default_rng(0).standard_normal(1 << 16) * 0.02).astype(np.float32)
-    step, most = 3e-4, 7
+    step, total_bits = 3e-4, 7
     plain = lattice.codes(x, step, 1).codes
-    last = lattice.codes(x, step, 1, spare_bits=most).codes
-    assert np.array_equal(last, plain << most)
-    for halvings in range(1, most + 1):
+    last = lattice.codes(x, step, 1, spare_bits=total_bits).codes
+    assert np.array_equal(last, plain << total_bits)
+    for halvings in range(1, total_bits + 1):
         step /= 2
-        form = {"halvings": halvings, "spare_bits": most - halvings}
+        form = {"halvings": halvings, "spare_bits": total_bits - halvings}
         coded, back = there_and_back(x, step, 1, **form)
         added = coded.codes - last
         new_bits, counts = np.unique(added, return_counts=True)
-        assert new_bits.tolist() == [0, 1 << (most - halvings)]
+        assert new_bits.tolist() == [0, 1 << (total_bits - halvings)]
         assert counts.min() > 0.49 * x.size
         assert coded.refused == 0
         error = np.abs(back.astype(np.float64) - x)
