@@ -238,6 +238,7 @@ SPACINGS = {
     "exact": ("exact", 1.0, 1.98 * 32, 1.98),
     "bounded": ("bounded", 1.0, 1.98 * 32, 1.98),
     "small and bounded": ("bounded", 6e-3, 16, 1.98),
+    "smaller and bounded": ("bounded", 3.5e-3, 10.9375, 1.98),
     "tiny and bounded": ("bounded", 2e-3, 6.25, 1.5625),
 }
 
@@ -262,9 +263,8 @@ def test_a_lattice_that_became_too_coarse_is_halved_until_the_rate_is_at_its_flo
             ratio = before.spacing / after.spacing
             if ratio > 1:
                 added = math.log2(ratio)
-                assert added == pytest.approx(round(added), abs=0.02 if scale < 1 else 1e-9)
                 # From a lattice whose codes are not nested, no bits can be kept.
-                if before.halvings is not None:
+                if before.halvings is not None or terms.weights == "exact":
                     assert added.is_integer()
                 assert after.halvings == (0 if before.halvings is None else before.halvings + added)
             else:
@@ -309,7 +309,7 @@ def test_a_lattice_is_not_nested_while_its_rate_stays_nor_after_it_has_risen() -
     assert [lattice.spare_bits for lattice in without_floor[1:9]] == [6, 5, 4, 3, 2, 1, 0, 6]
 
 
-@pytest.mark.parametrize(("name", "halvings"), list(zip(SPACINGS, (5, 5, 3, 2), strict=True)))
+@pytest.mark.parametrize(("name", "halvings"), list(zip(SPACINGS, (5, 5, 3, 2, 2), strict=True)))
 def test_leaves_do_not_change_their_lattice_in_the_same_save(name: str, halvings: int) -> None:
     """Each leaf that changes has a new bit for most elements: all at once would be a burst."""
     terms, scale, *_ = on_spacings(name)
