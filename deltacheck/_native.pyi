@@ -51,6 +51,8 @@ def lattice_codes(
     step: float,
     seed: int,
     out: NDArray[np.int32],
+    halvings: int,
+    spare_bits: int,
 ) -> tuple[int, float, float]: ...
 def lattice_values(
     codes: NDArray[np.int32],
@@ -58,9 +60,16 @@ def lattice_values(
     step: float,
     seed: int,
     out: NDArray[np.float32],
-) -> None: ...
+    halvings: int,
+    spare_bits: int,
+) -> int: ...
 def lattice_cast_errors(
-    values: NDArray[np.float32], weights: NDArray[np.uint16], step: float, seed: int
+    values: NDArray[np.float32],
+    weights: NDArray[np.uint16],
+    step: float,
+    seed: int,
+    halvings: int,
+    spare_bits: int,
 ) -> tuple[int, float, float, float]: ...
 def relative_codes(
     values: NDArray[np.float32],

@@ -38,7 +38,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 9;
+constexpr int kInterface = 10;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -340,9 +340,17 @@ const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, u
   return reinterpret_cast<const uint8_t*>(weights->data());
 }
 
+// Checks the number of times that a lattice was halved, and of bits for more.
+void check_halvings(uint32_t halvings, uint32_t spare_bits) {
+  if (halvings > 31) throw std::invalid_argument("halvings must be at most 31");
+  if (spare_bits > 7) throw std::invalid_argument("spare_bits must be at most 7");
+}
+
 nb::tuple lattice_codes_arrays(const Array<const float>& values,
                                const std::optional<Array<const uint16_t>>& weights, double step,
-                               uint64_t seed, const Array<int32_t>& out) {
+                               uint64_t seed, const Array<int32_t>& out, uint32_t halvings,
+                               uint32_t spare_bits) {
+  check_halvings(halvings, spare_bits);
   const uint64_t count = values.size();
   const uint8_t* cells = weights_of(weights, count);
   if (out.size() != count) throw std::invalid_argument("out must have the size of values");
@@ -351,26 +359,29 @@ nb::tuple lattice_codes_arrays(const Array<const float>& values,
   LatticeErrors errors{};
   {
     nb::gil_scoped_release released;
-    errors = lattice_codes(from, cells, count, step, seed, to);
+    errors = lattice_codes(from, cells, count, step, seed, halvings, spare_bits, to);
   }
   return nb::make_tuple(errors.refused, errors.largest, errors.squared);
 }
 
-void lattice_values_arrays(const Array<const int32_t>& codes,
-                           const std::optional<Array<const uint16_t>>& weights, double step,
-                           uint64_t seed, const Array<float>& out) {
+uint64_t lattice_values_arrays(const Array<const int32_t>& codes,
+                               const std::optional<Array<const uint16_t>>& weights, double step,
+                               uint64_t seed, const Array<float>& out, uint32_t halvings,
+                               uint32_t spare_bits) {
+  check_halvings(halvings, spare_bits);
   const uint64_t count = codes.size();
   const uint8_t* cells = weights_of(weights, count);
   if (out.size() != count) throw std::invalid_argument("out must have the size of codes");
   const auto* from = reinterpret_cast<const uint8_t*>(codes.data());
   auto* to = reinterpret_cast<uint8_t*>(out.data());
   nb::gil_scoped_release released;
-  lattice_values(from, cells, count, step, seed, to);
+  return lattice_values(from, cells, count, step, seed, halvings, spare_bits, to);
 }
 
 nb::tuple lattice_cast_errors_arrays(const Array<const float>& values,
                                      const Array<const uint16_t>& weights, double step,
-                                     uint64_t seed) {
+                                     uint64_t seed, uint32_t halvings, uint32_t spare_bits) {
+  check_halvings(halvings, spare_bits);
   const uint64_t count = values.size();
   if (weights.size() != count)
     throw std::invalid_argument("weights must have as many elements as values");
@@ -379,7 +390,7 @@ nb::tuple lattice_cast_errors_arrays(const Array<const float>& values,
   CastErrors errors{};
   {
     nb::gil_scoped_release released;
-    errors = lattice_cast_errors(from, beside, count, step, seed);
+    errors = lattice_cast_errors(from, beside, count, step, seed, halvings, spare_bits);
   }
   return nb::make_tuple(errors.refused, errors.largest, errors.differences, errors.weights);
 }
@@ -420,12 +431,6 @@ uint64_t relative_values_arrays(const Array<const uint8_t>& codes,
   auto* to = reinterpret_cast<uint8_t*>(out.data());
   nb::gil_scoped_release released;
   return relative_values(from, beside, count, step, seed, code_bytes, dithered, to);
-}
-
-// Checks the number of times that a lattice was halved, and of bits for more.
-void check_halvings(uint32_t halvings, uint32_t spare_bits) {
-  if (halvings > 31) throw std::invalid_argument("halvings must be at most 31");
-  if (spare_bits > 7) throw std::invalid_argument("spare_bits must be at most 7");
 }
 
 nb::tuple nested_codes_arrays(const Array<const float>& values,
@@ -598,12 +603,15 @@ NB_MODULE(_native, m) {
         "a number for every chunk.");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(), "Return (refused, largest error, sum of squared errors).");
+        nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
+        "Return (refused, largest error, sum of squared errors).");
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert());
+        nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
+        "Return the number of codes that no value has.");
   m.def("lattice_cast_errors", lattice_cast_errors_arrays, nb::arg("values").noconvert(),
-        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"), nb::arg("halvings"),
+        nb::arg("spare_bits"),
         "Return (refused, largest error of a value, sum of squared errors of the weights, sum of "
         "squared weights).");
   m.def("relative_codes", relative_codes_arrays, nb::arg("values").noconvert(),

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 # The interface of the extension; raised on both sides (xla_ffi/module.cc) if a signature changes.
-INTERFACE = 9
+INTERFACE = 10
 
 
 def required() -> Any:

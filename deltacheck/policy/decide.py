@@ -31,10 +31,9 @@ _MEAN_ERROR_OCTAVES = 0.6
 _MEAN_SPACING = 0.5
 # Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
 # A first lattice is as coarse as possible, because codes then change the least. It stays within the
-# limits of the second line. A lattice that became too coarse is halved (``master_lattice``) or, if
-# no exact weight bounds it, followed by one that stays until the learning rate has fallen by a
-# half. The ranges are spread over the leaves, so that few of them change lattice in the same save.
-_FIRST_SPACING, _FINER_SPACING = (1.6, 1.95), (0.7, 1.2)
+# limits of the second line (``master_lattice``). The range of the first is spread over the leaves,
+# so that few of them change lattice in the same save.
+_FIRST_SPACING = (1.6, 1.95)
 _LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
 # The most halvings that nested codes have bits for. More: a lattice is written anew less often. Up
 # to 6, the differences of codes fit in one byte, as the encoder stores them best.
@@ -175,23 +174,13 @@ def decide(
         and weight is not None
         and (hidden.leaves is None or master in hidden.leaves)
     ):
-        lattice = master_lattice(hidden, situation, master)
-        if lattice is not None:
-            terms = _master_terms(hidden, situation)
-            bounded = Decision(
-                "lattice", terms, spacing=lattice.spacing, seed=_seed(master, situation.phases)
-            )
-            if hidden.weights == "exact":
-                decisions[master] = replace(
-                    bounded,
-                    how="dithered" if lattice.halvings is None else "nested",
-                    of=weight,
-                    halvings=lattice.halvings or 0,
-                    spare_bits=lattice.spare_bits,
-                )
+        is_exact = hidden.weights == "exact"
+        bounded = _bounded_master(hidden, situation, master, weight if is_exact else "")
+        if bounded is not None:
+            decisions[master] = bounded
+            if is_exact:
                 decisions.pop(weight, None)
             else:
-                decisions[master] = bounded
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
     return decisions | _moments(hidden, parameter, specs, situation)
 
@@ -218,11 +207,8 @@ def _wide_weight(
     is_excluded = hidden.leaves is not None and path not in hidden.leaves
     if path is None or is_excluded or not is_treatable(specs.get(path), "float32"):
         return {}
-    spacing = lattice_spacing(replace(hidden, weights="bounded"), situation, path)
-    if spacing is None:
-        return {}
-    terms = _master_terms(hidden, situation)
-    return {path: Decision("lattice", terms, spacing=spacing, seed=_seed(path, situation.phases))}
+    bounded = _bounded_master(replace(hidden, weights="bounded"), situation, path)
+    return {} if bounded is None else {path: bounded}
 
 
 def error_unit(hidden: Hidden, situation: Situation) -> float | None:
@@ -237,68 +223,120 @@ def error_unit(hidden: Hidden, situation: Situation) -> float | None:
     return max(rate, hidden.rate_floor * situation.peak_rate) or None
 
 
-def _master_terms(hidden: Hidden, situation: Situation) -> Bounded:
-    """Return the contract of a master, with its unit if that is not the rate of the state."""
-    unit, rate = error_unit(hidden, situation), situation.hyperparameters.lr
-    return Bounded(hidden.master_error_lr, "lr", None if unit == rate else unit)
+def _bounded_master(
+    hidden: Hidden, situation: Situation, master: str, weight: str = ""
+) -> Decision | None:
+    """Return the decision for a master on a lattice, ``None`` if no lattice is possible.
 
-
-def lattice_spacing(hidden: Hidden, situation: Situation, master: str) -> float | None:
-    """Return the spacing of a master's lattice, ``None`` if no lattice is possible.
-
-    The spacing is as large as the learning rate permits, but small beside the weights. Law 2: it is
-    in units of the learning rate (``error_unit``), on a fixed lattice. The random phases of its
-    cells make the rounding error independent of the value: subtractive dither (Schuchman, "Dither
-    signals and their effect on quantization noise", 1964).
+    Args:
+        hidden: The policy.
+        situation: The numbers that the lattice depends on.
+        master: The path of the master.
+        weight: The path of its exact bfloat16 weight; empty (default): there is none.
     """
-    rate = error_unit(hidden, situation)
-    if rate is None or not situation.master_scale > 0:
+    lattice = master_lattice(hidden, situation, master)
+    if lattice is None:
         return None
-    error, largest = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
-    if hidden.weights == "bounded":
-        largest = min(largest, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
-    # A new spacing changes every code. So the old one stays through the slow change of a schedule,
-    # while the error remains permitted and not needlessly small.
-    current = None if situation.lattice is None else situation.lattice.spacing
-    lower, upper = min(_LEAST_SPACING * error, largest), min(_MOST_SPACING * error, 2 * largest)
-    if current is not None and lower <= current <= upper:
-        return current
-    limits = _FINER_SPACING if current is not None and current > upper else _FIRST_SPACING
-    return min(_spread(limits, master) * error, largest)
+    unit, rate = error_unit(hidden, situation), situation.hyperparameters.lr
+    plain = "dithered" if weight else "lattice"
+    return Decision(
+        plain if lattice.halvings is None else "nested",
+        # The contract names its unit if that is not the rate of the state.
+        Bounded(hidden.master_error_lr, "lr", None if unit == rate else unit),
+        of=weight,
+        spacing=lattice.spacing,
+        seed=_seed(master, situation.phases),
+        halvings=lattice.halvings or 0,
+        spare_bits=lattice.spare_bits,
+    )
 
 
 def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice | None:
     """Return the lattice of a master, ``None`` if no lattice is possible.
 
-    Beside an exact weight, a lattice that became too coarse is halved. Nested codes
-    gain one bit by that. They begin with the first lattice if the rate is falling, else with the
-    first halving: codes with room for more bits may need two bytes, and a run whose rate stays
-    would never use the room.
+    The spacing is as large as the learning rate permits, but small beside the weights. Law 2: it is
+    in units of the learning rate (``error_unit``), on a fixed lattice. The random phases of its
+    cells make the rounding error independent of the value: subtractive dither (Schuchman, "Dither
+    signals and their effect on quantization noise", 1964).
+
+    A lattice stays through the slow change of a schedule, while its error remains permitted and not
+    needlessly small, because another spacing changes every code. One that became too coarse is
+    halved. Nested codes gain one bit by that. They begin with the first lattice if the rate is
+    falling, else with the first halving: codes with room for more bits may be larger, and a run
+    whose rate stays would never use the room.
 
     Args:
         hidden: The policy.
         situation: The numbers that the lattice depends on.
         master: The path of the master.
     """
-    spacing, current = lattice_spacing(hidden, situation, master), situation.lattice
-    if spacing is None or hidden.weights != "exact":
-        return None if spacing is None else Lattice(spacing)
-    if current is None or spacing > current.spacing:
-        spacing = _aligned(hidden, situation, master, spacing)
-        halvings_left = _halvings_left(hidden, situation, spacing)
-        is_falling = (situation.hyperparameters.lr or 0.0) < situation.peak_rate
-        return (
-            Lattice(spacing, 0, halvings_left) if is_falling and halvings_left else Lattice(spacing)
-        )
-    if spacing == current.spacing:
+    rate, current = error_unit(hidden, situation), situation.lattice
+    if rate is None or not situation.master_scale > 0:
+        return None
+    error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
+    if current is None or current.spacing < min(_LEAST_SPACING * error, 0.5 * largest):
+        return _first_lattice(hidden, situation, master, rate)
+    limit = _MOST_SPACING * _lattice_error(hidden, situation, rate)
+    if current.spacing <= limit:
         return current
-    most_spacing = _most_spacing(hidden, situation)
-    new_halvings = max(1, math.ceil(math.log2(current.spacing / most_spacing)))
+    new_halvings = max(1, math.ceil(math.log2(current.spacing / limit)))
     spacing = current.spacing * 0.5**new_halvings
     if current.halvings is not None and new_halvings <= current.spare_bits:
         return Lattice(spacing, current.halvings + new_halvings, current.spare_bits - new_halvings)
     # The first nested lattice, or one without a bit for this halving. All codes are new.
+    if hidden.weights == "bounded":
+        # The first lattice was that of the largest rate, which need not lead to the last one.
+        spacing = _aligned(hidden, situation, master, spacing, limit)
     return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
+
+
+def _first_lattice(hidden: Hidden, situation: Situation, master: str, rate: float) -> Lattice:
+    """Return a lattice that is not made from an earlier one.
+
+    Args:
+        hidden: The policy.
+        situation: The numbers that the lattice depends on.
+        master: The path of the master.
+        rate: The learning rate that is the unit of the error.
+    """
+    error, largest = hidden.master_error_lr * rate, _largest_spacing(hidden, situation, rate)
+    limit, spread = _MOST_SPACING * error, _spread(master)
+    if hidden.weights == "bounded":
+        limit = min(limit, largest)
+        # This limit follows the rate, so that all leaves would be halved in the same save.
+        largest *= spread / _MOST_SPACING
+    spacing = min(spread * error, largest)
+    if (situation.hyperparameters.lr or 0.0) >= situation.peak_rate:
+        return Lattice(spacing)
+    spacing = _aligned(hidden, situation, master, spacing, limit)
+    halvings_left = _halvings_left(hidden, situation, spacing)
+    return Lattice(spacing, 0, halvings_left) if halvings_left else Lattice(spacing)
+
+
+def _largest_spacing(hidden: Hidden, situation: Situation, rate: float) -> float:
+    """Return the largest spacing of a first lattice that is small beside the weights.
+
+    Args:
+        hidden: The policy.
+        situation: The scale of the weights.
+        rate: The learning rate that is the unit of the error.
+    """
+    largest = _WEIGHT_SHARE * situation.master_scale
+    if hidden.weights == "bounded":
+        largest = min(largest, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
+    return largest
+
+
+def _lattice_error(hidden: Hidden, situation: Situation, rate: float) -> float:
+    """Return the error above which a lattice is too coarse; the arguments are as above."""
+    # The limit of a first lattice follows the rate, and a lattice stays until it has halved.
+    largest = 2 / _MOST_SPACING * _largest_spacing(hidden, situation, rate)
+    return min(hidden.master_error_lr * rate, largest)
+
+
+def _floor_error(hidden: Hidden, situation: Situation) -> float:
+    """Return the same error at the floor of the learning rate, 0 without a floor."""
+    return _lattice_error(hidden, situation, hidden.rate_floor * situation.peak_rate)
 
 
 def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
@@ -310,42 +348,31 @@ def _halvings_left(hidden: Hidden, situation: Situation, spacing: float) -> int:
     return max(0, min(halvings_left, _SPARE_BITS))
 
 
-def _most_spacing(hidden: Hidden, situation: Situation) -> float:
-    """Return the largest spacing that the learning rate permits."""
-    rate = error_unit(hidden, situation)
-    assert rate is not None  # there is a lattice
-    return _MOST_SPACING * hidden.master_error_lr * rate
+def _aligned(
+    hidden: Hidden, situation: Situation, master: str, spacing: float, limit: float
+) -> float:
+    """Return a spacing whose last halving is as coarse as the floor of the rate permits.
 
-
-def _aligned(hidden: Hidden, situation: Situation, master: str, spacing: float) -> float:
-    """Return a first spacing whose last halving is as coarse as the floor of the rate permits.
-
-    Otherwise most of the last bit would be finer than the contract asks for. At the largest rate,
-    the result is the spacing that is given, if the floor is a power of two.
+    Otherwise most of the last bit would be finer than the contract asks for.
 
     Args:
         hidden: The policy.
         situation: The numbers that the lattice depends on.
         master: The path of the master.
         spacing: The spacing without a floor.
+        limit: The largest spacing that is permitted now.
     """
-    floor, most_spacing = _floor_error(hidden, situation), _most_spacing(hidden, situation)
-    last = _spread(_FIRST_SPACING, master) * floor
-    # Weights that are small beside the rate limit the spacing, and the last halving is not known.
-    if not 0 < last <= most_spacing or 2 * spacing <= most_spacing:
+    last = _spread(master) * _floor_error(hidden, situation)
+    # Exact weights that are small beside the rate limit the spacing.
+    if not 0 < last <= limit or 2 * spacing <= limit:
         return spacing
-    return math.ldexp(last, math.floor(math.log2(most_spacing / last)))
+    return math.ldexp(last, math.floor(math.log2(limit / last)))
 
 
-def _spread(limits: tuple[float, float], master: str) -> float:
-    """Return a number within limits that is fixed by the path of the master."""
-    least, most = limits
+def _spread(master: str) -> float:
+    """Return a first spacing in units of the permitted error, fixed by the path of the master."""
+    least, most = _FIRST_SPACING
     return least + _seed(master) / 2.0**64 * (most - least)
-
-
-def _floor_error(hidden: Hidden, situation: Situation) -> float:
-    """Return the error of a master that is permitted at the floor of the rate, 0 without one."""
-    return hidden.master_error_lr * hidden.rate_floor * situation.peak_rate
 
 
 def _moments(

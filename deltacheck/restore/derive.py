@@ -55,12 +55,28 @@ def compute(
             values = cast(sources[derived.of], element)
         case "zeros":
             values = np.zeros(count, element)
-        case "lattice":
+        case "nested" if derived.of:
             assert codes is not None  # checked when the manifest was decoded
+            values = nested.values(
+                codes,
+                derived.spacing,
+                derived.seed,
+                halvings=derived.halvings,
+                spare_bits=derived.spare_bits,
+                weights=sources[derived.of],
+                out=out,
+                start=first,
+            )
+        case "lattice" | "nested":
+            assert codes is not None
+            # A key without a meaning for its rule is ignored.
+            is_nested = derived.how == "nested"
             values = lattice.values(
                 codes,
                 derived.spacing,
                 derived.seed,
+                halvings=derived.halvings if is_nested else 0,
+                spare_bits=derived.spare_bits if is_nested else 0,
                 weights=sources.get(derived.of),
                 out=out,
                 start=first,
@@ -73,18 +89,6 @@ def compute(
                 derived.seed,
                 weights=sources[derived.of],
                 dithered=derived.how == "dithered",
-                out=out,
-                start=first,
-            )
-        case "nested":
-            assert codes is not None
-            values = nested.values(
-                codes,
-                derived.spacing,
-                derived.seed,
-                halvings=derived.halvings,
-                spare_bits=derived.spare_bits,
-                weights=sources[derived.of],
                 out=out,
                 start=first,
             )

@@ -30,6 +30,7 @@ DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all 
 RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
 DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
 NESTED = "nested"  # of manifests with such codes on lattices that are halved bit by bit
+NESTED_INT32 = "nested.int32"  # of manifests with such codes that have no leaf beside them
 RATIO = "ratio"  # of manifests with codes of first moments beside their second moments
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
@@ -45,6 +46,7 @@ FEATURES = (
     RELATIVE,
     DITHERED,
     NESTED,
+    NESTED_INT32,
     RATIO,
     REPLAY,
     TILES,
@@ -193,12 +195,11 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
             ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
             ``relative``, ``dithered``, ``nested``, ``octaves`` or ``ratio``: from the codes stored
             under the leaf's own path.
-            leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
         of: The source leaf; of codes, the leaf whose cells bound the values, or the second moment
-            whose root is their unit.
+            whose root is their unit. Codes of ``lattice`` and ``nested`` may be without one.
         spacing: Step of the lattice, or of the ratios to the root.
         seed: Seed of the lattice.
         halvings: The number of times that the spacing of nested codes was halved.
@@ -645,12 +646,15 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def features(self) -> tuple[str, ...]:
         """The features that its content needs: a reader that ignored one would misread it."""
         forms = [rule for cut in self.tiles.values() for rule in cut.forms]
-        rules = {rule.how for rule in (*self.derived.values(), *forms)}
+        followed = (*self.derived.values(), *forms)
+        rules = {rule.how for rule in followed}
+        nested_beside_leaf = {bool(rule.of) for rule in followed if rule.how == "nested"}
         is_derived = bool(self.derived or self.contracts or forms)
         needed = {
             DERIVED: is_derived,
             RELATIVE: "relative" in rules,
-            NESTED: "nested" in rules,
+            NESTED: True in nested_beside_leaf,
+            NESTED_INT32: False in nested_beside_leaf,
             DITHERED: not rules.isdisjoint(("dithered", "drawn")),
             RATIO: "ratio" in rules,
             REPLAY: self.replay is not None,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deltacheck.codec.base import STREAMS
-from deltacheck.codec.lossy.nested import MOST_HALVINGS, MOST_SPARE_BITS
+from deltacheck.codec.lossy.lattice import MOST_HALVINGS, MOST_SPARE_BITS
 from deltacheck.leaf import grid, tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
@@ -269,16 +269,16 @@ def _check_derived(
         "lattice": ("int32",),
         "relative": ("uint8", "uint16"),
         "dithered": ("uint8", "uint16"),
-        "nested": ("uint8", "uint16"),
+        "nested": ("uint8", "uint16") if derived.of else ("int32",),
         "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
         "ratio": ("int8",),
     }.get(derived.how, (None,))
     on_lattice = derived.how in ("lattice", "relative", "dithered", "nested")
-    is_relative = derived.how in ("relative", "dithered", "nested", "drawn")
+    is_relative = derived.how in ("relative", "dithered", "drawn")
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        (derived.how in ("cast", "same", "zeros", "lattice", "octaves", "ratio") or is_relative)
+        (derived.how in ("cast", "same", "zeros", "octaves", "ratio") or on_lattice or is_relative)
         and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)

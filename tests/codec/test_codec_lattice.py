@@ -37,22 +37,39 @@ def to_float32(value):
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
-def told_plainly(x, step, number):
-    u = phase(number)
-    q = math.floor(x / step + u)
-    if not -(2**31) <= q < 2**31:
+def told_plainly(x, step, number, halvings=0, spare_bits=0):
+    u, first, width = phase(number), step * 2.0**halvings, 2.0**-halvings
+    q = math.floor((x / first + u) * 2.0**halvings)
+    code = q * 2**spare_bits
+    if not -(2**31) <= code < 2**31:
         return None, None
-    return q, to_float32(min(max((q - u + 0.5) * step, -MOST), MOST))
+    middle = ((q * width - u) + 0.5 * width) * first
+    return code, to_float32(min(max(middle, -MOST), MOST))
 
 
-def there_and_back(x, step, seed, weights=None):
-    coded = lattice.codes(x, step, seed, weights=weights)
-    return coded, lattice.values(coded.codes, step, seed, weights=weights)
+def there_and_back(x, step, seed, weights=None, **form):
+    coded = lattice.codes(x, step, seed, weights=weights, **form)
+    return coded, lattice.values(coded.codes, step, seed, weights=weights, **form)
 
 
-def fitting(x, step):
+def forms():
+    """Halvings and spare bits: none, as the rule ``lattice`` has, and any others."""
+    nested = st.tuples(
+        st.integers(0, lattice.MOST_HALVINGS), st.integers(0, lattice.MOST_SPARE_BITS)
+    )
+    return st.one_of(st.just((0, 0)), nested).map(
+        lambda form: {"halvings": form[0], "spare_bits": form[1]}
+    )
+
+
+def most_steps(step, form):
+    """The spacing, or the largest one that a lattice can have after these halvings."""
+    return min(step, MOST_STEP * 2.0 ** -form["halvings"])
+
+
+def fitting(x, step, spare_bits=0):
     """Steps in which no value is refused."""
-    return max(step, float(np.abs(x).max(initial=0)) * 2.0**-30)
+    return max(step, float(np.abs(x).max(initial=0)) * 2.0 ** (spare_bits - 30))
 
 
 def finite_floats():
@@ -78,15 +95,16 @@ def bits(array):
     st.lists(finite_floats(), min_size=1, max_size=70),
     steps(),
     st.integers(0, MASK),
+    forms(),
     st.sampled_from(_native.instruction_sets()),
 )
 def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has_it(
-    values, step, seed, kernels
+    values, step, seed, form, kernels
 ):
     _native.use_instruction_set(kernels)
-    x = np.array(values, np.float32)
-    coded, back = there_and_back(x, step, seed)
-    told = [told_plainly(float(value), step, seed + i) for i, value in enumerate(x)]
+    x, step = np.array(values, np.float32), most_steps(step, form)
+    coded, back = there_and_back(x, step, seed, **form)
+    told = [told_plainly(float(value), step, seed + i, **form) for i, value in enumerate(x)]
     assert coded.codes.tolist() == [q or 0 for q, _ in told]
     assert coded.refused == sum(q is None for q, _ in told)
     errors = [
@@ -97,15 +115,18 @@ def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has
     assert np.array_equal(bits(back)[kept], bits([to for q, to in told if q is not None]))
 
 
-@given(st.lists(finite_floats(), min_size=1, max_size=70), steps(), st.integers(0, MASK))
-def test_no_error_is_above_half_a_step_and_half_a_unit_in_the_last_place(values, step, seed):
-    x = np.array(values, np.float32)
-    step = fitting(x, step)
-    coded, back = there_and_back(x, step, seed)
+@given(st.lists(finite_floats(), min_size=1, max_size=70), steps(), st.integers(0, MASK), forms())
+def test_no_error_is_above_half_a_step_and_half_a_unit_in_the_last_place(values, step, seed, form):
+    # The largest float32 has a code on the coarsest lattice only with few halvings and spare bits.
+    x = np.array(values, np.float32) * np.float32(2.0**-38 if form["halvings"] else 1)
+    step = most_steps(fitting(x, step, form["spare_bits"]), form)
+    coded, back = there_and_back(x, step, seed, **form)
     back = back.astype(np.float64)
     with np.errstate(over="ignore"):
         ulp = np.spacing(np.minimum(np.abs(back), MOST).astype(np.float32)).astype(np.float64)
-    bound = step / 2 + ulp / 2 + 2.0**-50 * (np.abs(x.astype(np.float64)) + step)
+    # Sums with the phase round in units of the first spacing.
+    rounding = 2.0**-50 * (np.abs(x.astype(np.float64)) + step * 2.0 ** form["halvings"])
+    bound = step / 2 + ulp / 2 + rounding
     assert coded.refused == 0
     assert np.all(np.abs(back - x) <= bound)
 
@@ -202,20 +223,91 @@ def test_bits_are_those_of_the_plain_telling_on_any_kernels(kernels):
         x = random.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
         x[::2] = (random.standard_normal(x[::2].size) * 0.02).astype(np.float32)
         weights = random.integers(0, 1 << 16, count, dtype=np.uint16)
-        for cells, step in ((None, 16e-6), (weights, 1e-3), (weights, 1e30)):
-            found = lattice.codes(x, step, 77, weights=cells)
-            codes, *rest = reference_codes.lattice_codes(x, cells, step, 77)
+        for cells, step, *form in (
+            (None, 16e-6, 0, 0),
+            (weights, 1e-3, 0, 0),
+            (weights, 1e30, 0, 0),
+            (None, 2e-6, 3, 2),
+            (None, 1e-9, 31, 7),
+            (weights, 1e-5, 5, 1),
+        ):
+            named = dict(zip(("halvings", "spare_bits"), form, strict=True))
+            found = lattice.codes(x, step, 77, weights=cells, **named)
+            codes, *rest = reference_codes.lattice_codes(x, cells, step, 77, *form)
             assert np.array_equal(found.codes, codes)
             assert list(found[1:]) == rest
-            back = lattice.values(codes, step, 77, weights=cells)
-            assert np.array_equal(
-                bits(back), bits(reference_codes.lattice_values(codes, cells, step, 77))
-            )
+            back = lattice.values(codes, step, 77, weights=cells, **named)
+            expected, bad = reference_codes.lattice_values(codes, cells, step, 77, *form)
+            assert bad == 0
+            assert np.array_equal(bits(back), bits(expected))
+            any_codes = random.integers(-(1 << 31), 1 << 31, count).astype(np.int32)
+            result = np.empty(count, np.float32)
+            refused = _native.lattice_values(any_codes, cells, step, 77, result, *form)
+            expected, bad = reference_codes.lattice_values(any_codes, cells, step, 77, *form)
+            assert refused == bad
+            assert np.array_equal(bits(result), bits(expected))
         live = weights & np.uint16(0xBFFF)  # finite ones
-        for step in (16e-6, 1e30):
+        for step, *form in ((16e-6, 0, 0), (1e30, 0, 0), (2e-6, 3, 2)):
+            named = dict(zip(("halvings", "spare_bits"), form, strict=True))
             assert tuple(
-                lattice.cast_errors(x, step, 77, weights=live)
-            ) == reference_codes.lattice_cast_errors(x, live, step, 77)
+                lattice.cast_errors(x, step, 77, weights=live, **named)
+            ) == reference_codes.lattice_cast_errors(x, live, step, 77, *form)
+
+
+def test_a_halving_takes_the_highest_spare_bit_of_a_code_and_changes_no_other():
+    x = (np.random.default_rng(0).standard_normal(1 << 16) * 0.02).astype(np.float32)
+    step, total_bits = 3e-4, 7
+    plain = lattice.codes(x, step, 1).codes
+    last = lattice.codes(x, step, 1, spare_bits=total_bits).codes
+    assert np.array_equal(last, plain << total_bits)
+    for halvings in range(1, total_bits + 1):
+        step /= 2
+        form = {"halvings": halvings, "spare_bits": total_bits - halvings}
+        coded, back = there_and_back(x, step, 1, **form)
+        added = coded.codes - last
+        new_bits, counts = np.unique(added, return_counts=True)
+        assert new_bits.tolist() == [0, 1 << (total_bits - halvings)]
+        assert counts.min() > 0.49 * x.size
+        assert coded.refused == 0
+        error = np.abs(back.astype(np.float64) - x)
+        assert coded.largest_error == error.max() <= step / 2 + 1e-8
+        last = coded.codes
+
+
+@pytest.mark.parametrize("kernels", _native.instruction_sets())
+def test_codes_with_a_spare_bit_that_is_not_zero_are_refused(kernels, monkeypatch):
+    _native.use_instruction_set(kernels)
+    codes = np.full(100, -12, np.int32)
+    lattice.values(codes, 1e-3, 0, halvings=3, spare_bits=2)
+    codes[[3, 97]] = 6, -1
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(lattice, "extension", lambda: None)
+        with pytest.raises(ValueError, match="2 of 100 codes are no multiples of 4"):
+            lattice.values(codes, 1e-3, 0, halvings=3, spare_bits=2)
+
+
+def test_a_value_whose_code_has_no_room_for_its_spare_bits_is_refused():
+    x = np.array([2.0**24 - 1, 2.0**24, -(2.0**24), -(2.0**24) - 2], np.float32)
+    coded = lattice.codes(x, 1.0, 3, spare_bits=7)
+    assert (coded.codes != 0).tolist() == [True, False, True, False]
+    assert coded.refused == 2
+    assert lattice.codes(x, 1.0, 3).refused == 0
+    weights = x.astype(ml_dtypes.bfloat16)
+    assert lattice.cast_errors(x, 1.0, 3, spare_bits=7, weights=weights).refused == 2
+
+
+def test_without_the_extension_codes_and_values_are_the_same(monkeypatch):
+    x = (np.random.default_rng(0).standard_normal(5000) * 0.02).astype(np.float32)
+    form, weights = {"halvings": 2, "spare_bits": 2}, x.astype(ml_dtypes.bfloat16)
+    coded, back = there_and_back(x, 5e-5, 1, **form)
+    errors = lattice.cast_errors(x, 5e-5, 1, weights=weights, **form)
+    monkeypatch.setattr(lattice, "extension", lambda: None)
+    plain, restored = there_and_back(x, 5e-5, 1, **form)
+    assert np.array_equal(plain.codes, coded.codes)
+    assert plain[1:] == coded[1:]
+    assert np.array_equal(bits(restored), bits(back))
+    assert lattice.cast_errors(x, 5e-5, 1, weights=weights, **form) == errors
 
 
 def test_cast_errors_are_those_of_the_weights_that_a_restore_casts():
@@ -312,6 +404,11 @@ X = np.zeros((4, 4), np.float32)
         ({"weights": np.zeros(16, np.uint16)}, "weights must be"),
         ({"weights": X}, "weights must be"),
         ({"start": -1}, "start must not be negative"),
+        ({"halvings": -1}, "halvings must be from 0 to 31"),
+        ({"halvings": 32}, "halvings must be from 0 to 31"),
+        ({"spare_bits": -1}, "spare_bits must be from 0 to 7"),
+        ({"spare_bits": 8}, "spare_bits must be from 0 to 7"),
+        ({"halvings": 2, "step": 1e38}, "cannot have been halved 2 times"),
         ({"out": np.zeros(16, np.int32)}, "out must be"),
         ({"out": X}, "out must be"),
         ({"out": np.broadcast_to(np.int32(0), (4, 4))}, "out must be"),
@@ -330,11 +427,14 @@ def test_codes_that_are_no_int32_are_refused():
 def test_the_extension_refuses_what_would_be_written_out_of_bounds():
     x, codes, weights = np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros(3, np.uint16)
     for call, says in (
-        (lambda: _native.lattice_codes(x, None, 1.0, 0, codes[:3].copy()), "out"),
-        (lambda: _native.lattice_codes(x, weights, 1.0, 0, codes), "weights"),
-        (lambda: _native.lattice_cast_errors(x, weights, 1.0, 0), "weights"),
-        (lambda: _native.lattice_values(codes, None, 1.0, 0, x[:3].copy()), "out"),
-        (lambda: _native.lattice_values(codes, weights, 1.0, 0, x), "weights"),
+        (lambda: _native.lattice_codes(x, None, 1.0, 0, codes[:3].copy(), 0, 0), "out"),
+        (lambda: _native.lattice_codes(x, weights, 1.0, 0, codes, 0, 0), "weights"),
+        (lambda: _native.lattice_codes(x, None, 1.0, 0, codes, 32, 0), "halvings"),
+        (lambda: _native.lattice_cast_errors(x, weights, 1.0, 0, 0, 0), "weights"),
+        (lambda: _native.lattice_cast_errors(x, weights, 1.0, 0, 0, 8), "spare_bits"),
+        (lambda: _native.lattice_values(codes, None, 1.0, 0, x[:3].copy(), 0, 0), "out"),
+        (lambda: _native.lattice_values(codes, weights, 1.0, 0, x, 0, 0), "weights"),
+        (lambda: _native.lattice_values(codes, None, 1.0, 0, x, 0, 8), "spare_bits"),
     ):
         with pytest.raises(ValueError, match=says):
             call()

@@ -54,8 +54,8 @@ def element(x, weight, step, number, halvings, spare_bits, size):
     st.floats(0.01, 1e5),
     st.booleans(),
     st.integers(0, MASK),
-    st.integers(0, nested.MOST_HALVINGS),
-    st.integers(0, nested.MOST_SPARE_BITS),
+    st.integers(0, lattice.MOST_HALVINGS),
+    st.integers(0, lattice.MOST_SPARE_BITS),
     st.sampled_from(_native.instruction_sets()),
     st.sampled_from([np.uint8, np.uint16]),
 )

@@ -13,28 +13,33 @@ namespace {
 
 constexpr size_t kMostCodes = 5000;
 
-void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint8_t kernels,
-                   size_t offset) {
+void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint32_t halvings,
+                   uint32_t spare_bits, uint8_t kernels, size_t offset) {
   const size_t count = std::min(kMostCodes, reader->left() / (cells ? 6 : 4));
   Exact codes(count * 4, offset), weights(count * 2, offset), values(count * 4, offset),
       again(count * 4);
   for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
   for (size_t i = 0; i < weights.size(); ++i) weights.data()[i] = reader->take<uint8_t>();
   const uint8_t* in = cells ? weights.data() : nullptr;
+  const auto decode = [&](uint8_t* out) {
+    return lattice_values(codes.data(), in, count, step, seed, halvings, spare_bits, out);
+  };
   use_instruction_set("plain");
-  lattice_values(codes.data(), in, count, step, seed, again.data());
+  const uint64_t expected = decode(again.data());
   use_some_kernels(kernels);
-  lattice_values(codes.data(), in, count, step, seed, values.data());
-  promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0,
-          "kernels give the same values");
+  promise(decode(values.data()) == expected &&
+              (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
+          "kernels give the same values and refuse the same codes");
   for (size_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, values.data() + 4 * i, sizeof value);
     promise(std::isfinite(value), "a lattice value is finite");
   }
-  const LatticeErrors errors = lattice_codes(values.data(), in, count, step, seed, codes.data());
+  const LatticeErrors errors =
+      lattice_codes(values.data(), in, count, step, seed, halvings, spare_bits, codes.data());
   promise(errors.refused <= count && errors.largest >= 0,
           "values of a lattice are coded or refused");
+  promise(decode(again.data()) == 0, "what is coded has a value");
 }
 
 void check_relative(Reader* reader, double step, uint64_t seed, uint32_t code_bytes,
@@ -168,7 +173,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   else if (flags & 128)
     check_relative(&reader, step, seed, 1 + (flags >> 3 & 1), kernels, flags >> 4 & 3);
   else
-    check_lattice(&reader, step, seed, (flags & 8) != 0, kernels, flags >> 4 & 7);
+    check_lattice(&reader, step, seed, (flags & 8) != 0, seed % 32, seed / 32 % 8, kernels,
+                  flags >> 4 & 7);
   return 0;
 }
 

@@ -55,6 +55,7 @@ ROOTS = (
     "relative",
     "dithered",
     "nested",
+    "nested_int32",
     "derived",
     "gradients",
     "manager",

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,22 @@ def write_nested(root: Path) -> None:
     run.masters[0] /= np.float32(8)  # codes of one byte
     run.masters[1][:, 0] = 1.5  # codes of two bytes
     run.masters[2] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
+    write_halved(root, run, Policy.model_exact(moments="bounded"))
+
+
+def write_nested_int32(root: Path) -> None:
+    """Write a step after the rate has fallen: masters whose weights are cast from them."""
+    hidden = Policy.model_exact(moments="bounded").hidden
+    assert hidden is not None
+    policy = Policy(32, replace(hidden, weights="bounded"), derive=True)
+    write_halved(root, AdamRun((64, 96), parameters=1, rate=1e-6), policy)
+
+
+def write_halved(root: Path, run: AdamRun, policy: Policy) -> None:
+    """Write steps until the first lattice was halved twice, and keep the last step."""
     path = "optimizer/state/0/master"
     halvings: list[int] = []
     run.advance(100)
-    policy = Policy.model_exact(moments="bounded")
     with Engine(root, policy=policy, keep_last=1, grace_seconds=0) as engine:
         while halvings[-1:] != [2]:
             run.advance(10)
@@ -420,6 +433,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "relative": write_relative,
     "dithered": write_dithered,
     "nested": write_nested,
+    "nested_int32": write_nested_int32,
     "ratio": write_ratio,
     "derived": write_derived,
     "gradients": write_log,

@@ -686,6 +686,26 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
         {"halvings": 31, "spacing": 1e30},
     ),
     "nested codes on a coarser lattice": ("nested nested", {"spacing": 1e-3}),
+    "nested codes of four bytes beside a weight": ("nested_int32 nested", {"of": "model/w0"}),
+    "nested codes of four bytes with too many halvings": ("nested_int32 nested", {"halvings": 32}),
+    "nested codes of four bytes with fewer than no halvings": (
+        "nested_int32 nested",
+        {"halvings": -1},
+    ),
+    "nested codes of four bytes with too many spare bits": (
+        "nested_int32 nested",
+        {"spare_bits": 8},
+    ),
+    "nested codes of four bytes with another number of spare bits": (
+        "nested_int32 nested",
+        {"spare_bits": 7},
+    ),
+    "nested codes of four bytes of a lattice that was too coarse": (
+        "nested_int32 nested",
+        {"halvings": 31, "spacing": 1e30},
+    ),
+    "nested codes of four bytes of no spacing": ("nested_int32 nested", {"spacing": 0.0}),
+    "nested values of another type": ("nested_int32 nested", {"dtype": "float64"}),
     "fractions that no octave has": ("policy octaves", {"fraction_bits": 8}),
     "fractions of another type of codes": ("policy octaves", {"fraction_bits": 0}),
     "an infinite scale": ("policy octaves", {"scale": 1e39}),
@@ -754,12 +774,11 @@ def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize("name", ["relative", "dithered", "nested", "ratio"])
+@pytest.mark.parametrize("name", ["relative", "dithered", "nested", "nested_int32", "ratio"])
 @pytest.mark.parametrize("feature", ["derived", ""])
-def test_codes_beside_another_leaf_need_their_feature(
-    name: str, feature: str, tmp_path: Path
-) -> None:
-    root, features = forge.unpack(name, tmp_path), [feature or name]  # both are needed
+def test_codes_of_later_rules_need_their_feature(name: str, feature: str, tmp_path: Path) -> None:
+    # Both features are needed.
+    root, features = forge.unpack(name, tmp_path), [feature or name.replace("_", ".")]
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
     forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=features))
     with pytest.raises(errors.Damaged, match=r"features .* do not match"):

@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -307,6 +308,115 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
     assert {written.cause for written in first.values()} == {"lattice"}
     # The new bit of an element is 1 or 0. If every code were new, nearly all would change.
     assert all(first[number].changed < 0.65 * 32 * 40 for number in (1, 2, 3, 4)), first
+
+
+def bounded_weights() -> Policy:
+    """Return a policy under which no exact weight bounds a master."""
+    hidden = Policy.model_exact(moments="exact", stable_from=0).hidden
+    assert hidden is not None
+    hidden = replace(hidden, weights="bounded", float32_weights="bounded")
+    return Policy(6, hidden, derive=True)
+
+
+def broken_contracts(opened: Any, run: AdamRun, state: Any, peak: float) -> list[str]:
+    """Return the leaves of the newest step that break their contracts."""
+    step = run.step
+    return broken(
+        state,
+        opened.restore(step),
+        opened.manifest(step),
+        lambda earlier: state,  # nothing is reused
+        state["optimizer"]["param_groups"][0]["lr"],
+        # A weight whose cast would err too much is exact, and its master stays on the lattice.
+        lambda master: "",
+        peak,
+    )
+
+
+def lattices(opened: Any) -> dict[str, Any]:
+    """Return the rules of the newest step that have a spacing, by path."""
+    return {path: rule for path, rule in opened.manifest().derived.items() if rule.spacing}
+
+
+@given(
+    st.sampled_from(["bfloat16", "float32"]),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from([1e-4, 2e-5, 5e-6, 1e-6, 3e-8]),
+    st.integers(1, 10),
+    st.dictionaries(st.integers(3, SAVES - 1), st.sampled_from(sorted(DISTURBANCES)), max_size=5),
+    st.integers(0, 99),
+)
+@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+def test_every_step_of_bounded_weights_keeps_its_promise(
+    weights: str,
+    schedule: str,
+    rate: float,
+    every: int,
+    disturbances: dict[int, str],
+    seed: int,
+) -> None:
+    run, peak = AdamRun((32, 40), 2, rate=rate, seed=seed, weights=weights), 0.0
+    run.advance(100)
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=bounded_weights()) as engine:
+        for save in range(SAVES):
+            run.rate = rate * SCHEDULES[schedule](save / (SAVES - 1))
+            peak = max(peak, run.rate)
+            run.advance(every)
+            state = run.state()
+            if save in disturbances and weights == "bfloat16":
+                DISTURBANCES[disturbances[save]](run, state)
+            engine.save(run.step, state).result()
+            opened = deltacheck.open(root)
+            assert broken_contracts(opened, run, state, peak) == [], (save, disturbances)
+        assert deltacheck.open(root).verify(deep=True) == []
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+def test_a_lattice_without_an_exact_weight_is_halved_within_its_promise(weights: str) -> None:
+    run = AdamRun((32, 40), 1, rate=1e-6, weights=weights)
+    run.advance(100)
+    path = "optimizer/state/0/master" if weights == "bfloat16" else "model/w0"
+    # No keyframes, whose every code would count as changed.
+    policy = replace(bounded_weights(), max_chain_depth=32)
+    halvings, first = [], {}
+    with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
+        for _ in range(24):
+            run.advance(5)
+            state = run.state()
+            report = engine.save(run.step, state).result()
+            opened = deltacheck.open(root)
+            assert broken_contracts(opened, run, state, 1e-6) == []
+            rules = lattices(opened)
+            assert rules.keys() <= {path}
+            features = opened.manifest().must_understand
+            assert "nested" not in features
+            assert ("nested.int32" in features) == any(r.how == "nested" for r in rules.values())
+            if path in rules:
+                run.rate *= 0.8
+                assert rules[path].of == ""
+                assert opened.manifest().leaves[path].dtype == "int32"
+            if path in rules and rules[path].how == "nested":
+                halvings.append(rules[path].halvings)
+                written = next(leaf for leaf in report.leaves if leaf.path == path)
+                first.setdefault(rules[path].halvings, written)
+        assert opened.verify(deep=True) == []
+        # A run that goes on from the step keeps the spacing, with other phases.
+        seed, spacing = rules[path].seed, rules[path].spacing
+        engine.restore()
+        for _ in range(8):
+            run.advance(5)
+            engine.save(run.step, run.state()).result()
+            assert broken_contracts(deltacheck.open(root), run, run.state(), 1e-6) == []
+        rule = lattices(deltacheck.open(root))[path]
+        assert (rule.how, rule.spacing) == ("nested", spacing)
+        assert rule.seed != seed
+    assert halvings == sorted(halvings)
+    assert sorted(first) == list(range(len(first)))
+    assert len(first) >= 4
+    assert {written.cause for written in first.values()} == {"lattice"}
+    # The new bit of an element is 1 or 0. If every code were new, nearly all would change.
+    changes = [first[number].changed / (32 * 40) for number in range(1, len(first))]
+    assert max(changes) < 0.65, changes
 
 
 @pytest.mark.parametrize("disturbance", ["NaN", "infinity", "another weight"])

@@ -137,9 +137,10 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
     )
 
 
-def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "feature"), [("exact", "nested"), ("bounded", "nested.int32")])
+def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path, weights: str, feature: str) -> None:
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 3, rows, policy=of_hidden(moments="exact")) as ranks:
+    with RankedRun(tmp_path, 3, rows, policy=of_hidden(moments="exact", weights=weights)) as ranks:
         saves.until_stable(ranks)
         forms = []
         for _ in range(10):
@@ -149,7 +150,7 @@ def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path) -> None:
     halvings = [rules[0].halvings for rules in forms if rules[0].how == "nested"]
     assert set(halvings) == {0, 1, 2}
     assert halvings == sorted(halvings)
-    assert "nested" in saves.manifest().must_understand
+    assert {"nested", "nested.int32"}.intersection(saves.manifest().must_understand) == {feature}
     opened = deltacheck.open(tmp_path)
     assert opened.verify(deep=True) == []
     for step in list(saves.live)[-2:]:

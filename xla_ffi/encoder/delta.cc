@@ -608,34 +608,37 @@ LatticeErrors added(const std::vector<LatticeErrors>& parts) {
 }  // namespace
 
 LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                            double step, uint64_t seed, uint8_t* codes) {
+                            double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits,
+                            uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
   std::vector<LatticeErrors> parts(parts_of(count));
   for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
-    parts[part] = kernels.lattice_codes_part(values + 4 * first,
-                                             weights != nullptr ? weights + 2 * first : nullptr,
-                                             size, step, seed + first, codes + 4 * first);
+    const uint8_t* beside = weights != nullptr ? weights + 2 * first : nullptr;
+    parts[part] = kernels.lattice_codes_part(values + 4 * first, beside, size, step, seed + first,
+                                             halvings, spare_bits, codes + 4 * first);
   });
   return added(parts);
 }
 
-void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                    uint64_t seed, uint8_t* values) {
+uint64_t lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                        uint64_t seed, uint32_t halvings, uint32_t spare_bits, uint8_t* values) {
   const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> bad{0};
   for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
-    kernels.lattice_values_part(codes + 4 * first,
-                                weights != nullptr ? weights + 2 * first : nullptr, size, step,
-                                seed + first, values + 4 * first);
+    const uint8_t* beside = weights != nullptr ? weights + 2 * first : nullptr;
+    bad += kernels.lattice_values_part(codes + 4 * first, beside, size, step, seed + first,
+                                       halvings, spare_bits, values + 4 * first);
   });
+  return bad;
 }
 
 CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                               double step, uint64_t seed) {
+                               double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits) {
   const Kernels& kernels = *chosen().load();
   std::vector<CastErrors> parts(parts_of(count));
   for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
     parts[part] = kernels.lattice_cast_part(values + 4 * first, weights + 2 * first, size, step,
-                                            seed + first);
+                                            seed + first, halvings, spare_bits);
   });
   CastErrors whole{};
   for (const CastErrors& part : parts) {

@@ -80,17 +80,21 @@ std::vector<Statistics> statistics(const Run& run, Elements elements, const uint
                                    const uint8_t* base);
 
 // Writes the codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or
-// null. REQUIRES: `step` is finite and at least 2^-149.
+// null. `step`: after the halvings. REQUIRES: `step` is finite and at least 2^-149, halvings is at
+// most 31, and spare_bits at most 7.
 LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                            double step, uint64_t seed, uint8_t* codes);
+                            double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits,
+                            uint8_t* codes);
 
-// The inverse of lattice_codes. `values` may be the memory of `codes`.
-void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                    uint64_t seed, uint8_t* values);
+// The inverse of lattice_codes. `values` may be the memory of `codes`. Returns the number of codes
+// that no value has.
+uint64_t lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                        uint64_t seed, uint32_t halvings, uint32_t spare_bits, uint8_t* values);
 
 // Measures the errors of weights that are cast from the codes of lattice.h. `weights`: bfloat16.
+// The other arguments are as in lattice_codes.
 CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                               double step, uint64_t seed);
+                               double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits);
 
 // Writes the codes of relative.h, of `code_bytes` 1 or 2, plain or dithered. Otherwise as
 // lattice_codes; `weights` are required.

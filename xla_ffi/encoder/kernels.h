@@ -90,11 +90,14 @@ struct Kernels {
   Statistics (*span_statistics)(Elements elements, const uint8_t* current, const uint8_t* base,
                                 uint32_t words);
   LatticeErrors (*lattice_codes_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                                      double step, uint64_t seed, uint8_t* codes);
-  void (*lattice_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                              double step, uint64_t seed, uint8_t* values);
+                                      double step, uint64_t seed, uint32_t halvings,
+                                      uint32_t spare_bits, uint8_t* codes);
+  uint64_t (*lattice_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                  double step, uint64_t seed, uint32_t halvings,
+                                  uint32_t spare_bits, uint8_t* values);
   CastErrors (*lattice_cast_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                                  double step, uint64_t seed);
+                                  double step, uint64_t seed, uint32_t halvings,
+                                  uint32_t spare_bits);
   LatticeErrors (*relative_codes_part)(const uint8_t* values, const uint8_t* weights,
                                        uint64_t count, double step, uint64_t seed,
                                        uint32_t code_bytes, bool dithered, uint8_t* codes);

@@ -4,10 +4,16 @@
 // and independent of x. This holds unless x is chosen by the hash, and for one quantisation only:
 // later saves share the phase.
 //
-// Part of the format: docs/reference/format.md, 4.5.1. Called through kernels.h. All functions have
-// internal linkage, see format.h. All arithmetic is in double, in the order of the source, and the
-// host is compiled with -ffp-contract=off, so the bits are the same on every processor. The loops
-// are written so that compilers vectorise them. There is no device code yet.
+// The spacing may be halved again and again. A halving splits every cell in two, so that a code
+// gains one bit and keeps the others: an embedded quantiser (Equitz & Cover, "Successive refinement
+// of information", 1991). A code is the number of its cell above some spare bits, which are zero. A
+// halving takes the highest of these. Without halvings and spare bits, it is the number of the
+// cell.
+//
+// Part of the format: docs/reference/format.md, 4.5.1 and 4.5.7. Called through kernels.h. All
+// functions have internal linkage, see format.h. All arithmetic is in double, in the order of the
+// source, and the host is compiled with -ffp-contract=off, so the bits are the same on every
+// processor. The loops are written so that compilers vectorise them. There is no device code yet.
 
 #pragma once
 
@@ -45,13 +51,43 @@ DELTACHECK_HD float float_of(uint32_t bits) {
   return value;
 }
 
-// Returns the middle of cell q of the lattice. REQUIRES: step is finite and at least 2^-149.
-DELTACHECK_HD float middle_of(double q, double step, double u) {
+DELTACHECK_HD double double_of(uint64_t bits) {
+  double value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Returns the value as a float, at most the largest finite one in magnitude.
+DELTACHECK_HD float limited(double value) {
   constexpr double kMost = 0x1.fffffep127;  // largest finite float
-  double middle = (q - u + 0.5) * step;
-  middle = middle < kMost ? middle : kMost;
-  middle = middle > -kMost ? middle : -kMost;
-  return static_cast<float>(middle);
+  value = value < kMost ? value : kMost;
+  value = value > -kMost ? value : -kMost;
+  return static_cast<float>(value);
+}
+
+// A lattice after some halvings.
+struct HalvedLattice {
+  double step;     // the spacing before the first halving
+  double scale;    // 2^halvings
+  double unscale;  // 2^-halvings
+};
+
+// `step`: the spacing after the halvings. REQUIRES: halvings is at most 31, and step * 2^halvings
+// is finite and at least 2^-149.
+DELTACHECK_HD HalvedLattice halved_lattice_of(double step, uint32_t halvings) {
+  const double scale = double_of(uint64_t{1023 + halvings} << 52);
+  return {step * scale, scale, 1 / scale};
+}
+
+// Returns the number of the cell that a value lies in. A product with `scale` is exact, so one more
+// halving gives twice this number, or one more.
+DELTACHECK_HD double number_of(double value, const HalvedLattice& lattice, double u) {
+  return floor((value / lattice.step + u) * lattice.scale);
+}
+
+// Returns the middle of cell q of the lattice.
+DELTACHECK_HD float middle_of(double q, const HalvedLattice& lattice, double u) {
+  return limited((q * lattice.unscale - u + 0.5 * lattice.unscale) * lattice.step);
 }
 
 // Returns the finite float nearest to `bits` among those that round to the bfloat16 `weight`, to
@@ -72,16 +108,24 @@ DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
 struct LatticeCell {
   float value;   // 0 if it is infinite or NaN
   double u;      // its phase
-  double q;      // its code; 0 without one
+  double q;      // its number; 0 without a code
+  double code;   // q * place; 0 without one
   double coded;  // 1, or 0 if the value is not finite or its code is no int32
 };
 
-DELTACHECK_HD LatticeCell cell_of(uint32_t bits, double step, double u) {
+// `place`: 2^spare_bits, which a code is a multiple of.
+DELTACHECK_HD LatticeCell cell_of(uint32_t bits, const HalvedLattice& lattice, double place,
+                                  double u) {
   const bool finite = (bits & kMagnitude) < kInfinity;
   const float value = float_of(finite ? bits : 0);
-  const double q = floor(value / step + u);
-  const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
-  return {value, u, coded ? q : 0, coded ? 1.0 : 0.0};
+  const double q = number_of(value, lattice, u), code = q * place;
+  const bool coded = finite & (code >= -0x1p31) & (code < 0x1p31);
+  return {value, u, coded ? q : 0, coded ? code : 0, coded ? 1.0 : 0.0};
+}
+
+// Returns 2^spare_bits.
+DELTACHECK_HD double place_of(uint32_t spare_bits) {
+  return static_cast<double>(int32_t{1} << spare_bits);
 }
 
 // The errors of coding, x being a value and x' its code's value.
@@ -132,7 +176,10 @@ inline double added(double* lanes) {
 
 template <bool kCells>
 inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                                      double step, uint64_t seed, uint8_t* codes) {
+                                      double step, uint64_t seed, uint32_t halvings,
+                                      uint32_t spare_bits, uint8_t* codes) {
+  const HalvedLattice lattice = halved_lattice_of(step, halvings);
+  const double place = place_of(spare_bits);
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(codes);
@@ -142,8 +189,8 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
     const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
     for (uint64_t i = 0; i < size; ++i) {
-      const LatticeCell cell = cell_of(x[start + i], step, phase(seed, start + i));
-      uint32_t moved = bits_of(middle_of(cell.q, step, cell.u));
+      const LatticeCell cell = cell_of(x[start + i], lattice, place, phase(seed, start + i));
+      uint32_t moved = bits_of(middle_of(cell.q, lattice, cell.u));
       if (kCells) moved = in_cell(moved, w[start + i]);
       const double distance =
           fabs(static_cast<double>(float_of(moved)) - static_cast<double>(cell.value));
@@ -151,7 +198,7 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
       errors[i] = error;
       largest = error > largest ? error : largest;
       coded_count += cell.coded;
-      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell.q));
+      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell.code));
     }
     add_squares(errors, size, lanes);
   }
@@ -160,7 +207,10 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
 
 // Measures one part. `values`: float32 at any address. `weights`: bfloat16.
 inline CastErrors lattice_cast_part(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                                    double step, uint64_t seed) {
+                                    double step, uint64_t seed, uint32_t halvings,
+                                    uint32_t spare_bits) {
+  const HalvedLattice lattice = halved_lattice_of(step, halvings);
+  const double place = place_of(spare_bits);
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   alignas(64) double differences[kBlockValues], lives[kBlockValues];
@@ -170,8 +220,8 @@ inline CastErrors lattice_cast_part(const uint8_t* values, const uint8_t* weight
     const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
 #pragma omp simd reduction(+ : coded_count) reduction(max : largest)
     for (uint64_t i = 0; i < size; ++i) {
-      const LatticeCell cell = cell_of(x[start + i], step, phase(seed, start + i));
-      const float middle = middle_of(cell.q, step, cell.u);
+      const LatticeCell cell = cell_of(x[start + i], lattice, place, phase(seed, start + i));
+      const float middle = middle_of(cell.q, lattice, cell.u);
       const double distance = fabs(static_cast<double>(middle) - static_cast<double>(cell.value));
       const double error = cell.coded * distance;
       const uint32_t from = bits_of(middle);
@@ -190,34 +240,44 @@ inline CastErrors lattice_cast_part(const uint8_t* values, const uint8_t* weight
 }
 
 template <bool kCells>
-inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                              double step, uint64_t seed, uint8_t* values) {
+inline uint64_t lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                  double step, uint64_t seed, uint32_t halvings,
+                                  uint32_t spare_bits, uint8_t* values) {
+  const HalvedLattice lattice = halved_lattice_of(step, halvings);
+  const double unplace = 1 / place_of(spare_bits);
+  const uint32_t spare = (1u << spare_bits) - 1;
   const Word<4>::Memory* code = reinterpret_cast<const Word<4>::Memory*>(codes);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
-#pragma omp simd
+  double valid_count = 0;
+#pragma omp simd reduction(+ : valid_count)
   for (uint64_t i = 0; i < count; ++i) {
-    uint32_t moved = bits_of(middle_of(static_cast<int32_t>(code[i]), step, phase(seed, i)));
+    const uint32_t pattern = code[i];
+    const double q = static_cast<int32_t>(pattern) * unplace;
+    uint32_t moved = bits_of(middle_of(q, lattice, phase(seed, i)));
     if (kCells) moved = in_cell(moved, w[i]);
     to[i] = moved;
+    valid_count += static_cast<int32_t>((pattern & spare) == 0 ? 1u : 0u);
   }
+  return count - static_cast<uint64_t>(valid_count);
 }
 
 // Codes one part. `values`: float32 at any address. `weights`: bfloat16, or null. `codes`: int32.
+// `step`: after the halvings.
 inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* weights,
                                         uint64_t count, double step, uint64_t seed,
-                                        uint8_t* codes) {
-  return weights != nullptr ? lattice_codes_of<true>(values, weights, count, step, seed, codes)
-                            : lattice_codes_of<false>(values, weights, count, step, seed, codes);
+                                        uint32_t halvings, uint32_t spare_bits, uint8_t* codes) {
+  const auto function = weights != nullptr ? lattice_codes_of<true> : lattice_codes_of<false>;
+  return function(values, weights, count, step, seed, halvings, spare_bits, codes);
 }
 
-// The inverse of lattice_codes_part. `values` may be the memory of `codes`.
-inline void lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                                double step, uint64_t seed, uint8_t* values) {
-  if (weights != nullptr)
-    lattice_values_of<true>(codes, weights, count, step, seed, values);
-  else
-    lattice_values_of<false>(codes, weights, count, step, seed, values);
+// The inverse of lattice_codes_part. `values` may be the memory of `codes`. Returns the number of
+// codes with a spare bit that is not zero; their values are finite.
+inline uint64_t lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                    double step, uint64_t seed, uint32_t halvings,
+                                    uint32_t spare_bits, uint8_t* values) {
+  const auto function = weights != nullptr ? lattice_values_of<true> : lattice_values_of<false>;
+  return function(codes, weights, count, step, seed, halvings, spare_bits, values);
 }
 
 }  // namespace

@@ -1,8 +1,5 @@
-// Relative codes on a lattice whose spacing is halved again and again. Halving splits every cell in
-// two, so that a code gains one bit and keeps the others: an embedded quantiser (Equitz & Cover,
-// "Successive refinement of information", 1991). A code is the number of the cell above
-// some spare bits, which are zero. A halving takes the highest of these. So the difference of two
-// codes of one weight is that bit, unless the master has moved.
+// Relative codes on a lattice whose spacing is halved again and again, with the spare bits of
+// lattice.h. The difference of two codes of one weight is the new bit, unless the master has moved.
 //
 // The number of bits depends on the weight's exponent only, as the modulus of relative.h does. A
 // weight that needs none gives a point of its cell that the phase draws.
@@ -17,19 +14,17 @@ namespace deltacheck {
 
 // The lattice of a tensor after some halvings.
 struct NestedLattice {
-  double step;     // the spacing before the first halving
-  double scale;    // 2^halvings
-  double unscale;  // 2^-halvings
-  int32_t place;   // added to a weight's exponent, it gives the number of bits
+  HalvedLattice halved;
+  int32_t place;  // added to a weight's exponent, it gives the number of bits
 };
 
-// REQUIRES: halvings is at most 31, and step * 2^halvings is finite and at least 2^-149.
+// REQUIRES: as halved_lattice_of.
 DELTACHECK_HD NestedLattice nested_lattice_of(double step, uint32_t halvings) {
-  const double scale = double_of(uint64_t{1023 + halvings} << 52), first = step * scale;
+  const HalvedLattice halved = halved_lattice_of(step, halvings);
   uint64_t bits;
-  memcpy(&bits, &first, sizeof bits);
-  const int32_t octave = static_cast<int32_t>(bits >> 52) - 1023;  // floor(log2 first)
-  return {first, scale, 1 / scale, static_cast<int32_t>(halvings) - 133 - octave};
+  memcpy(&bits, &halved.step, sizeof bits);
+  const int32_t octave = static_cast<int32_t>(bits >> 52) - 1023;  // floor(log2 step)
+  return {halved, static_cast<int32_t>(halvings) - 133 - octave};
 }
 
 // The cells that a master of one weight can lie in.
@@ -49,7 +44,7 @@ DELTACHECK_HD NestedCells nested_cells_of(uint32_t weight, const NestedLattice& 
   const int32_t bits = positive * fits;
   const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
   const double center = float_of(weight << 16);
-  const double lowest = floor(((center - 0.5 * width) / lattice.step + u) * lattice.scale);
+  const double lowest = number_of(center - 0.5 * width, lattice.halved, u);
   return {bits, double_of(static_cast<uint64_t>(bits + 1023) << 52), lowest,
           static_cast<double>(fits)};
 }
@@ -64,16 +59,13 @@ DELTACHECK_HD double modulo_of_bits(double number, int32_t bits) {
 // Returns x' of cell q.
 DELTACHECK_HD uint32_t nested_value(uint32_t weight, int32_t bits, double q,
                                     const NestedLattice& lattice, double u) {
-  constexpr double kMost = 0x1.fffffep127;  // largest finite float
   const uint32_t exponent = (weight >> 7) & 0xffu, place = exponent > 1 ? exponent : 1;
   const double width = double_of(static_cast<uint64_t>(place + 889) << 52);
   const float center = float_of(weight << 16);
   const float point = static_cast<float>(static_cast<double>(center) + (u - 0.5) * width);
-  double middle = ((q + 0.5) * lattice.unscale - u) * lattice.step;
-  middle = middle < kMost ? middle : kMost;
-  middle = middle > -kMost ? middle : -kMost;
+  const float middle = limited(((q + 0.5) * lattice.halved.unscale - u) * lattice.halved.step);
   const uint32_t coded = bits > 0 ? ~0u : 0u;
-  const uint32_t from = (coded & bits_of(static_cast<float>(middle))) | (~coded & bits_of(point));
+  const uint32_t from = (coded & bits_of(middle)) | (~coded & bits_of(point));
   const uint32_t moved = in_cell(from, static_cast<uint16_t>(weight));
   const uint32_t finite = is_finite_weight(weight) ? ~0u : 0u;
   return (finite & moved) | (~finite & (weight << 16));
@@ -106,7 +98,7 @@ inline LatticeErrors nested_codes_of(const uint8_t* values, const uint8_t* weigh
       const NestedCells cells = nested_cells_of(known, lattice, u, most_bits);
       const double coded = cells.fits * static_cast<int32_t>(finite);
       const double last = cells.lowest + (cells.count - 1);
-      double q = floor((value / lattice.step + u) * lattice.scale);
+      double q = number_of(value, lattice.halved, u);
       q = q > cells.lowest ? q : cells.lowest;
       q = q < last ? q : last;
       const double rest = coded * modulo_of_bits(q, cells.bits);

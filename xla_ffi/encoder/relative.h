@@ -18,12 +18,6 @@
 
 namespace deltacheck {
 
-DELTACHECK_HD double double_of(uint64_t bits) {
-  double value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // The lattice of a tensor.
 struct Lattice {
   double step;     // the spacing: finite and at least 2^-149
@@ -79,8 +73,8 @@ DELTACHECK_HD uint32_t relative_value(uint32_t weight, double count, double q,
   const float center = float_of(weight << 16);
   const float point = static_cast<float>(static_cast<double>(center) + (u - 0.5) * width);
   const uint32_t several = static_cast<int32_t>(count) > 1 ? ~0u : 0u;
-  const uint32_t from =
-      (several & bits_of(middle_of(q, lattice.step, u))) | (~several & bits_of(point));
+  const float middle = limited((q - u + 0.5) * lattice.step);
+  const uint32_t from = (several & bits_of(middle)) | (~several & bits_of(point));
   const uint32_t moved = in_cell(from, static_cast<uint16_t>(weight));
   const uint32_t is_moved = (several | lattice.drawn) & (is_finite_weight(weight) ? ~0u : several);
   return (is_moved & moved) | (~is_moved & (weight << 16));

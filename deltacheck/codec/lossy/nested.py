@@ -10,8 +10,7 @@ from deltacheck.codec.lossy import lattice, reference_codes, relative
 from deltacheck.codec.lossy.lattice import F32, Coded
 from deltacheck.codec.lossy.relative import Codes, Weights
 
-# The limits of section 4.5.5 of the format.
-MOST_HALVINGS, MOST_SPARE_BITS, MOST_BITS = 31, 7, 16
+MOST_BITS = 16  # of a code with its spare bits, by section 4.5.5 of the format
 
 
 def most_bits(weights: Weights, step: float, halvings: int) -> int:
@@ -56,10 +55,11 @@ def codes(
         values: float32, C-contiguous.
         step: Spacing in the unit of the values, from 2^-149 to the largest float32.
         seed: 0 to 2^64 - 1, one for each tensor.
-        halvings: 0 to ``MOST_HALVINGS``. ``step * 2^halvings`` is at most the largest float32.
-        spare_bits: 0 to ``MOST_SPARE_BITS``: the number of halvings that are possible from here on,
-            each of which takes one of these bits. More: the lattice is written anew less often;
-            fewer: codes of one byte in place of two.
+        halvings: 0 to ``lattice.MOST_HALVINGS``. ``step * 2^halvings`` is at most the largest
+            float32.
+        spare_bits: 0 to ``lattice.MOST_SPARE_BITS``: the number of halvings that are possible from
+            here on, each of which takes one of these bits. More: the lattice is written anew less
+            often; fewer: codes of one byte in place of two.
         weights: bfloat16, or its bits as uint16, in the shape of ``values``.
         out: uint8 or uint16 in the shape of ``values``; ``None``: a new array of uint8, or of
             uint16 if ``most_bits`` and ``spare_bits`` are together above 8.
@@ -73,7 +73,7 @@ def codes(
         ValueError: The arguments do not fit.
     """
     memory.checked_array("values", values, np.float32)
-    first = _first_phase(step, seed, halvings, spare_bits, start)
+    first = lattice.first_phase(step, seed, start, halvings, spare_bits)
     weight_bits = lattice.bits_of(weights, values.shape)
     if out is None:
         bits = most_bits(weight_bits, step, halvings)
@@ -130,7 +130,7 @@ def values(
         ValueError: The arguments do not fit, or there is a code that no value has.
     """
     memory.checked_array("codes", codes, relative.code_type("codes", codes))
-    first = _first_phase(step, seed, halvings, spare_bits, start)
+    first = lattice.first_phase(step, seed, start, halvings, spare_bits)
     weight_bits = lattice.bits_of(weights, codes.shape)
     out = memory.checked_out(out, codes, np.float32)
     native = extension()
@@ -155,15 +155,3 @@ def values(
             " halvings beside their weights"
         )
     return out
-
-
-def _first_phase(step: float, seed: int, halvings: int, spare_bits: int, start: int) -> int:
-    """Return the seed of the first element after a check of the parameters."""
-    first = lattice.first_phase(step, seed, start)
-    if not 0 <= halvings <= MOST_HALVINGS:
-        raise ValueError(f"halvings must be from 0 to {MOST_HALVINGS}, not {halvings}")
-    if not 0 <= spare_bits <= MOST_SPARE_BITS:
-        raise ValueError(f"spare_bits must be from 0 to {MOST_SPARE_BITS}, not {spare_bits}")
-    if step * 2.0**halvings > lattice.MOST_STEP:
-        raise ValueError(f"a lattice of spacing {step} cannot have been halved {halvings} times")
-    return first

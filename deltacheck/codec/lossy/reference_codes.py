@@ -26,7 +26,7 @@ MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 LANES, PART = 32, 65536
 
 
-# Section 4.5.1 of the format: lattice codes.
+# Sections 4.5.1 and 4.5.7 of the format: lattice codes, and those of a lattice that was halved.
 
 
 def phase(seed: int, count: int) -> F64:
@@ -56,26 +56,53 @@ def in_cell(values: F32, weights: U16) -> F32:
     return np.where(nan, bits, magnitude | (weight_bits & ~np.uint32(MAGNITUDE))).view(np.float32)
 
 
-def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F32:
-    """Return ``x'`` of lattice codes, moved into the cells of ``weights`` if there are any."""
+def _cells(values: F64, step: float, halvings: int, u: F64) -> F64:
+    """Return the numbers of the cells that some values lie in after the halvings."""
+    # Both factors are powers of two, so that each halving only shows one more bit of the same sum.
+    cells: F64 = np.floor((values / (step * 2.0**halvings) + u) * 2.0**halvings)
+    return cells
+
+
+def lattice_values(
+    codes: I32,
+    weights: U16 | None,
+    step: float,
+    seed: int,
+    halvings: int = 0,
+    spare_bits: int = 0,
+) -> tuple[F32, int]:
+    """Return ``x'`` of lattice codes, and the number of codes that no value has.
+
+    Values are moved into the cells of ``weights`` if there are any.
+    """
+    q, width = codes.astype(np.float64) * 2.0**-spare_bits, 2.0**-halvings
     with np.errstate(over="ignore", under="ignore"):
-        middle = (codes.astype(np.float64) - phase(seed, codes.size) + 0.5) * step
+        start = q * width - phase(seed, codes.size)
+        middle = (start + 0.5 * width) * (step * 2.0**halvings)
         values = np.clip(middle, -MOST, MOST).astype(np.float32)
-    return values if weights is None else in_cell(values, weights)
+    bad = int(np.count_nonzero(q != np.floor(q)))
+    return values if weights is None else in_cell(values, weights), bad
 
 
-def _lattice_cells(values: F32, step: float, seed: int) -> tuple[F64, F64, NDArray[np.bool_]]:
-    """Return the values, 0 for those that are not finite, their cells, and which have a code."""
+def _coded_values(
+    values: F32, step: float, seed: int, halvings: int, spare_bits: int
+) -> tuple[F64, F64, NDArray[np.bool_]]:
+    """Return the values, 0 for those that are not finite, their codes, and which have one."""
     finite = np.isfinite(values)
     # An overflow gives an infinity, which has no code.
     with np.errstate(over="ignore", under="ignore"):
         x = np.where(finite, values, np.float32(0)).astype(np.float64)
-        q = np.floor(x / step + phase(seed, values.size))
-        return x, q, finite & (q >= -(2.0**31)) & (q < 2.0**31)
+        codes = _cells(x, step, halvings, phase(seed, values.size)) * 2.0**spare_bits
+        return x, codes, finite & (codes >= -(2.0**31)) & (codes < 2.0**31)
 
 
 def lattice_codes(
-    values: F32, weights: U16 | None, step: float, seed: int
+    values: F32,
+    weights: U16 | None,
+    step: float,
+    seed: int,
+    halvings: int = 0,
+    spare_bits: int = 0,
 ) -> tuple[I32, int, float, float]:
     """Return lattice codes and their errors.
 
@@ -83,12 +110,11 @@ def lattice_codes(
         The codes, the number of elements without one, the largest error and the sum of the squared
         errors of the others.
     """
-    x, q, coded = _lattice_cells(values, step, seed)
+    x, numbers, coded = _coded_values(values, step, seed, halvings, spare_bits)
     with np.errstate(over="ignore", under="ignore"):
-        codes = np.where(coded, q, 0).astype(np.int32)
-        error = np.where(
-            coded, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0
-        )
+        codes = np.where(coded, numbers, 0).astype(np.int32)
+        restored, _ = lattice_values(codes, weights, step, seed, halvings, spare_bits)
+        error = np.where(coded, np.abs(restored.astype(np.float64) - x), 0.0)
         return (
             codes,
             int(np.count_nonzero(~coded)),
@@ -98,7 +124,7 @@ def lattice_codes(
 
 
 def lattice_cast_errors(
-    values: F32, weights: U16, step: float, seed: int
+    values: F32, weights: U16, step: float, seed: int, halvings: int = 0, spare_bits: int = 0
 ) -> tuple[int, float, float, float]:
     """Return the errors of bfloat16 weights that are cast from lattice codes.
 
@@ -106,9 +132,10 @@ def lattice_cast_errors(
         The number of values without a code, the largest error of the others, the sum of squared
         errors of their weights, and the sum of all squared weights.
     """
-    codes, refused_count, largest, _ = lattice_codes(values, None, step, seed)
-    coded = _lattice_cells(values, step, seed)[2]
-    bits = lattice_values(codes, None, step, seed).view(np.uint32)
+    lattice = (step, seed, halvings, spare_bits)
+    codes, refused_count, largest, _ = lattice_codes(values, None, *lattice)
+    coded = _coded_values(values, *lattice)[2]
+    bits = lattice_values(codes, None, *lattice)[0].view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     cast = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
     live = (weights.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
@@ -214,13 +241,6 @@ def nested_bits(weights: U16, step: float, halvings: int) -> I64:
     return bits
 
 
-def _nested_cells(values: F64, step: float, halvings: int, u: F64) -> F64:
-    """Return the cells of some values after the halvings."""
-    # Both factors are powers of two, so that each halving only shows one more bit of the same sum.
-    cells: F64 = np.floor((values / (step * 2.0**halvings) + u) * 2.0**halvings)
-    return cells
-
-
 def _nested_value(weights: U16, bits: I64, q: F64, step: float, halvings: int, u: F64) -> F32:
     """Return the middle of cell ``q``, or a point of the weight's cell without bits.
 
@@ -247,9 +267,7 @@ def nested_values(
     bits = np.where(valid, bits, 0)
     count = np.ldexp(1.0, np.maximum(bits, 0))
     bounded_weights = np.where(valid, weights, np.uint16(0))
-    lowest = _nested_cells(
-        _centers(bounded_weights) - 0.5 * _widths(bounded_weights), step, halvings, u
-    )
+    lowest = _cells(_centers(bounded_weights) - 0.5 * _widths(bounded_weights), step, halvings, u)
     distance = number - lowest
     q = lowest + (distance - count * np.floor(distance / count))
     restored = _nested_value(weights, bits, q, step, halvings, u)
@@ -273,9 +291,9 @@ def nested_codes(
     coded = finite & (bits + spare_bits <= 8 * dtype.itemsize)
     bits = np.where(coded, bits, 0)
     count = np.ldexp(1.0, np.maximum(bits, 0))
-    lowest = _nested_cells(_centers(weights) - 0.5 * _widths(weights), step, halvings, u)
+    lowest = _cells(_centers(weights) - 0.5 * _widths(weights), step, halvings, u)
     # A value outside of the cell of its weight is coded as the nearest one inside.
-    q = np.clip(_nested_cells(x, step, halvings, u), lowest, lowest + (count - 1))
+    q = np.clip(_cells(x, step, halvings, u), lowest, lowest + (count - 1))
     number = np.where(coded, q - count * np.floor(q / count), 0)
     restored = _nested_value(weights, bits, q, step, halvings, u).astype(np.float64)
     error = np.where(coded, np.abs(restored - x), 0.0)

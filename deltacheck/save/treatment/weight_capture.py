@@ -46,10 +46,12 @@ class WeightCapture:
         return self._bounded(path, decision, coded)
 
     def capture_nested(self, path: str, decision: Decision) -> Any:
-        """Store a master as nested codes relative to its weight, which is stored exactly.
+        """Store a master as nested codes, relative to its weight if that is stored exactly.
 
         Otherwise as ``capture_relative``, whose codes are stored if nested ones have too many bits.
         """
+        if not decision.of:
+            return self.capture_lattice(path, decision)
         group = self._group
         live, weights = group.live(path), group.live(decision.of)
         bits = nested.most_bits(weights, decision.spacing, decision.halvings)
@@ -74,7 +76,14 @@ class WeightCapture:
         """
         group = self._group
         weights = group.live(decision.of) if decision.of else None
-        coded = lattice.codes(group.live(path), decision.spacing, decision.seed, weights=weights)
+        coded = lattice.codes(
+            group.live(path),
+            decision.spacing,
+            decision.seed,
+            halvings=decision.halvings,
+            spare_bits=decision.spare_bits,
+            weights=weights,
+        )
         return self._bounded(path, decision, coded)
 
     def _bounded(self, path: str, decision: Decision, coded: lattice.Coded) -> Any:
@@ -129,7 +138,14 @@ class WeightCapture:
         ``None`` if a value of the master does not fit its lattice.
         """
         assert isinstance(bounded.terms, Bounded)
-        errors = lattice.cast_errors(master, bounded.spacing, bounded.seed, weights=live)
+        errors = lattice.cast_errors(
+            master,
+            bounded.spacing,
+            bounded.seed,
+            halvings=bounded.halvings,
+            spare_bits=bounded.spare_bits,
+            weights=live,
+        )
         if errors.refused or errors.largest_error / self._unit(bounded.terms) > bounded.terms.limit:
             return None
         return relative_error(errors.sum_squared_error, errors.sum_squared_weights)

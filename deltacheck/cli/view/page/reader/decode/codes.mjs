@@ -25,9 +25,12 @@ export function phase(seed, i) {
   return Number(h >> 40n) * 2 ** -24;
 }
 
-function middle(q, u, spacing) {
-  const value = (q - u + 0.5) * spacing;
+function limited(value) {
   return Math.fround(Math.min(LARGEST, Math.max(-LARGEST, value)));
+}
+
+function middle(q, u, spacing) {
+  return limited((q - u + 0.5) * spacing);
 }
 
 // The nearest finite float32 to `x` that rounds to the bfloat16 with these bits.
@@ -48,11 +51,22 @@ function checkSpacing(spacing) {
   check(spacing >= 2 ** -149 && spacing <= LARGEST, `spacing ${spacing}`);
 }
 
-// 4.5.1. `weights` are the bits of bfloat16 elements, or null.
-export function lattice(codes, weights, { spacing, seed = 0 }) {
+// The parameters of a lattice that was halved: the spacing before, and 2 ** n.
+function checkHalved(spacing, n, f) {
   checkSpacing(spacing);
-  return Float32Array.from(codes, (q, i) => {
-    const x = middle(q, phase(seed, i), spacing);
+  const scale = 2 ** n;
+  check(Number.isInteger(f) && f >= 0 && f <= 7, `spare_bits ${f}`);
+  check(Number.isInteger(n) && n >= 0 && n <= 31 && spacing * scale <= LARGEST, `halvings ${n}`);
+  return { S: spacing * scale, scale };
+}
+
+// 4.5.1 and 4.5.7. `weights` are the bits of bfloat16 elements, or null.
+export function lattice(codes, weights, { spacing, seed = 0, halvings: n = 0, spare_bits: f = 0 }) {
+  const { S, scale } = checkHalved(spacing, n, f);
+  return Float32Array.from(codes, (code, i) => {
+    const q = code / 2 ** f;
+    check(Number.isInteger(q), `element ${i}: code ${code} with ${f} spare bits`);
+    const x = limited((q / scale - phase(seed, i) + 0.5 / scale) * S);
     return weights === null ? x : moveTo(x, weights[i]);
   });
 }
@@ -81,11 +95,7 @@ export function relative(codes, weights, { spacing, seed = 0 }, how) {
 
 // 4.5.5. A code is a word of `size` bits.
 export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spare_bits: f = 0 }, size) {
-  checkSpacing(spacing);
-  const scale = 2 ** n;
-  const S = spacing * scale;
-  check(Number.isInteger(f) && f >= 0 && f <= 7, `spare_bits ${f}`);
-  check(Number.isInteger(n) && n >= 0 && n <= 31 && S <= LARGEST, `halvings ${n}`);
+  const { S, scale } = checkHalved(spacing, n, f);
   // The largest integer whose power of two is at most S. A logarithm can be one too large or small.
   let e = Math.floor(Math.log2(S));
   while (2 ** e > S) e--;
@@ -105,7 +115,7 @@ export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spa
     const a = Math.floor(((b - 0.5 * W) / S + u) * scale);
     const q = a + (r - a - 2 ** width * Math.floor((r - a) / 2 ** width));
     const x = ((q + 0.5) / scale - u) * S;
-    return moveTo(Math.fround(Math.min(LARGEST, Math.max(-LARGEST, x))), bits);
+    return moveTo(limited(x), bits);
   });
 }
 
