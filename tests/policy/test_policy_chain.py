@@ -109,6 +109,18 @@ def test_keyframes_of_small_leaves_that_change_everywhere_share_a_save() -> None
     assert distances == {6}
 
 
+def test_merges_do_not_bring_the_keyframes_of_what_changes_everywhere_together(
+    tmp_path: Path,
+) -> None:
+    state = {f"dense{n}": np.full(30_000, n + 1, np.float32) for n in range(12)}
+    with Engine(tmp_path, policy=Policy.exact()) as engine:
+        for step in range(7):
+            for value in state.values():
+                value *= np.float32(1 + 2**-14)
+            engine.save(step, state).result()
+    assert len(set(decoded(tmp_path, 6).values())) > 1
+
+
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
 def test_a_ratio_that_leaves_no_room_is_refused(wrong: float) -> None:
     with pytest.raises(
