@@ -66,9 +66,13 @@ def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(
     path, states = run
     for ref in open_root(path).checkpoints()[:-1]:
         collect.delete_checkpoint(open_root(path), ref.seq)
+    before = set(open_root(path).store.segment_ids())
     compact(open_root(path))
+    needed = {ref.id for ref in open_root(path).manifest().segments}
     done = collect.collect(open_root(path), grace_seconds=0, writer_is_dead=True)
-    assert len(done.removed) == len(states)
+    # The last save may hold keyframes, which compaction leaves where they are.
+    assert set(done.removed) == before - needed
+    assert len(done.removed) >= len(states) - 1
     newest = max(states)
     np.testing.assert_equal(deltacheck.open(path).restore(), states[newest])
     with Engine(path) as engine:
