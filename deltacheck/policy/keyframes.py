@@ -11,7 +11,7 @@ import xxhash
 if TYPE_CHECKING:
     from deltacheck.policy.presets import Policy
 
-# The deltas of smaller leaves take no noticeable time in a restore, however many they are.
+# Smaller leaves are never merged because of their ratio: a keyframe takes as few bytes.
 LEAST_RATIO_BYTES = 16 << 10
 # Leaves of at least so many bytes may be stored whole at every save. The copies of smaller ones
 # take no noticeable memory.
@@ -49,7 +49,8 @@ def needs_keyframe(
 ) -> bool:
     """Decide if a leaf is written whole: it has no base, or its chain has reached a limit.
 
-    The limits of leaves that are not merged are spread below those of the policy.
+    The limits of leaves that are not merged are spread below those of the policy. The ratio of
+    small leaves is not: their keyframes of one save share an array.
 
     Args:
         policy: The policy that sets the limits.
@@ -64,9 +65,10 @@ def needs_keyframe(
     if deltas is None or len(deltas) >= depth:
         return True
     ratio = policy.max_restore_ratio
-    if ratio is None or raw_bytes < LEAST_RATIO_BYTES:
+    if ratio is None:
         return False
-    return sum(deltas) >= (ratio if merges else staggered_ratio(path, ratio)) * raw_bytes
+    is_spread = not merges and raw_bytes >= LEAST_RATIO_BYTES
+    return sum(deltas) >= (staggered_ratio(path, ratio) if is_spread else ratio) * raw_bytes
 
 
 def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:

@@ -22,6 +22,9 @@ _SPARE_SAVES = 2
 # Leaves of one group are merged together. More groups: smaller bursts of writing; fewer groups:
 # fewer segments that a restore opens.
 _GROUPS = 4
+# Deltas that hold at least this share of a leaf are not merged: together they change nearly all of
+# it, and it is due again after few saves, so keyframes take fewer bytes.
+_DENSE_SHARE = 0.5
 # A merge also reads the leaf, which counts as writing this share of it. Larger: fewer merges, of
 # more deltas each; smaller: fewer bytes written.
 _READ_SHARE = 0.1
@@ -47,6 +50,13 @@ def can_merge(policy: Policy) -> bool:
     return policy.merge_deltas and policy.max_chain_depth >= 2 * _SPARE_SAVES
 
 
+def is_dense(deltas: Deltas) -> bool:
+    """Return True if saves change so much of a leaf that keyframes cost less than merges."""
+    return len(deltas.decoded_bytes) > deltas.merged and (
+        _typical(deltas) >= _DENSE_SHARE * deltas.raw_bytes
+    )
+
+
 def is_due(policy: Policy, path: str, deltas: Deltas) -> bool:
     """Decide if deltas of a leaf are to be merged, so that its chain does not reach a limit.
 
@@ -54,7 +64,7 @@ def is_due(policy: Policy, path: str, deltas: Deltas) -> bool:
     The result depends on the path, so every process decides alike.
     """
     sizes = deltas.decoded_bytes
-    if len(sizes) - deltas.merged < 2:
+    if len(sizes) - deltas.merged < 2 or is_dense(deltas):
         return False
     if len(sizes) >= _depth_limit(policy, path):
         return True

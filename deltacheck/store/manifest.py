@@ -61,7 +61,9 @@ FEATURES = (
 STAGES = ("", "warm", "stable", "degraded")
 
 
-class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
+# Records that refer to nothing but values have gc=False: a restore reads thousands of them, and
+# each would count towards the next collection of Python's garbage collector.
+class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The place of a whole leaf: an array of its own, or a part of a packed one.
 
     Attributes:
@@ -75,7 +77,7 @@ class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int = 0
 
 
-class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The content of a segment for one leaf.
 
     Attributes:
@@ -114,7 +116,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # A list of two in JSON (section 2 of the format).
-class Stream(msgspec.Struct, frozen=True, array_like=True):
+class Stream(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The length in bytes and the codec of a stream array."""
 
     length: int
@@ -151,7 +153,7 @@ def arrays_of(parts: Sequence[Part]) -> int:
     return sum(1 + len(part.streams) for part in parts)
 
 
-class SegmentRef(msgspec.Struct, frozen=True):
+class SegmentRef(msgspec.Struct, frozen=True, gc=False):
     """A segment as a manifest names it.
 
     Attributes:
@@ -165,7 +167,7 @@ class SegmentRef(msgspec.Struct, frozen=True):
     stored_bytes: int
 
 
-class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The promise of a step about one stored leaf.
 
     Attributes:

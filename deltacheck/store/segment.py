@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from deltacheck.leaf import grid
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
-from deltacheck.store.files import arrays
+from deltacheck.store.files import arrays, native_files
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
@@ -540,37 +541,43 @@ class PartReader:
         _ = self._index
 
     @cached_property
-    def offsets(self) -> Mapping[str, U64]:
-        """The offsets of the rows' bytes in each stream, uint64 ``(rows + 1,)``."""
-        sizes = stream_sizes(self.index)
-        zero = np.zeros(1, np.uint64)
-        offsets = {
-            name: np.concatenate([zero, np.cumsum(sizes[name], dtype=np.uint64)]) for name in sizes
-        }
-        for name, ends in offsets.items():
+    def _stream_offsets(self) -> U64:
+        """The offsets of the rows' bytes in each of ``STREAMS``, uint64 ``(rows + 1, streams)``."""
+        sizes = _stream_size_table(self.index)
+        offsets = np.zeros((sizes.shape[0] + 1, len(STREAMS)), np.uint64)
+        np.cumsum(sizes, axis=0, out=offsets[1:])
+        for name, end in zip(STREAMS, offsets[-1].tolist(), strict=True):
             length = self._part.streams[name].length if name in self._part.streams else 0
             # From here on, offsets of the index cannot lead out of a stream.
-            if int(ends[-1]) != length:
+            if end != length:
                 raise Damaged(
-                    f"{self._path}: stream {name} has {length} bytes, its index asks for"
-                    f" {int(ends[-1])}",
+                    f"{self._path}: stream {name} has {length} bytes, its index asks for {end}",
                     file=self._path / name,
                 )
         return offsets
 
     @cached_property
+    def offsets(self) -> Mapping[str, U64]:
+        """The offsets of the rows' bytes in each stream, uint64 ``(rows + 1,)``."""
+        return dict(zip(STREAMS, self._stream_offsets.T, strict=True))
+
+    @cached_property
+    def _specs(self) -> Mapping[str, ArraySpec]:
+        return {name: stream_spec(name, stream) for name, stream in self._part.streams.items()}
+
+    @cached_property
     def _arrays(self) -> Mapping[str, ReadableArray]:
         return {
-            n: ReadableArray(self._path / n, stream_spec(n, s), self._context)
-            for n, s in self._part.streams.items()
+            name: ReadableArray(self._path / name, spec, self._context)
+            for name, spec in self._specs.items()
         }
 
     @cached_property
     def _ends(self) -> list[int]:
         """Bytes of all streams before each row and after the last one."""
         # A list, because its items are taken one by one.
-        ends: NDArray[np.uint64] = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
-        return [int(end) for end in ends]
+        ends: list[int] = self._stream_offsets.sum(axis=1).tolist()
+        return ends
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
@@ -593,15 +600,17 @@ class PartReader:
     @property
     def is_native(self) -> bool:
         """Return True if the native module reads all streams."""
-        return all(array.is_native for array in self._arrays.values())
+        return isinstance(self._path, Path) and all(
+            spec.codec in native_files.codecs() for spec in self._specs.values()
+        )
 
     @property
     def file_count(self) -> int:
         """The number of files of the streams."""
-        return sum(stream_spec(n, s).file_count for n, s in self._part.streams.items())
+        return sum(spec.file_count for spec in self._specs.values())
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
-        """Add the streams of ranges of rows to a joined read.
+        """Add the streams of ranges of rows to a joined read. The part must be ``is_native``.
 
         Args:
             read: The read.
@@ -615,22 +624,23 @@ class PartReader:
         lengths = stop - first
         before = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) + np.repeat(first - before, lengths)
-        offsets = np.zeros((rows.size, len(STREAMS)), np.uint64)
-        for column, name in enumerate(STREAMS):
-            if name not in self._part.streams:
-                continue
-            ends = self.offsets[name]
-            begin, size = ends[first], ends[stop] - ends[first]
-            present = size > 0
-            if not present.any():
-                continue
-            # Differences of unsigned numbers wrap, and so do the sums below: ranges without bytes
-            # keep any value.
-            shift = np.zeros(first.size, np.uint64)
-            shift[present] = (
-                self._arrays[name].join(read, begin[present], size[present]) - begin[present]
+        begin = self._stream_offsets[first]
+        sizes = self._stream_offsets[stop] - begin
+        shifts = np.zeros(sizes.shape, np.uint64)
+        for column in np.flatnonzero(sizes.any(axis=0)).tolist():
+            name, present = STREAMS[column], np.flatnonzero(sizes[:, column])
+            # Differences of unsigned numbers wrap, and so do the sums below.
+            shifts[present, column] = (
+                read.add(
+                    f"{self._path}/{name}",
+                    self._specs[name].cells,
+                    self._specs[name].codec,
+                    begin[present, column],
+                    sizes[present, column],
+                )
+                - begin[present, column]
             )
-            offsets[:, column] = ends[rows] + np.repeat(shift, lengths)
+        offsets: U64 = self._stream_offsets[rows] + np.repeat(shifts, lengths, axis=0)
         return offsets
 
     def start(self, first: int, stop: int, scratch: Scratch) -> StreamsReading:
@@ -666,6 +676,11 @@ class StreamsReading(NamedTuple):
 
 def stream_sizes(index: U32) -> dict[str, U64]:
     """Return the bytes of each row in each stream (format.md 4.2), uint64 ``(rows,)`` each."""
+    return dict(zip(STREAMS, _stream_size_table(index).T, strict=True))
+
+
+def _stream_size_table(index: U32) -> U64:
+    """Return the bytes of each row in each stream, uint64 ``(rows, streams)``."""
     # In uint64: the bytes of a chunk may exceed 32 bits.
     words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)
     method = index[:, METHOD].copy()
@@ -674,23 +689,22 @@ def stream_sizes(index: U32) -> dict[str, U64]:
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
     tile_words = np.uint64(codec_format.TILE_BYTES) // np.maximum(width, np.uint64(1))
     tiles = (words + tile_words - np.uint64(1)) // np.maximum(tile_words, np.uint64(1))
-    zeros = np.zeros(index.shape[0], np.uint64)
+    sizes = np.zeros((index.shape[0], len(STREAMS)), np.uint64)
 
-    def size_if(condition: NDArray[np.bool_], size: U64) -> U64:
-        return np.where(condition, size, zeros)
+    def fill(name: str, condition: NDArray[np.bool_], size: U64) -> None:
+        np.copyto(sizes[:, STREAMS.index(name)], size, where=condition)
 
-    sizes = {
-        "tiles": size_if(positions, tiles * np.uint64(6)),
-        "gaps": size_if(method == codec_format.SPARSE, index[:, GAP_BYTES].astype(np.uint64)),
-        "bitmap": size_if(method == codec_format.BITMAP, (words + np.uint64(7)) // np.uint64(8)),
-        "values": size_if(positions, index[:, CHANGED].astype(np.uint64)),
-        "wide": size_if(positions, index[:, WIDE_COUNT].astype(np.uint64) * width),
-        "raw": size_if(method == codec_format.RAW, words * width),
-    }
-    for k in range(8):
-        sizes[f"diff{k}"] = size_if((method == codec_format.DIFF) & (width > k), words)
-        sizes[f"plane{k}"] = size_if((method == codec_format.PLANES) & (width > k), words)
-    return {name: sizes[name] for name in STREAMS}
+    fill("tiles", positions, tiles * np.uint64(6))
+    fill("gaps", method == codec_format.SPARSE, index[:, GAP_BYTES].astype(np.uint64))
+    fill("bitmap", method == codec_format.BITMAP, (words + np.uint64(7)) // np.uint64(8))
+    fill("values", positions, index[:, CHANGED].astype(np.uint64))
+    fill("wide", positions, index[:, WIDE_COUNT].astype(np.uint64) * width)
+    fill("raw", method == codec_format.RAW, words * width)
+    for name, number in (("diff", codec_format.DIFF), ("plane", codec_format.PLANES)):
+        if (method == number).any():
+            for k in range(8):
+                fill(f"{name}{k}", (method == number) & (width > k), words)
+    return sizes
 
 
 def has_ordered(index: U32) -> bool:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from deltacheck import Policy
-from deltacheck.policy.merging import Deltas, can_merge, due_for_reads, first_merged, is_due, pays
+from deltacheck.policy.merging import (
+    Deltas,
+    can_merge,
+    due_for_reads,
+    first_merged,
+    is_dense,
+    is_due,
+    pays,
+)
 
 RAW = 1 << 20
 PATHS = [f"layers.{n}.weight" for n in range(200)]
@@ -27,10 +35,20 @@ def test_leaves_are_due_in_four_groups_before_they_reach_the_limit() -> None:
     assert not is_due(POLICY, PATHS[0], Deltas(RAW, [100] * 31, 30))
 
 
-def test_a_leaf_that_changes_everywhere_is_due_before_it_reaches_the_ratio() -> None:
-    assert not is_due(POLICY, "w", Deltas(RAW, [RAW] * 3, 0))
-    assert is_due(POLICY, "w", Deltas(RAW, [RAW] * 4, 0))
-    assert not is_due(POLICY, "small", Deltas(1 << 10, [1 << 10] * 4, 0))
+def test_a_leaf_of_which_much_changes_is_due_before_it_reaches_the_ratio() -> None:
+    share = RAW * 2 // 5
+    assert not is_due(POLICY, "w", Deltas(RAW, [share] * 12, 0))
+    assert is_due(POLICY, "w", Deltas(RAW, [share] * 14, 0))
+    assert not is_due(POLICY, "small", Deltas(1 << 10, [400] * 14, 0))
+
+
+def test_a_leaf_that_changes_everywhere_is_not_merged() -> None:
+    assert not any(is_due(POLICY, "w", Deltas(RAW, [RAW] * n, 0)) for n in range(8))
+    assert is_dense(Deltas(RAW, [RAW // 2] * 2, 0))
+    assert not is_dense(Deltas(RAW, [RAW // 2 - 1] * 2, 0))
+    # The size of a merged delta says nothing about the next save.
+    assert not is_dense(Deltas(RAW, [RAW, 100], 1))
+    assert not is_dense(Deltas(RAW, [RAW], 1))
 
 
 def test_merged_deltas_stay_while_that_costs_fewer_bytes_for_each_save() -> None:

@@ -131,6 +131,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
     "delta": lambda root: segments(root)[1] / "delta",
     "part": lambda root: segments(root)[1] / "delta" / "0",
     "index": lambda root: segments(root)[1] / "delta" / "0" / "index" / "c.0.0",
+    "stream folder": lambda root: next((segments(root)[1] / "delta" / "0").glob("*/c.0")).parent,
     "stream": lambda root: next(p for p in (segments(root)[1] / "delta" / "0").glob("*/c.0")),
     "digests": lambda root: segments(root)[1] / "digests" / "c.0.0",
 }

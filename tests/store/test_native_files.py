@@ -87,7 +87,7 @@ def joined(path: Path, spec: ArraySpec, first: int, size: int) -> Bytes:
     sizes = np.array([size // 3, size - size // 3], np.uint64)
     begins = np.array([first, first + size // 3], np.uint64)
     present = sizes > 0
-    offsets = read.add(path, spec.cells, spec.codec, begins[present], sizes[present])
+    offsets = read.add(str(path), spec.cells, spec.codec, begins[present], sizes[present])
     assert (offsets == begins[present] - np.uint64(first)).all()
     out = np.empty(read.size, np.uint8)
     read.read(out)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import deltas_between
-from deltacheck.policy.merging import Deltas, due_for_reads, first_merged, is_due, pays
+from deltacheck.policy.merging import due_for_reads, first_merged, is_due, pays
 from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import write_whole
@@ -120,8 +120,7 @@ def deltas_to_merge(
         if leaf.base is None or not leaf.delta_segments:
             continue
         key, segments = leaf.key_segment, tuple(leaf.delta_segments)
-        raw_bytes = leaf.spec.raw_bytes
-        deltas = Deltas(raw_bytes, leaf.delta_bytes, leaf.merged_deltas)
+        raw_bytes, deltas = leaf.spec.raw_bytes, leaf.deltas
         if are_all_due:
             # Also a single delta: its segment is needed by no chain afterwards.
             links[path] = Links(key, segments, 0, len(segments), raw_bytes)

@@ -12,7 +12,7 @@ from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import needs_keyframe
-from deltacheck.policy.merging import can_merge
+from deltacheck.policy.merging import Deltas, can_merge, is_dense
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.manifest import LeafEntry
 
@@ -68,8 +68,13 @@ class LeafState:
             self.spec.path,
             self.spec.raw_bytes,
             None if self.base is None else self.delta_bytes,
-            merges=self.is_merged and can_merge(policy),
+            merges=self.is_merged and can_merge(policy) and not is_dense(self.deltas),
         )
+
+    @property
+    def deltas(self) -> Deltas:
+        """Return the sizes of the deltas since the keyframe."""
+        return Deltas(self.spec.raw_bytes, self.delta_bytes, self.merged_deltas)
 
     def free_base(self, timeout: float) -> None:
         """Wait until no write reads the base any more.

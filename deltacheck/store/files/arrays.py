@@ -22,7 +22,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from deltacheck.codec.base import U8, U64
+from deltacheck.codec.base import U8
 from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed
 from deltacheck.leaf import grid
@@ -511,14 +511,6 @@ class ReadableArray:
         target = ts.array(out, copy=False)
         future = target.write(view.translate_to[(0,) * view.rank])
         return Reading(future, self._path, self._patience(view.size))
-
-    def join(self, read: JoinedRead, begin: U64, size: U64) -> U64:
-        """Add byte ranges of a 1-D uint8 array, inside it, to a joined read; return their offsets.
-
-        The array must be ``is_native``.
-        """
-        assert isinstance(self._path, Path)
-        return read.add(self._path, self._cells, self._spec.codec, begin, size)
 
     @property
     def is_native(self) -> bool:

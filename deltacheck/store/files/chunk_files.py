@@ -162,7 +162,7 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path | str) -> None:
     """Raise ``Damaged`` if ``path`` is a link or a file. A missing path passes."""
     try:
         mode = os.lstat(path).st_mode
@@ -188,7 +188,7 @@ def check_file(path: Path, cells: Cells) -> None:
     os.close(descriptor)
 
 
-def open_file(path: Path, cells: Cells) -> int:
+def open_file(path: Path | str, cells: Cells) -> int:
     """Return a descriptor of a file that passed all checks, for the caller to close.
 
     Raises:
@@ -210,7 +210,7 @@ def open_file(path: Path, cells: Cells) -> int:
     return descriptor
 
 
-def _check(descriptor: int, path: Path, cells: Cells) -> None:
+def _check(descriptor: int, path: Path | str, cells: Cells) -> None:
     # The open file is checked and not its name, which may stand for another file a moment later.
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -232,7 +232,7 @@ def _check(descriptor: int, path: Path, cells: Cells) -> None:
                 )
 
 
-def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list[int]:
+def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path | str) -> list[int]:
     if not cells.sharded:
         return [0]
     index_bytes = cells.chunks * _INDEX_ENTRY_BYTES

@@ -54,7 +54,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
     native = required().read_array_file
     position = 0
     for name, begin, size in pieces:
-        descriptor = _opened(path, path / name, cells)
+        descriptor = _opened(str(path), name, cells)
         try:
             refusal = native(
                 descriptor,
@@ -78,8 +78,10 @@ class JoinedRead:
     Each chunk is decoded once, whatever number of ranges lie in it.
     """
 
+    # Directories are text here: a read has hundreds of them, and objects of paths take longer to
+    # make than small files take to read.
     def __init__(self) -> None:
-        self._files: dict[tuple[Path, int], tuple[int, Cells, str]] = {}
+        self._files: dict[tuple[str, int], tuple[int, Cells, str]] = {}
         self._pieces: list[tuple[int, int, int, int]] = []
         self.size = 0
 
@@ -93,7 +95,7 @@ class JoinedRead:
         """The number of files, which are open at the same time."""
         return len(self._files)
 
-    def add(self, path: Path, cells: Cells, codec: str, begin: U64, size: U64) -> U64:
+    def add(self, path: str, cells: Cells, codec: str, begin: U64, size: U64) -> U64:
         """Add byte ranges of a 1-D array.
 
         Args:
@@ -132,11 +134,10 @@ class JoinedRead:
         """
         descriptors: list[int] = []
         arguments = []
-        names = [path / chunk_files.name_of([file]) for path, file in self._files]
+        names = [(path, chunk_files.name_of([file])) for path, file in self._files]
         try:
-            for (path, _), name, (_, cells, codec) in zip(
-                self._files, names, self._files.values(), strict=True
-            ):
+            for (path, name), (_, cells, codec) in zip(names, self._files.values(), strict=True):
+                chunk_files.check_directory(path)
                 descriptors.append(_opened(path, name, cells))
                 arguments.append(
                     (descriptors[-1], cells.chunk_bytes, cells.chunks, cells.sharded, codec)
@@ -147,20 +148,18 @@ class JoinedRead:
             for descriptor in descriptors:
                 os.close(descriptor)
         if refusal is not None:
-            name = names[refusal[0]]
-            raise Damaged(
-                f"array {name.parent} is damaged: {name.name}: {refusal[1]}", file=name.parent
-            )
+            path, name = names[refusal[0]]
+            raise Damaged(f"array {path} is damaged: {name}: {refusal[1]}", file=path)
 
 
-def _opened(path: Path, file: Path, cells: Cells) -> int:
+def _opened(path: str, name: str, cells: Cells) -> int:
     """Return a descriptor of a file of an array that passed all checks."""
     # The native decoder looks at the headers of frames.
     try:
-        return chunk_files.open_file(file, cells._replace(blosc=False))
+        return chunk_files.open_file(f"{path}/{name}", cells._replace(blosc=False))
     except FileNotFoundError:
         raise ChainBroken(
-            f"array {path} lacks data that was committed: {file.name} is not there", file=path
+            f"array {path} lacks data that was committed: {name} is not there", file=path
         ) from None
 
 
