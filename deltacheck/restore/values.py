@@ -149,8 +149,7 @@ def _read(
                 {
                     path: data[path]
                     for path, numbers in chunks.items()
-                    if len(numbers) == chains[path].spec.chunk_count
-                    and path not in whole
+                    if len(numbers) == chains[path].spec.chunk_count and path not in whole
                 }
             )
         return load(LoadedChunks(chunks, data, into or {}))

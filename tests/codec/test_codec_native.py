@@ -150,9 +150,7 @@ def test_only_words_of_two_bytes_are_ordered(codec, word_bytes):
     rows = encoded.rows.copy()
     rows[0, METHOD] = ORDERED[int(rows[0, METHOD])]
     with pytest.raises(DamagedStream, match=f"chunk 0: words of {word_bytes} bytes cannot be"):
-        codec.apply(
-            Encoded(rows, encoded.streams), case.base.copy(), case.bounds, case.word_bytes
-        )
+        codec.apply(Encoded(rows, encoded.streams), case.base.copy(), case.bounds, case.word_bytes)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)

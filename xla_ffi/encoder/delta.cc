@@ -533,8 +533,8 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
     const Row& row = placed.row;
     const ChunkStreams parts =
         streams_of(row, placed.words, placed.word_bytes, streams.data, placed.offsets);
-    return text_of(row, check_and_apply(kernels, row, parts, placed.chunk, placed.words,
-                                        placed.word_bytes));
+    return text_of(
+        row, check_and_apply(kernels, row, parts, placed.chunk, placed.words, placed.word_bytes));
   };
   const auto work = [&] {
     for (uint64_t number; (number = next_chunk.fetch_add(1)) < chunks;) {
