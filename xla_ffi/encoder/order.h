@@ -49,9 +49,9 @@ inline void for_each_in_order(uint64_t words, const BaseOf& base_of, const Work&
 inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t words,
                              uint8_t* differences) {
   using Memory = Word<kOrderedWordBytes>::Memory;
-  auto* const out = reinterpret_cast<Memory*>(differences);
-  auto* const before = reinterpret_cast<Memory*>(base);
-  const auto* const now = reinterpret_cast<const Memory*>(current);
+  Memory* const out = reinterpret_cast<Memory*>(differences);
+  Memory* const before = reinterpret_cast<Memory*>(base);
+  const Memory* const now = reinterpret_cast<const Memory*>(current);
   for_each_in_order(
       words, [&](uint64_t i) { return before[i]; },
       [&](uint64_t i, uint32_t place) {
@@ -64,8 +64,8 @@ inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t wor
 // The inverse: adds differences in the order of the words to a base.
 inline void add_differences(const uint8_t* differences, uint8_t* base, uint64_t words) {
   using Memory = Word<kOrderedWordBytes>::Memory;
-  const auto* const added = reinterpret_cast<const Memory*>(differences);
-  auto* const before = reinterpret_cast<Memory*>(base);
+  const Memory* const added = reinterpret_cast<const Memory*>(differences);
+  Memory* const before = reinterpret_cast<Memory*>(base);
   for_each_in_order(
       words, [&](uint64_t i) { return before[i]; },
       [&](uint64_t i, uint32_t place) {
