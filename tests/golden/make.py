@@ -129,8 +129,9 @@ def tied(state: dict[str, Any]) -> dict[str, Any]:
 
 def write_engine(root: Path) -> dict[int, Any]:
     saved = {}
+    # Small leaves had no limit on what a restore decodes when this was written.
     for steps in ((0, 1), (2, 3)):  # two runs: the second goes on from what the first has left
-        with Engine(root, policy=Policy.exact(max_chain_depth=3)) as engine:
+        with Engine(root, policy=Policy.exact(max_chain_depth=3, max_restore_ratio=None)) as engine:
             if steps[0]:
                 engine.restore()
             for step, state in enumerate(map(tied, engine_states())):
@@ -193,19 +194,22 @@ def write_nested(root: Path) -> None:
     run.masters[0] /= np.float32(8)  # codes of one byte
     run.masters[1][:, 0] = 1.5  # codes of two bytes
     run.masters[2] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
-    write_halved(root, run, Policy.model_exact(moments="bounded"))
+    write_halved(root, run, Policy.model_exact(moments="bounded", max_restore_ratio=None))
 
 
 def write_nested_int32(root: Path) -> None:
     """Write a step after the rate has fallen: masters whose weights are cast from them."""
     hidden = Policy.model_exact(moments="bounded").hidden
     assert hidden is not None
-    policy = Policy(32, replace(hidden, weights="bounded"), derive=True)
+    policy = Policy(32, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None)
     write_halved(root, AdamRun((64, 96), parameters=1, rate=1e-6), policy)
 
 
 def write_halved(root: Path, run: AdamRun, policy: Policy) -> None:
-    """Write steps until the first lattice was halved twice, and keep the last step."""
+    """Write steps until the first lattice was halved twice, and keep the last step.
+
+    Without a limit on what a restore decodes: it was another one for small leaves at the time.
+    """
     path = "optimizer/state/0/master"
     halvings: list[int] = []
     run.advance(100)
