@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from deltacheck.codec import Encoded, GroupJob, NativeCodec
+from deltacheck.codec import METHOD, ORDERED_SPARSE, Encoded, GroupJob, NativeCodec
 from deltacheck.errors import DamagedStream
 from deltacheck.testing.codec import DAMAGES, CodecContract, moved, same, words
 from tests.codec.test_codec_contract import VectorContract
@@ -121,6 +121,21 @@ def test_decode_on_the_device_gives_back_every_bit():
         encoded, _ = NativeCodec().encode(current, base.copy(), BOUNDS, 4)
         decoded = codec.decode(encoded, jnp.array(base.view(np.float32)), BOUNDS, 4)
         assert np.array_equal(codec.host(decoded), current.view(np.uint8))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "CUDA"])
+def test_ordered_chunks_are_decoded_on_the_processor(platform, monkeypatch):
+    base = words(5000, 2)
+    current = moved(base, 0.01, 3)
+    encoded, _ = NativeCodec().encode(current, base.copy(), BOUNDS, 2, ordered=True)
+    assert set(encoded.rows[:, METHOD]) == {ORDERED_SPARSE}
+    # No handler of an accelerator may be called, and there is none here.
+    monkeypatch.setattr(ffi, "_platform_of", lambda array: platform)
+    monkeypatch.setattr(ffi, "_require_handlers", lambda name: None)
+    before = jnp.array(base.view(jnp.bfloat16))
+    decoded = ffi.FfiCodec().decode(encoded, before, BOUNDS, 2)
+    assert decoded.dtype == jnp.bfloat16
+    assert np.array_equal(ffi.FfiCodec().host(decoded), current.view(np.uint8))
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)

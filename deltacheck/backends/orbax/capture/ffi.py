@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from deltacheck.codec import memory
 from deltacheck.codec.base import (
+    METHOD,
+    ORDERED,
     ROW_WIDTH,
     STREAMS,
     U8,
@@ -169,6 +171,11 @@ class FfiCodec:
         platform = _platform_of(base)
         _require_handlers(platform)
         rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
+        if platform != "cpu" and np.isin(encoded.rows[:, METHOD], [*ORDERED.values()]).any():
+            content = np.array(base)  # a copy; only the processor decodes ordered chunks
+            self.apply(encoded, content.reshape(-1).view(np.uint8), bounds, word_bytes)
+            placed: jax.Array = jax.device_put(content, base.device)
+            return placed
         # The CUDA handler trusts its operands. The host makes all checks of format.md, section 4.3.
         if platform != "cpu":
             offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
