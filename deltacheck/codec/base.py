@@ -41,6 +41,11 @@ def unordered(method: int) -> int:
     return next((plain for plain, ordered in ORDERED.items() if ordered == method), method)
 
 
+def has_ordered(methods: U32) -> bool:
+    """Return whether some chunks are ordered; ``methods``: the numbers of their methods."""
+    return bool(np.isin(methods, [*ORDERED.values()]).any())
+
+
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
 STREAMS = (

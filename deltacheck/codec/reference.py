@@ -118,7 +118,7 @@ class Row(NamedTuple):
     @property
     def is_ordered(self) -> bool:
         """Return true if the words are stored in the order of their classes."""
-        return self.method in ORDERED.values()
+        return self.streams != self.method
 
     @property
     def streams(self) -> int:
@@ -280,7 +280,7 @@ def cost(content: U8) -> int:
 
 
 def choose(current: Words, base: Words | None) -> int:
-    """Return the method with the least estimated cost, before step 6 compares exact sizes."""
+    """Return the method with the least estimated cost, before step 7 compares exact sizes."""
     word_bytes = current.itemsize
     sample = _tiles(current, word_bytes)[::SAMPLE_EVERY]
     costs: dict[int, int] = {}  # in the document's order: the first of equals wins
@@ -334,7 +334,7 @@ def _encode_chunk(
             "values": values_code(z),
             "wide": wide.view(np.uint8),
         }
-        # Step 6 of section 4.4, with exact sizes of all streams instead of the estimate.
+        # Step 7 of section 4.4, with exact sizes of all streams instead of the estimate.
         if sum(content.size for content in streams.values()) < current.nbytes:
             gap_bytes = sum(g.size for g in gaps)
             return Row(

@@ -130,6 +130,17 @@ class Part(msgspec.Struct, frozen=True):
     streams: dict[str, Stream]
 
 
+def segment_features(leaves: Mapping[str, LeafEntry], is_ordered: bool) -> tuple[str, ...]:
+    """Return the features that the table of a segment lists.
+
+    Args:
+        leaves: Its entries by path.
+        is_ordered: True if a part has ordered chunks.
+    """
+    is_merged = any(entry.since >= 0 for entry in leaves.values())
+    return ((MERGED,) if is_merged else ()) + ((ORDERED,) if is_ordered else ())
+
+
 class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """The table of a segment: its leaves, packed arrays and parts."""
 

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -186,7 +185,7 @@ class SegmentWriter:
             for name, pieces in streams.items()
         }
         self.parts.append(Part(index.shape[0], stream_records))
-        self._is_ordered = self._is_ordered or has_ordered(index)
+        self._is_ordered = self._is_ordered or codec_format.has_ordered(index[:, METHOD])
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
         for name, stream in stream_records.items():
             pending.append(
@@ -257,7 +256,7 @@ class SegmentWriter:
             digests=digests.shape[0],
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
-            must_understand=features_of(leaves, self._is_ordered),
+            must_understand=schema.segment_features(leaves, self._is_ordered),
         )
         content = layout.group_json(documents.to_attributes(table))
         if (
@@ -523,7 +522,7 @@ class PartReader:
                 f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method"
                 " or word size"
             )
-        if has_ordered(index) and not self._allows_ordered:
+        if not self._allows_ordered and codec_format.has_ordered(index[:, METHOD]):
             raise Damaged(
                 f"{self._path}: its index has ordered chunks, but the segment's table does not list"
                 f" the feature {schema.ORDERED!r}"
@@ -600,9 +599,7 @@ class PartReader:
     @property
     def is_native(self) -> bool:
         """Return True if the native module reads all streams."""
-        return isinstance(self._path, Path) and all(
-            spec.codec in native_files.codecs() for spec in self._specs.values()
-        )
+        return all(native_files.reads(self._path, spec.codec) for spec in self._specs.values())
 
     @property
     def file_count(self) -> int:
@@ -705,22 +702,6 @@ def _stream_size_table(index: U32) -> U64:
             for k in range(8):
                 fill(f"{name}{k}", (method == number) & (width > k), words)
     return sizes
-
-
-def has_ordered(index: U32) -> bool:
-    """Return whether some rows of an index are of ordered chunks."""
-    return bool(np.isin(index[:, METHOD], [*codec_format.ORDERED.values()]).any())
-
-
-def features_of(leaves: Mapping[str, LeafEntry], is_ordered: bool) -> tuple[str, ...]:
-    """Return the features that a table lists.
-
-    Args:
-        leaves: Its entries by path.
-        is_ordered: True if a part has ordered chunks.
-    """
-    is_merged = any(entry.since >= 0 for entry in leaves.values())
-    return ((schema.MERGED,) if is_merged else ()) + ((schema.ORDERED,) if is_ordered else ())
 
 
 def is_packed(spec: LeafSpec) -> bool:

@@ -23,7 +23,6 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
-    MERGED,
     ORDERED,
     STAGES,
     TILES,
@@ -35,6 +34,7 @@ from deltacheck.store.manifest import (
     SegmentTable,
     Tag,
     Tiles,
+    segment_features,
 )
 
 # Elements have at most 16 bytes, so byte counts stay below 2^63.
@@ -419,9 +419,8 @@ def check_segment(table: SegmentTable) -> None:
                 )
             packed.setdefault(entry.key.packed, []).append((entry.key.offset, form.elements))
     # In both directions: an older reader would take what is replaced for a part of the chain.
-    is_merged = any(entry.since >= 0 for entry in table.leaves.values())
     # The index of a part shows whether its chunks are ordered.
-    if {*table.must_understand} - {ORDERED} != ({MERGED} if is_merged else set()):
+    if table.must_understand != segment_features(table.leaves, ORDERED in table.must_understand):
         raise ValueError(f"its leaves and the features {table.must_understand} do not match")
     _check_covers(digests, table.digests, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):

@@ -125,7 +125,8 @@ def judge(opened: Any, step: int, state: Any, peak: float = 0.0) -> set[str]:
     return rules
 
 
-@given(
+# Of a run: the schedule, the largest rate, the steps between saves, the disturbed saves, the seed.
+COURSES = (
     st.sampled_from(sorted(SCHEDULES)),
     st.sampled_from([1e-4, 2e-5, 5e-6, 1e-6, 3e-8]),
     st.integers(1, 10),
@@ -133,7 +134,11 @@ def judge(opened: Any, step: int, state: Any, peak: float = 0.0) -> set[str]:
     st.integers(0, 99),
 )
 # Not shrunk: a run takes seconds.
-@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+UNSHRUNK = settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+
+
+@given(*COURSES)
+@UNSHRUNK
 def test_every_step_keeps_its_promise(
     schedule: str, rate: float, every: int, disturbances: dict[int, str], seed: int
 ) -> None:
@@ -198,8 +203,7 @@ MOMENTS: dict[str, Callable[[AdamRun], None]] = {
     st.dictionaries(st.integers(3, SAVES - 1), st.sampled_from(sorted(MOMENTS)), max_size=3),
     st.integers(0, 99),
 )
-# Not shrunk: a run takes seconds.
-@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+@UNSHRUNK
 def test_every_reused_moment_keeps_its_promise(
     every: int, disturbances: dict[int, str], seed: int
 ) -> None:
@@ -338,15 +342,8 @@ def lattices(opened: Any) -> dict[str, Any]:
     return {path: rule for path, rule in opened.manifest().derived.items() if rule.spacing}
 
 
-@given(
-    st.sampled_from(["bfloat16", "float32"]),
-    st.sampled_from(sorted(SCHEDULES)),
-    st.sampled_from([1e-4, 2e-5, 5e-6, 1e-6, 3e-8]),
-    st.integers(1, 10),
-    st.dictionaries(st.integers(3, SAVES - 1), st.sampled_from(sorted(DISTURBANCES)), max_size=5),
-    st.integers(0, 99),
-)
-@settings(max_examples=RUNS, deadline=None, phases=[Phase.generate])
+@given(st.sampled_from(["bfloat16", "float32"]), *COURSES)
+@UNSHRUNK
 def test_every_step_of_bounded_weights_keeps_its_promise(
     weights: str,
     schedule: str,

@@ -19,8 +19,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain.rebuild.facts import Facts
 from deltacheck.maintain.rebuild.segment_arrays import ChunkDigests, SegmentArrays, digest_after
 from deltacheck.store import layout
-from deltacheck.store.manifest import LeafEntry, SegmentTable
-from deltacheck.store.segment import features_of
+from deltacheck.store.manifest import LeafEntry, SegmentTable, segment_features
 
 # Most combinations of what the deltas of the leaves may replace that are tried.
 _MOST_TRIED = 256
@@ -91,7 +90,7 @@ def merged_tables(
                 leaves,
                 first,
                 parts=parts,
-                must_understand=features_of(leaves, arrays.is_ordered),
+                must_understand=segment_features(leaves, arrays.is_ordered),
             )
 
 

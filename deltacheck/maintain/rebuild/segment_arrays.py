@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import PLANES, RAW, STREAMS, U8, U32, U64
+from deltacheck.codec.base import PLANES, RAW, STREAMS, U8, U32, U64, has_ordered
 from deltacheck.errors import Damaged
 from deltacheck.leaf.digest import digest_of, leaf_digest
 from deltacheck.leaf.spec import LeafSpec, batches
@@ -112,7 +112,7 @@ class SegmentArrays:
     @property
     def is_ordered(self) -> bool:
         """Return true if some chunks are ordered."""
-        return any(columns.has_ordered(index) for index in self.indexes)
+        return any(has_ordered(index[:, columns.METHOD]) for index in self.indexes)
 
     def needs_no_base(self, runs: Runs, chunk_count: int) -> bool:
         """Return true if some runs give every chunk of a leaf without a base."""

@@ -31,8 +31,15 @@ from deltacheck.maintain.rebuild.segment_arrays import (
 from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
 from deltacheck.store import documents, layout
 from deltacheck.store.files.storage import Place, subdirectories
-from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef, SegmentTable
-from deltacheck.store.segment import document_digest, features_of
+from deltacheck.store.manifest import (
+    KeyframeAt,
+    LeafEntry,
+    Manifest,
+    SegmentRef,
+    SegmentTable,
+    segment_features,
+)
+from deltacheck.store.segment import document_digest
 
 
 def rebuilt_table(
@@ -151,5 +158,5 @@ def _table(
         entries,
         rows,
         packed=lengths,
-        must_understand=features_of(entries, arrays.is_ordered),
+        must_understand=segment_features(entries, arrays.is_ordered),
     )

@@ -512,16 +512,12 @@ class ReadableArray:
         future = target.write(view.translate_to[(0,) * view.rank])
         return Reading(future, self._path, self._patience(view.size))
 
-    @property
-    def is_native(self) -> bool:
-        """Return True if the native module reads the array."""
-        return isinstance(self._path, Path) and self._spec.codec in native_files.codecs()
-
     def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
         """Return the byte ranges of a box for the native module; ``None`` to use TensorStore."""
         # The arithmetic of ``Cells`` does not look at bounds.
         checked = self._checked(box)
-        return self._cells.pieces(checked) if self.is_native else None
+        is_native = native_files.reads(self._path, self._spec.codec)
+        return self._cells.pieces(checked) if is_native else None
 
     def _start_native(self, out: NDArray[Any], pieces: Sequence[Piece]) -> Reading:
         path = self._path

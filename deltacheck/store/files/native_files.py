@@ -21,6 +21,7 @@ from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import Background, carry_out
 from deltacheck.store.files.chunk_files import Cells, Piece
+from deltacheck.store.files.storage import Place
 
 _THREADS = 4  # larger: more reads wait for the storage at the same time
 
@@ -33,6 +34,11 @@ def codecs() -> frozenset[str]:
     """
     readable: Callable[[], list[str]] | None = getattr(extension(), "readable_codecs", None)
     return frozenset() if readable is None else frozenset(readable())
+
+
+def reads(path: Place, codec: str) -> bool:
+    """Return True if the native module reads arrays of a codec in a directory."""
+    return isinstance(path, Path) and codec in codecs()
 
 
 def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:

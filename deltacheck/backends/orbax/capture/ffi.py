@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from deltacheck.codec import memory
 from deltacheck.codec.base import (
     METHOD,
-    ORDERED,
     ROW_WIDTH,
     STREAMS,
     U8,
@@ -28,6 +27,7 @@ from deltacheck.codec.base import (
     EncodedGroup,
     GroupJob,
     GroupSpan,
+    has_ordered,
 )
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
@@ -170,12 +170,12 @@ class FfiCodec:
             return base
         platform = _platform_of(base)
         _require_handlers(platform)
-        rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
-        if platform != "cpu" and np.isin(encoded.rows[:, METHOD], [*ORDERED.values()]).any():
+        if platform != "cpu" and has_ordered(encoded.rows[:, METHOD]):
             content = np.array(base)  # a copy; only the processor decodes ordered chunks
             self.apply(encoded, content.reshape(-1).view(np.uint8), bounds, word_bytes)
             placed: jax.Array = jax.device_put(content, base.device)
             return placed
+        rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
         # The CUDA handler trusts its operands. The host makes all checks of format.md, section 4.3.
         if platform != "cpu":
             offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
