@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ from deltacheck.leaf import limits
 from deltacheck.restore.buffers import Block, Filling, start_ahead
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.files.arrays import start_joined
+from deltacheck.store.files.arrays import Reading, start_joined
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.files.storage import Place
@@ -77,13 +77,76 @@ class _Span(NamedTuple):
 _PartRuns: TypeAlias = "tuple[Segment, int, list[_Run]]"
 
 
-def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
-    """Apply deltas to leaves, segment by segment and part by part.
+class Deltas:
+    """Deltas of leaves, of which the first are read while the caller reads the keyframes.
 
-    A part is read once, whatever number of leaves it serves.
+    They are applied segment by segment and part by part. A part is read once, whatever number of
+    leaves it serves. Use it in a ``with`` statement, which waits for reads that an error has left.
     """
+
+    def __init__(self, items: Mapping[str, Filling], codec: Codec[Any]) -> None:
+        self._items = items
+        self._codec = codec
+        self._parts = _parts_of(items.values())
+        self._batches: Iterator[list[_PartRuns]] = iter(())
+        self._started: deque[_Batch] = deque()
+        self._decode: ApplyRows | None = getattr(codec, "apply_rows", None)
+        if (
+            self._decode is None
+            or not JoinedRead.is_possible()
+            or not all(segment.part(part).is_native for segment, part, _ in self._parts)
+        ):
+            self._decode = None
+            return
+        raw_bytes = sum(item.data.size for item in items.values())
+        batch_bytes = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, raw_bytes))
+        self._batches = _batches(self._parts, batch_bytes)
+        self._start(np.empty(0, np.uint8))
+
+    def __enter__(self) -> Deltas:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for batch in self._started:
+            batch.reading.settle()
+
+    def apply(self) -> None:
+        """Apply all deltas to the keyframes, which are in memory."""
+        if self._decode is None:
+            _apply_parts(self._parts, self._codec)
+            return
+        memory_map = _MemoryMap.of(self._items.values())
+        unused = np.empty(0, np.uint8)
+        while self._started:
+            limits.check_time()
+            # Read while the batch before it is decoded.
+            self._start(unused)
+            batch = self._started.popleft()
+            try:
+                streams = batch.reading.result()
+            except Damaged as error:
+                # Its traceback leads to this frame, and such a cycle keeps files open for the
+                # collector.
+                error.with_traceback(None)
+                # No row of the batch was applied. Part by part, damage that no leaf needs is left
+                # out, and other damage is named.
+                _apply_parts(batch.parts, self._codec)
+                # Threads of the failed read may still write to its memory.
+                unused = np.empty(0, np.uint8)
+            else:
+                _decode(batch.parts, batch.offsets, streams, memory_map, self._decode)
+                unused = batch.memory
+
+    def _start(self, memory: U8) -> None:
+        """Begin to read the next batch, if there is one."""
+        if (parts := next(self._batches, None)) is not None:
+            self._started.append(_start_batch(parts, memory))
+
+
+def _parts_of(items: Iterable[Filling]) -> list[_PartRuns]:
+    """Return the runs of leaves by part, in the order in which they are applied."""
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
-    for item in items.values():
+    for item in items:
         is_whole = item.is_whole
         for segment, entry in item.chain.encoded:
             for part, first, rows in entry.delta:
@@ -94,38 +157,30 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
                     row_ranges = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
                     runs += [_Run(item, begin, end) for begin, end in row_ranges]
     # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
-    parts = [
+    return [
         (segment, part, sorted(runs, key=lambda run: run.first))
         for (_, part), (segment, runs) in sorted(by_part.items(), key=lambda item: item[0])
     ]
-    decode: ApplyRows | None = getattr(codec, "apply_rows", None)
-    if (
-        decode is None
-        or not JoinedRead.is_possible()
-        or not all(segment.part(part).is_native for segment, part, _ in parts)
-    ):
-        _apply_parts(parts, codec)
-        return
-    memory = np.empty(0, np.uint8)
-    memory_map = _MemoryMap.of(items.values())
-    raw_bytes = sum(item.data.size for item in items.values())
-    batch_bytes = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, raw_bytes))
-    for batch in _batches(parts, batch_bytes):
-        limits.check_time()
-        read = JoinedRead()
-        offsets = [_join(segment.part(part), runs, read) for segment, part, runs in batch]
-        # Fresh pages take as long as decoding into them, so all batches share one memory.
-        if memory.size < read.size:
-            memory = host_memory.empty(read.size)
-        try:
-            streams = start_joined(read, memory[: read.size], batch[0][0].path).result()
-        except Damaged:
-            # No row of the batch was applied. Part by part, damage that no leaf needs is left out,
-            # and other damage is named.
-            _apply_parts(batch, codec)
-            memory = np.empty(0, np.uint8)
-            continue
-        _decode(batch, np.concatenate(offsets), streams, memory_map, decode)
+
+
+class _Batch(NamedTuple):
+    """Runs of parts whose streams are being read into ``memory``."""
+
+    parts: list[_PartRuns]
+    offsets: U64
+    memory: U8
+    reading: Reading
+
+
+def _start_batch(parts: list[_PartRuns], memory: U8) -> _Batch:
+    """Begin to read a batch, into ``memory`` if it is large enough."""
+    read = JoinedRead()
+    offsets = [_join(segment.part(part), runs, read) for segment, part, runs in parts]
+    # Fresh pages take as long as decoding into them, so batches share memory.
+    if memory.size < read.size:
+        memory = host_memory.empty(read.size)
+    reading = start_joined(read, memory[: read.size], parts[0][0].path)
+    return _Batch(parts, np.concatenate(offsets), memory, reading)
 
 
 def _batches(parts: Sequence[_PartRuns], batch_bytes: int) -> Iterator[list[_PartRuns]]:

@@ -23,7 +23,7 @@ from deltacheck.restore.buffers import (
 )
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
-from deltacheck.restore.deltas import apply_deltas
+from deltacheck.restore.deltas import Deltas
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files.arrays import Reading
@@ -57,9 +57,7 @@ def read_chunks(
     limits.check_time()
     blocks = allocate_blocks(chains, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
-    # Keyframes first: deltas are applied to them in place.
-    _read_keyframes(items)
-    apply_deltas(items, codec or default_codec())
+    _fill(items, codec or default_codec())
     _verify(blocks)
     return {path: items[path].data for path in chains}
 
@@ -89,9 +87,10 @@ def read_across(
     }
     blocks = allocate_blocks(runs, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
-    for path, item in items.items():
-        item.data[:] = earlier[path]
-    apply_deltas(items, default_codec())
+    with Deltas(items, default_codec()) as deltas:
+        for path, item in items.items():
+            item.data[:] = earlier[path]
+        deltas.apply()
     _verify(blocks)
     return earlier, {path: items[path].data for path in after}
 
@@ -105,8 +104,7 @@ def read_unverified(chain: Chain, codec: Codec[Any] | None = None) -> U8:
     ((item,),) = allocate_blocks(
         {chain.spec.path: chain}, {chain.spec.path: list(range(chain.spec.chunk_count))}
     )
-    _read_keyframes({chain.spec.path: item})
-    apply_deltas({chain.spec.path: item}, codec or default_codec())
+    _fill({chain.spec.path: item}, codec or default_codec())
     return item.data
 
 
@@ -154,8 +152,7 @@ def follow_links(
             )
             for path, entry in entries.items()
         }
-        _read_keyframes(link)
-        apply_deltas(link, codec or default_codec())
+        _fill(link, codec or default_codec())
         for item in link.values() if verified else ():
             _check_link(item)
         yield segment, entries, {path: items[path].data for path in entries}
@@ -178,8 +175,7 @@ def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | N
     ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
     if base is not None:
         item.data[:] = base
-    _read_keyframes({spec.path: item})
-    apply_deltas({spec.path: item}, default_codec())
+    _fill({spec.path: item}, default_codec())
     _check_link(item)
     return item.data
 
@@ -233,6 +229,14 @@ def _keyframe_path(segment: Segment, keyframe: KeyframeAt) -> Place:
     )
 
 
+def _fill(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
+    """Read and decode keyframes and deltas of leaves into their blocks."""
+    with Deltas(items, codec) as deltas:
+        # Deltas are applied to the keyframes in place.
+        _read_keyframes(items)
+        deltas.apply()
+
+
 def _read_keyframes(items: Mapping[str, Filling]) -> None:
     """Read the keyframes of leaves into their blocks, or copy content that the caller has."""
     natural: list[Reading] = []
@@ -245,7 +249,7 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
         if held_bytes is not None:
             item.data[:] = chosen_bytes(item, held_bytes)
             continue
-        if keyframe is None:  # the keyframe is rows, which apply_deltas applies first
+        if keyframe is None:  # the keyframe is rows, which is applied like a delta
             continue
         if not keyframe.array:
             packed.setdefault((segment.id, keyframe.packed), []).append(item)

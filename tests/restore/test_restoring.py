@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec import STREAMS, default_codec
-from deltacheck.restore import deltas
+from deltacheck.restore import deltas, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents, segment
@@ -158,6 +160,59 @@ def test_rows_that_are_decoded_in_batches_of_any_size_give_the_same_bits(
     monkeypatch.setattr(deltas, "_BATCH_BYTES", batch_bytes)
     restored = deltacheck.open(saved[0]).restore()
     assert all(bits(restored[path]) == bits(value) for path, value in saved[1].items())
+
+
+needs_joined = pytest.mark.skipif(True not in JOINED, reason="without the native module")
+
+
+@needs_joined
+def test_deltas_are_read_beside_the_keyframes_and_beside_the_decoder(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noting(name: str, do: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return do(*arguments)
+
+        return call
+
+    monkeypatch.setattr(deltas, "_BATCH_BYTES", 20_000)
+    monkeypatch.setattr(deltas, "start_joined", noting("start", deltas.start_joined))
+    monkeypatch.setattr(deltas, "_decode", noting("decode", deltas._decode))
+    monkeypatch.setattr(read, "_read_keyframes", noting("keyframes", read._read_keyframes))
+    deltacheck.open(saved[0]).restore()
+    batches = events.count("decode")
+    assert batches > 2
+    assert events == [
+        "start",
+        "keyframes",
+        *["start", "decode"] * (batches - 1),
+        "decode",
+    ]
+
+
+@needs_joined
+def test_a_restore_that_fails_waits_for_the_reads_that_it_has_started(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    original = JoinedRead.read
+
+    def slow(self: JoinedRead, out: Any) -> None:
+        time.sleep(0.3)
+        original(self, out)
+        ended.set()
+
+    def damaged(_: Any) -> None:
+        raise errors.Damaged("a keyframe")
+
+    monkeypatch.setattr(JoinedRead, "read", slow)
+    monkeypatch.setattr(read, "_read_keyframes", damaged)
+    with pytest.raises(errors.Damaged, match="a keyframe"):
+        deltacheck.open(saved[0]).restore()
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize("wanted", [["p03"], ["p31", "p02", "p30", "scalar"], ["empty"]])

@@ -99,7 +99,7 @@ def schedule(seed: int) -> Iterator[None]:
             (shutil, "rmtree"),
             (root.documents, "read_manifest"),
             (local_storage, "Pin"),
-            (read, "apply_deltas"),
+            (read, "Deltas"),
         ):
             patch.setattr(module, name, held_up(getattr(module, name)))
         patch.setattr(read, "_read_keyframes", slow_reader(read._read_keyframes))

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.object_path import brief
 from deltacheck.store.files.storage import Place, storage_of
-from deltacheck.store.files.waiting import wait_for
+from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
 
 Attributes = Mapping[str, Any]
 
@@ -588,6 +589,11 @@ class Reading:
             raise
         except _TENSORSTORE_ERRORS as error:
             raise read_error(error, self._path) from error
+
+    def settle(self) -> None:
+        """Wait until the read has ended, with or without an error."""
+        with suppress(TimeoutError):
+            self._future.exception(timeout=self._patience or TIMEOUT_SECONDS)
 
 
 def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
