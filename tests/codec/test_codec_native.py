@@ -20,6 +20,7 @@ from deltacheck.codec import (
     DIFF,
     METHOD,
     PLANES,
+    STREAMS,
     TILE_BYTES,
     Encoded,
     NativeCodec,
@@ -136,6 +137,46 @@ def test_words_of_two_bytes_are_ordered_by_the_exponents_of_their_base(density):
     )
     for name, stream in expected.streams.items():
         assert np.array_equal(ordered.streams[name], stream), name
+
+
+@pytest.mark.parametrize("size", [1, 63, 512, 2111, 40_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_saves_of_one_chunk_are_decoded_by_one_call_in_any_mixture_of_densities(size, seed):
+    random = np.random.default_rng(seed)
+    scales = random.choice([1e-3, 0.02, 0.3], size)
+    base = (random.normal(0, scales).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    rows, offsets, streams, end = [], [], [], 0
+    state = base
+    for _ in range(8):
+        density = random.choice([0.001, 0.005, 0.02, 0.3])
+        changes = random.random(size) < density
+        # Some changes move a word to another exponent.
+        after = state + np.where(changes, random.choice([1, 3, 65535, 128, 1000], size), 0).astype(
+            np.uint16
+        )
+        case = Case("", after.view(np.uint8), state.view(np.uint8), _bounds(size), 2)
+        encoded, _ = encode(NativeCodec(), case, ordered=random.random() < 0.8)
+        for row in encoded.rows:
+            rows.append(row)
+            offsets.append([0] * len(STREAMS))
+            for column, name in enumerate(STREAMS):
+                stream = encoded.streams.get(name, np.empty(0, np.uint8))
+                streams.append(stream)
+                offsets[-1][column] = end
+                end += stream.size
+        state = after
+    decoded = base.view(np.uint8).copy()
+    if rows:
+        targets = np.tile(np.array([0, 0, size, 2], np.uint64), (len(rows), 1))
+        refusal = NativeCodec().apply_rows(
+            np.array(rows),
+            targets,
+            np.array(offsets, np.uint64),
+            np.concatenate(streams),
+            [decoded],
+        )
+        assert refusal is None
+    assert np.array_equal(decoded.view(np.uint16), state)
 
 
 @pytest.mark.parametrize("codec", [NativeCodec(), ReferenceCodec()], ids=lambda codec: codec.name)

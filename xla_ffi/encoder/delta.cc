@@ -393,21 +393,21 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const ui
 }
 
 // Checks the streams of a chunk and, if there is a base and they passed, applies them to it.
+// `adder` belongs to the calling thread, and to the chunk.
 Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStreams& parts,
-                        uint8_t* base, uint64_t words, int word_bytes) {
+                        uint8_t* base, uint64_t words, int word_bytes, OrderedAdder* adder) {
   Row plain = row;
   plain.method = unordered(row.method);
   const Refusal result = kernels.check_chunk(word_bytes, plain, parts, words);
   if (result.check != Check::kPassed || base == nullptr) return result;
   if (plain.method == row.method) {
     kernels.apply_chunk(word_bytes, plain, parts, base, words);
+    adder->forget();
     return result;
   }
   // Differences from zeros are the differences.
-  const Bytes differences = allocate(words * kOrderedWordBytes);
-  std::memset(differences.data.get(), 0, words * kOrderedWordBytes);
-  kernels.apply_chunk(word_bytes, plain, parts, differences.data.get(), words);
-  add_differences(differences.data.get(), base, words);
+  kernels.apply_chunk(word_bytes, plain, parts, adder->zeros(words), words);
+  adder->add(base, words, row.changed);
   return result;
 }
 
@@ -421,6 +421,7 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   std::mutex mutex;
   Refusal refusal;  // of bad_row; guarded by the mutex
   const auto work = [&] {
+    OrderedAdder adder;
     for (;;) {
       const uint64_t i = next_row.fetch_add(1);
       // All rows before a bad one have been distributed by now, and each thread completes its own.
@@ -432,7 +433,9 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
           streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
       uint8_t* const chunk =
           base == nullptr ? nullptr : base + run.bounds[row.chunk] * run.word_bytes;
-      const Refusal result = check_and_apply(kernels, row, parts, chunk, words, run.word_bytes);
+      adder.forget();
+      const Refusal result =
+          check_and_apply(kernels, row, parts, chunk, words, run.word_bytes, &adder);
       if (result.check == Check::kPassed) continue;
       std::lock_guard lock(mutex);
       if (i < bad_row.load()) {
@@ -527,19 +530,21 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
   std::atomic<uint64_t> next_chunk{0}, bad{rows.size()};
   std::mutex mutex;
   std::string refusal;  // of bad; guarded by the mutex
-  const auto refused = [&](const PlacedRow& placed) {
+  const auto refused = [&](const PlacedRow& placed, OrderedAdder* adder) {
     std::string problem = problem_with(placed, streams);
     if (!problem.empty()) return problem;
     const Row& row = placed.row;
     const ChunkStreams parts =
         streams_of(row, placed.words, placed.word_bytes, streams.data, placed.offsets);
-    return text_of(
-        row, check_and_apply(kernels, row, parts, placed.chunk, placed.words, placed.word_bytes));
+    return text_of(row, check_and_apply(kernels, row, parts, placed.chunk, placed.words,
+                                        placed.word_bytes, adder));
   };
   const auto work = [&] {
+    OrderedAdder adder;
     for (uint64_t number; (number = next_chunk.fetch_add(1)) < chunks;) {
+      adder.forget();
       for (uint64_t i = starts[number]; i < starts[number + 1] && i < bad.load(); ++i) {
-        const std::string problem = refused(rows[i]);
+        const std::string problem = refused(rows[i], &adder);
         if (problem.empty()) continue;
         std::lock_guard lock(mutex);
         if (i < bad.load()) {

@@ -1,7 +1,7 @@
 // Comparison of words to bit masks, and conversion of floats to doubles, with processor intrinsics.
-// Only this file and compact.h use intrinsics: no compiler was found to produce bit masks from
-// comparisons, nor to widen a whole vector in one instruction. Included by segment.h, compact.h and
-// statistics.h. All functions have internal linkage, see format.h.
+// Only this file, compact.h and order.h use intrinsics: no compiler was found to produce bit masks
+// from comparisons, nor to widen a whole vector in one instruction. Included by segment.h,
+// compact.h and statistics.h. All functions have internal linkage, see format.h.
 
 #pragma once
 

@@ -5,7 +5,14 @@
 
 #pragma once
 
+#include <algorithm>
+#include <bitset>
 #include <cstdint>
+#include <vector>
+
+#ifdef __SSE2__
+#  include <emmintrin.h>
+#endif
 
 #include "format.h"
 
@@ -61,16 +68,173 @@ inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t wor
       });
 }
 
-// The inverse: adds differences in the order of the words to a base.
-inline void add_differences(const uint8_t* differences, uint8_t* base, uint64_t words) {
+// The inverse: adds differences in the order of the words to the base of a chunk. One object adds
+// those of several saves, one after the other, and counts the words of each class only once.
+class OrderedAdder {
+ public:
+  // REQUIRED before another chunk, and after any other change of the base.
+  void forget() { counted_ = false; }
+
+  // Returns zeros in place of the differences of a chunk, for the caller to fill.
+  uint8_t* zeros(uint64_t words) {
+    if (differences_.size() < words) differences_.resize(words);
+    return reinterpret_cast<uint8_t*>(differences_.data());
+  }
+
+  // Adds what the caller has put there. `changed`: about how many differences are not zero.
+  void add(uint8_t* base, uint64_t words, uint64_t changed) {
+    base_ = reinterpret_cast<Memory*>(base);
+    words_ = words;
+    if (words == 0 || changed * kSparse > words || words > kMostCounted) {
+      add_to_all();
+    } else {
+      if (!counted_) count();
+      find_changes();
+      add_changes();
+    }
+  }
+
+ private:
   using Memory = Word<kOrderedWordBytes>::Memory;
-  const Memory* const added = reinterpret_cast<const Memory*>(differences);
-  Memory* const before = reinterpret_cast<Memory*>(base);
-  for_each_in_order(
-      words, [&](uint64_t i) { return before[i]; },
-      [&](uint64_t i, uint32_t place) {
-        before[i] = static_cast<uint16_t>(before[i] + added[place]);
-      });
-}
+  struct Change {
+    uint64_t word;
+    uint16_t difference;
+  };
+
+  static constexpr uint32_t kClasses = 256;
+  static constexpr uint32_t kClassBits = 0x7f80;
+  // Words with counts of their own. Smaller: a word is found sooner in its block; larger: fewer
+  // blocks. A count must fit into 16 bits.
+  static constexpr uint64_t kBlock = 512;
+  static constexpr uint64_t kGroup = 64;  // words that are compared with a class together
+  // Looking for words one by one is faster below one change in this many words.
+  static constexpr uint64_t kSparse = 48;
+  static constexpr uint64_t kMostCounted = uint64_t{1} << 20;  // more counts leave the cache
+
+  uint32_t class_of(uint64_t word) const { return (base_[word] & kClassBits) >> 7; }
+
+  void add_to_all() {
+    for_each_in_order(
+        words_, [&](uint64_t i) { return base_[i]; },
+        [&](uint64_t i, uint32_t place) {
+          base_[i] = static_cast<uint16_t>(base_[i] + differences_[place]);
+        });
+    std::fill_n(differences_.begin(), words_, uint16_t{0});
+    counted_ = false;
+  }
+
+  // Counts the words of each class in each block. Four blocks take turns, as quarters do above.
+  void count() {
+    const uint64_t blocks = (words_ + kBlock - 1) / kBlock, quarter = words_ / kBlock / 4;
+    counts_.assign(blocks * kClasses, 0);
+    for (uint64_t block = 0; block < quarter; ++block) {
+      uint16_t* const counts = counts_.data() + block * kClasses;
+      for (uint64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
+        for (uint64_t k = 0; k < 4; ++k)
+          ++counts[k * quarter * kClasses + class_of(k * quarter * kBlock + i)];
+      }
+    }
+    for (uint64_t i = 4 * quarter * kBlock; i < words_; ++i)
+      ++counts_[i / kBlock * kClasses + class_of(i)];
+    totals_.assign(kClasses, 0);
+    for (uint64_t block = 0; block < blocks; ++block) {
+      for (uint32_t c = 0; c < kClasses; ++c) totals_[c] += counts_[block * kClasses + c];
+    }
+    counted_ = true;
+  }
+
+  // Finds the words of all differences that are not zero, and clears the differences.
+  void find_changes() {
+    changes_.clear();
+    uint64_t class_end = totals_[0], block = 0, block_end = counts_[0];
+    uint32_t c = 0;
+    // The first word of a group, its words of the class that are still to come, and the place of
+    // the first of these.
+    uint64_t at = 0, group = 0, next = 0;
+    bool is_new = true;  // `group` is not yet that of `at`
+    for (uint64_t place = 0; place < words_; ++place) {
+      if (place % kGroup == 0 && place + kGroup <= words_ && is_zero(place)) {
+        place += kGroup - 1;
+        continue;
+      }
+      if (differences_[place] == 0) continue;
+      while (place >= class_end) {
+        next = block_end = class_end;
+        class_end += totals_[++c];
+        block = at = 0;
+        block_end += counts_[c];
+        is_new = true;
+      }
+      while (place >= block_end) {
+        next = block_end;
+        at = ++block * kBlock;
+        block_end += counts_[block * kClasses + c];
+        is_new = true;
+      }
+      if (is_new) group = words_of(c, at);
+      is_new = false;
+      for (uint64_t count; next + (count = count_of(group)) <= place; next += count) {
+        at += kGroup;
+        group = words_of(c, at);
+      }
+      for (; next < place; ++next) group &= group - 1;
+      changes_.push_back({at + first_of(group), differences_[place]});
+      differences_[place] = 0;
+    }
+  }
+
+  // The classes are those of the base before all changes, so it is changed in the end.
+  void add_changes() {
+    for (const Change& change : changes_) {
+      uint16_t* const counts = counts_.data() + change.word / kBlock * kClasses;
+      const uint32_t before = class_of(change.word);
+      base_[change.word] = static_cast<uint16_t>(base_[change.word] + change.difference);
+      const uint32_t after = class_of(change.word);
+      --counts[before], --totals_[before];
+      ++counts[after], ++totals_[after];
+    }
+  }
+
+  bool is_zero(uint64_t place) const {
+    uint16_t any = 0;
+    for (uint64_t i = place; i < place + kGroup; ++i) any |= differences_[i];
+    return any == 0;
+  }
+
+  // Returns a bit for each of the words from `at` on that is in a class, for a group of words.
+  uint64_t words_of(uint32_t c, uint64_t at) const {
+    uint64_t bits = 0;
+#ifdef __SSE2__
+    if (at + kGroup <= words_) {
+      const __m128i mask = _mm_set1_epi16(kClassBits);
+      const __m128i wanted = _mm_set1_epi16(static_cast<int16_t>(c << 7));
+      const auto equal = [&](uint64_t i) {
+        const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(base_ + at + i));
+        return _mm_cmpeq_epi16(_mm_and_si128(words, mask), wanted);
+      };
+      for (uint64_t i = 0; i < kGroup; i += 16) {
+        const int both = _mm_movemask_epi8(_mm_packs_epi16(equal(i), equal(i + 8)));
+        bits |= static_cast<uint64_t>(static_cast<uint32_t>(both)) << i;
+      }
+      return bits;
+    }
+#endif
+    const uint64_t words = std::min(kGroup, words_ - at);
+    for (uint64_t i = 0; i < words; ++i) bits |= uint64_t{class_of(at + i) == c} << i;
+    return bits;
+  }
+
+  static uint64_t count_of(uint64_t bits) { return std::bitset<64>(bits).count(); }
+  // The number of the lowest bit. REQUIRES: there is one.
+  static uint64_t first_of(uint64_t bits) { return count_of((bits & -bits) - 1); }
+
+  Memory* base_ = nullptr;
+  uint64_t words_ = 0;
+  bool counted_ = false;
+  std::vector<uint16_t> differences_;  // in the order of the words; zeros between two calls
+  std::vector<uint16_t> counts_;       // of the words of each class, block by block
+  std::vector<uint32_t> totals_;       // of the words of each class in the chunk
+  std::vector<Change> changes_;
+};
 
 }  // namespace deltacheck
