@@ -521,8 +521,9 @@ class Engine:
             overlap: Return once the weights are restored. The state of the optimizers arrives
                 during the first forward and backward pass: ``into`` has the optimizers themselves
                 in the places of their state dicts, and their next step waits. Training begins
-                sooner, but damage may be found after it has begun. Not with ``process_group`` or
-                ``memory``. Default: return when all is restored.
+                sooner, but damage may be found after it has begun, and a training that keeps all
+                cores busy may end its first step later. Not with ``process_group`` or ``memory``.
+                Default: return when all is restored.
             leaves: Restore only these: leaf paths, subtrees (``"model"``) or patterns
                 (``"*/exp_avg"``; ``*`` also matches ``/``). Less to read; the next save goes on as
                 if nothing had been restored. Not with ``into``, ``optimizer``, ``overlap`` or
