@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.restore import deltas, fill, read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.files import native_files
-from deltacheck.store.files.background import carry_out
+from deltacheck.store.files.background import carried_out
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.root import open_root
 
@@ -104,17 +103,11 @@ def _phases(restore: Callable[[], object]) -> dict[str, float]:
         for name, (owner, function) in _PHASES.items():
             patch = mock.patch.object(owner, function, timed(name, getattr(owner, function)))
             patches.enter_context(patch)
-        patches.enter_context(mock.patch.object(native_files, "start", _carried_out))
+        patches.enter_context(mock.patch.object(native_files, "start", carried_out))
         start = time.process_time()
         restore()
         total = time.process_time() - start
     return seconds | {"other": total - sum(seconds.values()), "all": total, "streams": streams}
-
-
-def _carried_out(work: Callable[[], None]) -> Future[None]:
-    future: Future[None] = Future()
-    carry_out(future, work)
-    return future
 
 
 def _copy_seconds(size: int, is_new: bool) -> float:

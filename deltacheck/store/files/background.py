@@ -108,6 +108,13 @@ def carry_out(future: Future[None], work: Callable[[], None]) -> None:
         future.set_result(None)
 
 
+def carried_out(work: Callable[[], None]) -> Future[None]:
+    """Call ``work`` on the calling thread; return a future that is done."""
+    future: Future[None] = Future()
+    carry_out(future, work)
+    return future
+
+
 def _end(tasks: SimpleQueue[_Task | None]) -> None:
     # One mark is enough: the first thread that gets it passes it on.
     tasks.put(None)

@@ -19,7 +19,7 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.codec.extension import extension, required
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.files import chunk_files
-from deltacheck.store.files.background import Background, carry_out
+from deltacheck.store.files.background import Background, carried_out
 from deltacheck.store.files.chunk_files import Cells, Piece
 from deltacheck.store.files.storage import Place
 
@@ -176,9 +176,7 @@ def start(work: Callable[[], None]) -> Future[None]:
     except RuntimeError:
         # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished
         # then, some of them read back.
-        future: Future[None] = Future()
-        carry_out(future, work)
-        return future
+        return carried_out(work)
 
 
 @cache
