@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,15 @@ def killed(rank: int, size: int, port: int, folder: str) -> None:
 
     def write_data(*args: Any) -> Any:
         write(*args)
+        # A rank that is alive would report that it lost the other.
+        Path(folder, f"written-{rank}").touch()
+        while not all(Path(folder, f"written-{other}").exists() for other in range(size)):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
     DeltaStorageWriter.write_data = write_data  # type: ignore[method-assign]
-    run.train(STEPS)
+    run.train(6)
+    signal.pause()
 
 
 def resumed(rank: int, size: int, port: int, folder: str) -> dict[str, Any]:
