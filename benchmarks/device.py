@@ -157,7 +157,11 @@ def _state(
         base = values.view(dtype)
         moved = (values + torch.randn(count, generator=random, device=place) * 2e-7).view(dtype)
     changed = torch.rand(count, generator=random, device=place) < density
-    return torch.where(changed, moved, base).view(torch.uint8), base.clone().view(torch.uint8)
+    current, base = torch.where(changed, moved, base), base.clone()
+    if place == "cuda":
+        # ``windows.encode`` reads on a side stream, which only a capture orders after this work.
+        torch.cuda.synchronize()
+    return current.view(torch.uint8), base.view(torch.uint8)
 
 
 def _kernels(
