@@ -44,6 +44,8 @@ def launch(
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             assert results.empty(), results.get()[2]
+            alive = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+            assert not alive, f"ranks {alive} of {size} did not end within {seconds:g} s"
         while len(found) < size - len(lost):
             try:
                 rank, value, failure = results.get(timeout=max(0.1, deadline - time.monotonic()))
