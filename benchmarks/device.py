@@ -101,6 +101,7 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
                 width,
             )
             original = base.clone()
+            device.begin()
             # No group if nothing changed.
             groups = list(windows.encode(device, [job], size, lambda used: None, lambda: None))
             encoded = [group.encoded for group in groups]
@@ -157,11 +158,7 @@ def _state(
         base = values.view(dtype)
         moved = (values + torch.randn(count, generator=random, device=place) * 2e-7).view(dtype)
     changed = torch.rand(count, generator=random, device=place) < density
-    current, base = torch.where(changed, moved, base), base.clone()
-    if place == "cuda":
-        # ``windows.encode`` reads on a side stream, which only a capture orders after this work.
-        torch.cuda.synchronize()
-    return current.view(torch.uint8), base.view(torch.uint8)
+    return torch.where(changed, moved, base).view(torch.uint8), base.clone().view(torch.uint8)
 
 
 def _kernels(
