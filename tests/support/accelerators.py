@@ -24,6 +24,7 @@ class Emulated:
 
         self.native = native or _native_emulated
         self.free = 1 << 40
+        self.kept_bytes = 0
         self.begun = self.held = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
@@ -43,10 +44,16 @@ class Emulated:
     def mark(self) -> Any:
         return self
 
+    def mark_read(self) -> Any:
+        return self
+
     def synchronize(self) -> None:
         pass
 
     def free_bytes(self) -> int:
+        return self.free
+
+    def unreserved_bytes(self) -> int:
         return self.free
 
     def empty(self, size: int) -> torch.Tensor:
@@ -81,6 +88,9 @@ class Real(Cuda):
 
     def free_bytes(self) -> int:
         return min(self.free, super().free_bytes())
+
+    def unreserved_bytes(self) -> int:
+        return min(self.free, super().unreserved_bytes())
 
     def pinned(self, size: int) -> torch.Tensor:
         self.copied += size

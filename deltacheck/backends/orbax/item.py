@@ -20,6 +20,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
 from deltacheck.backends.orbax.capture.batch import planned
+from deltacheck.backends.orbax.capture.device_copies import DeviceCopies
 from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, holders, writer_of
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
 from deltacheck.backends.orbax.state import leaves, load, pieces
@@ -120,6 +121,7 @@ class Item:
         self._options = options
         self._is_eager = is_eager
         self._flatten = ArrayFlattener()
+        self._copies = DeviceCopies()
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._base: tuple[Restored, Manifest] | None = None
@@ -246,7 +248,7 @@ class Item:
         return self._last
 
     def _sources(self, plan: Plan) -> Sources:
-        sources = planned(plan.rest, self._is_eager)
+        sources = planned(plan.rest, self._is_eager, self._copies)
         if not plan.sources:
             return sources
         made = sources.make() if isinstance(sources, LaterSources) else sources
@@ -325,7 +327,9 @@ class Item:
                 handle = saver.save(
                     place.step,
                     assignment.tree,
-                    pieces.sources(flat, assignment.tiles, not self._is_eager),
+                    pieces.sources(
+                        flat, assignment.tiles, None if self._is_eager else self._copies.of
+                    ),
                     partial(attempt.commit, make),
                     metrics=notes.metrics,
                     agreed=replace(agreed, abandon=attempt.abandon),

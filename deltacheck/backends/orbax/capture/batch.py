@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import numpy_bytes, specs_of
+from deltacheck.backends.orbax.capture.device_copies import DeviceCopies
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.repeated import KnownArrays
 from deltacheck.codec.fingerprints import fingerprints
@@ -27,18 +28,20 @@ from deltacheck.save.job.source import (
 )
 
 
-def planned(flat: Flat, is_eager: bool) -> Sources:
+def planned(flat: Flat, is_eager: bool, copies: DeviceCopies) -> Sources:
     """Plan the reads of a state.
 
     Arrays that lie whole in host memory are read behind the training. JAX neither changes nor frees
     an array while it is viewed. But the program may write to the memory of an array that was made
     from a NumPy array without a copy, which its fingerprint shows. A view waits until the array is
     computed. So an array whose computation still runs is copied: the copy is enqueued behind the
-    computation, and no donation or deletion of the array affects it.
+    computation, and no donation or deletion of the array affects it. Arrays on accelerators are
+    copied there in the same way, if their memory permits.
 
     Args:
         flat: The state.
         is_eager: Read every leaf before ``save`` returns.
+        copies: Makes the copies on accelerators.
 
     Returns:
         The sources of all leaves by path, ascending. They are made behind the training loop unless
@@ -60,6 +63,11 @@ def planned(flat: Flat, is_eager: bool) -> Sources:
             unviewed[path] = LeafSource(specs[path], _Copy(array).take, True)
         elif (view := leaves.whole_view(array)) is not None:
             views[path] = view
+    if not is_eager:
+        unviewed |= {
+            path: LeafSource(specs[path], partial(itself, copy), True)
+            for path, copy in copies.of(flat.arrays).items()
+        }
     rest = [path for path in specs if path not in views and path not in unviewed]
     is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
     unviewed |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
@@ -93,7 +101,7 @@ class _Copy:
     """
 
     def __init__(self, array: jax.Array) -> None:
-        self._copy = leaves.enqueued_copy(array)
+        [self._copy] = leaves.enqueued_copies([array])
 
     def take(self) -> NDArray[np.uint8]:
         """Return the bytes of the array, uint8, 1-D. Waits for the computation."""

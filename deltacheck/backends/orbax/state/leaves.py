@@ -6,7 +6,7 @@ JAX's containers are converted to the trees of the core.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -206,10 +206,13 @@ def whole_view(value: jax.Array) -> NDArray[Any] | None:
     return None if flags.owndata or not flags.c_contiguous else array
 
 
-def enqueued_copy(value: jax.Array) -> jax.Array:
-    """Return a copy of an array, without a wait for its computation."""
-    copy: jax.Array = _copier(value.sharding)(value)
-    return copy
+def enqueued_copies(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return copies of arrays with the same sharding, without a wait for their computation.
+
+    The call is compiled once for each list of forms.
+    """
+    copies: list[jax.Array] = _copier(values[0].sharding)(list(values))
+    return copies
 
 
 def _whole(value: jax.Array) -> NDArray[Any]:
@@ -275,13 +278,13 @@ def on_devices(
 
 
 @lru_cache(64)  # a new function of jax.jit takes longer to call
-def _copier(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that copies an array of the processor into buffers of JAX."""
+def _copier(sharding: Sharding | None) -> Callable[[Any], Any]:
+    """Return a function that copies an array, or a list of arrays, into buffers of JAX."""
     if sharding is not None and sharding.memory_kind == "pinned_host":
         # JAX 0.8 compiles no copy of a sharded array into pinned memory. Into that memory, unlike
         # the default one, device_put with may_alias=False copies.
         return partial(jax.device_put, device=sharding, may_alias=False)
-    return jax.jit(jnp.copy, out_shardings=sharding)
+    return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=sharding)
 
 
 def _put(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -20,9 +20,12 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
-from deltacheck.save.job.source import LeafSource, host_content_check
+from deltacheck.save.job.source import LeafSource, host_content_check, itself
 from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
+
+# Returns copies of those of the values that lie on accelerators.
+Copied: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]"
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -102,16 +105,18 @@ def held_state(flat: Flat, metrics: Mapping[str, float]) -> HeldState:
 
 
 def sources(
-    flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], lazy: bool
+    flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], copied: Copied | None
 ) -> dict[str, LeafSource]:
     """Return the tiles that this process writes, as sources of leaves.
 
     Args:
         flat: The state of this process.
         own: Leaf path -> cuts of the leaf and numbers of this process's tiles.
-        lazy: Read a tile in the background if it is a whole shard in host memory.
+        copied: Read in the background what is a whole shard in host memory, and what this copies
+            on accelerators; ``None``: read all tiles before ``save`` returns.
     """
     result: dict[str, LeafSource] = {}
+    unviewed: dict[str, Any] = {}
     seed = secrets.randbits(62)
     tiles = own_tiles(flat, own, lambda path: pieces(flat.arrays[path], flat.leaves[path].shape))
     for path, tile in tiles:
@@ -119,13 +124,19 @@ def sources(
         # Without a piece the leaf has no elements, else this process would not write the tile.
         piece = tile.piece or Piece(tile.box, np.empty(spec.shape, spec.element.numpy))
         # A part of a shard is cut by JAX into a new array, so only a whole shard can be viewed.
-        view = leaves.view_of(piece.values) if lazy and piece.box == tile.box else None
+        is_whole = copied is not None and piece.box == tile.box
+        view = leaves.view_of(piece.values) if is_whole else None
         result[tile.name] = LeafSource(
             spec,
             partial(_cut, piece if view is None else Piece(tile.box, view), tile.box),
             view is not None,
             check_content=None if view is None else host_content_check(tile.name, view, seed),
         )
+        if copied is not None and view is None:
+            unviewed[tile.name] = _cut(piece, tile.box)
+    if copied is not None:
+        for name, copy in copied(unviewed).items():
+            result[name] = LeafSource(result[name].spec, partial(itself, copy), True)
     return dict(sorted(result.items()))
 
 

@@ -26,6 +26,8 @@ class Accelerator(Protocol):
     name: str
     # The device encoder, as deltacheck/_native_cuda.pyi describes it; None if there is none.
     native: Any
+    # The most bytes that copies ahead of the encoder took. torch keeps the memory for the next.
+    kept_bytes: int
 
     def begin(self) -> None:
         """Order later work on the side stream after the training's work until now.
@@ -46,11 +48,19 @@ class Accelerator(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Return an event after the work on the side stream so far. ``hold`` waits for it."""
+        """Return an event after the work on the side stream so far."""
+        ...
+
+    def mark_read(self) -> Event:
+        """Return the same after reads of the state: an event that ``hold`` waits for."""
         ...
 
     def free_bytes(self) -> int:
         """Return the device memory that torch could still allocate."""
+        ...
+
+    def unreserved_bytes(self) -> int:
+        """Return the device memory that nobody has reserved."""
         ...
 
     def empty(self, size: int) -> torch.Tensor:
@@ -68,37 +78,44 @@ class Cuda:
     def __init__(self, device: torch.device, native: Any) -> None:
         self.name = str(device)
         self.native = native
+        self.kept_bytes = 0
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.Event | None = None
+        self._last_read: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def hold(self) -> None:
         # One event is enough: the work of a stream completes in its order.
-        if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last)
+        if self._last_read is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last_read)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[int]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             yield self._side.cuda_stream
 
-    def mark(self) -> Event:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._side)
-        self._last = event
+        return event
+
+    def mark_read(self) -> torch.cuda.Event:
+        self._last_read = event = self.mark()
         return event
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
         # Blocks that torch's allocator has reserved but not handed out count as free.
         return (
-            free
+            self.unreserved_bytes()
             + torch.cuda.memory_reserved(self._device)
             - torch.cuda.memory_allocated(self._device)
         )
+
+    def unreserved_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -52,7 +52,7 @@ class TorchCodec:
                 out = device.empty(current.numel())
             out.copy_(current, non_blocking=True)
             # An event, so that the next optimizer step waits until the leaf was read.
-            device.mark()
+            device.mark_read()
         return out
 
     def host(self, base: Base) -> U8:

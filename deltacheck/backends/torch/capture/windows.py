@@ -1,6 +1,8 @@
 """Encode tensors on an accelerator in windows.
 
-Only changes and their digests are copied to the host.
+Only changes and their digests are copied to the host. The encoder reads copies on the device. While
+memory is free, the windows are copied ahead of the encoder, so that the training may go on before
+the changes have come to the host.
 """
 
 from __future__ import annotations
@@ -36,6 +38,14 @@ def device_bytes(window_bytes: int) -> int:
     return 3 * WINDOWS * window_bytes
 
 
+class _Copied(NamedTuple):
+    """A window whose content is copied on the device: the copy is enqueued."""
+
+    spans: list[GroupSpan]
+    table: NDArray[np.void]  # its chunks, which lie in ``memory``
+    memory: torch.Tensor
+
+
 class _Window(NamedTuple):
     """An enqueued call, with references to the memory that it uses until it is done."""
 
@@ -63,18 +73,36 @@ def encode(
         window_bytes: Bytes of a call. Larger: fewer calls; smaller: less device memory (see
             ``device_bytes``).
         make_room: Called with the bytes of each result before it is copied to the host.
-        all_read: Called after the last call was enqueued.
+        all_read: Called after the last copy was enqueued.
     """
-    windows = deque(_cut(jobs, window_bytes))
+    waiting = deque(_cut(jobs, window_bytes))
+    copied: deque[_Copied] = deque()
     running: deque[_Window] = deque()
-    while windows or running:
-        while windows and len(running) < WINDOWS:
-            spans, table = windows.popleft()
-            running.append(_enqueue(device, jobs, spans, table))
-            # The reads of the state are enqueued by now, and ``hold`` orders later writes of the
-            # training behind them.
-            if not windows:
+    # The training may need more memory than it has reserved until now.
+    room = (device.unreserved_bytes() + device.kept_bytes) // 2
+    while waiting or copied or running:
+        ahead = sum(window.memory.numel() for window in copied)
+        while waiting:
+            is_ahead = len(copied) + len(running) >= WINDOWS
+            if is_ahead and ahead + window_bytes > room:
+                break
+            try:
+                copied.append(_copy(device, jobs, *waiting[0]))
+            except torch.OutOfMemoryError:
+                if not is_ahead:
+                    raise
+                # Another process may have taken the memory.
+                room = 0
+                break
+            waiting.popleft()
+            ahead += copied[-1].memory.numel()
+            # ``hold`` orders later writes of the training behind the copies.
+            if not waiting:
                 all_read()
+        while copied and len(running) < WINDOWS:
+            ahead -= copied[0].memory.numel()
+            running.append(_enqueue(device, copied.popleft()))
+        device.kept_bytes = max(device.kept_bytes, ahead)
         yield _fetch(device, running.popleft(), make_room)
 
 
@@ -114,12 +142,12 @@ def _cut(
         yield spans, np.concatenate(tables)
 
 
-def _own_copies(
+def _copy(
     device: Accelerator,
     jobs: Sequence[GroupJob],
-    spans: Sequence[GroupSpan],
+    spans: list[GroupSpan],
     table: NDArray[np.void],
-) -> torch.Tensor:
+) -> _Copied:
     """Copy what a window reads, and let its table refer to the copies.
 
     The encoder reads a chunk several times. Without a copy, a write from another stream between two
@@ -135,33 +163,30 @@ def _own_copies(
         sources.append(job.current[low:high])
         starts.append(end)
         end += -(-(high - low) // _ALIGNED) * _ALIGNED
-    memory = device.empty(end)
-    copies = [
-        memory[start : start + source.numel()]
-        for start, source in zip(starts, sources, strict=True)
-    ]
-    # One call for all of them, because each launch costs more than a small leaf.
-    torch._foreach_copy_(copies, sources, non_blocking=True)
+    with device.aside():
+        memory = device.empty(end)
+        copies = [
+            memory[start : start + source.numel()]
+            for start, source in zip(starts, sources, strict=True)
+        ]
+        # One call for all of them, because each launch costs more than a small leaf.
+        torch._foreach_copy_(copies, sources, non_blocking=True)
+        device.mark_read()
     for span, source, copy in zip(spans, sources, copies, strict=True):
         rows = slice(row, row + span.chunks)
         offsets = table["current"][rows] - np.uint64(source.data_ptr())
         table["current"][rows] = np.uint64(copy.data_ptr()) + offsets
         row += span.chunks
-    return memory
+    return _Copied(spans, table, memory)
 
 
-def _enqueue(
-    device: Accelerator,
-    jobs: Sequence[GroupJob],
-    spans: list[GroupSpan],
-    table: NDArray[np.void],
-) -> _Window:
+def _enqueue(device: Accelerator, window: _Copied) -> _Window:
+    spans, table, copies = window
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())
     rows_at, digests_at, end = _places(chunks)
     host_table = device.pinned(table.nbytes)
     with device.aside() as stream:
-        copies = _own_copies(device, jobs, spans, table)
         host_table.numpy()[:] = table.view(np.uint8)
         workspace = device.empty(device.native.workspace_bytes(chunks, total))
         # Always large enough, because no chunk is stored in more than its own bytes.
