@@ -191,7 +191,7 @@ class Saver:
             self._handles.remove(handle)
             raise
         try:
-            job.capture(job.eager)
+            job.capture_eager()
             self._pipeline.start(job)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._pipeline.fail(job, error)

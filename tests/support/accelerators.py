@@ -23,8 +23,7 @@ class Emulated:
         from deltacheck import _native_emulated
 
         self.native = native or _native_emulated
-        self.free = 1 << 40
-        self.kept_bytes = 0
+        self.free = self.unreserved = 1 << 40
         self.begun = self.held = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
@@ -44,7 +43,7 @@ class Emulated:
     def mark(self) -> Any:
         return self
 
-    def mark_read(self) -> Any:
+    def mark_read(self, tensors: Any) -> Any:
         return self
 
     def synchronize(self) -> None:
@@ -54,7 +53,7 @@ class Emulated:
         return self.free
 
     def unreserved_bytes(self) -> int:
-        return self.free
+        return self.unreserved
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.full((size,), 0xA5, dtype=torch.uint8)
@@ -71,7 +70,7 @@ class Real(Cuda):
         from deltacheck import _native_cuda
 
         super().__init__(torch.device("cuda", 0), _native_cuda)
-        self.free = 1 << 40
+        self.free = self.unreserved = 1 << 40
         self.begun = self.held = 0
         self.copied = 0
 
@@ -90,7 +89,7 @@ class Real(Cuda):
         return min(self.free, super().free_bytes())
 
     def unreserved_bytes(self) -> int:
-        return min(self.free, super().unreserved_bytes())
+        return min(self.unreserved, super().unreserved_bytes())
 
     def pinned(self, size: int) -> torch.Tensor:
         self.copied += size

@@ -132,6 +132,12 @@ class SaveJob:
         """Bring the shadow to the present content of ``sources``, and empty them."""
         self._capture.capture(sources)
 
+    def capture_eager(self) -> None:
+        """Capture what must be read before ``save`` returns."""
+        self.capture(self.eager)
+        if all(source.is_own for source in self.lazy):
+            self.progress.mark_reads_enqueued()
+
     def _hasten(self) -> None:
         """Shorten the wait of the calling thread for the capture."""
         # The leaf at hand, too, must not wait for the disk.

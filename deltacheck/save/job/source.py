@@ -51,6 +51,8 @@ class LeafSource:
         whole: The leaf has no relation to earlier saves. True: it is encoded without a base, no
             copy of it is kept, and ``current`` must return host memory; false: it becomes a delta
             if a base exists.
+        is_own: The content of a lazy leaf is a copy that the backend made for this save. True:
+            training need not wait until it is read; false: it waits for ``captured``.
         is_view: True: ``current`` returns a view of host memory, in any order and on any thread, so
             that a training that waits may copy the leaf; false: only the encoder calls it.
     """
@@ -62,6 +64,7 @@ class LeafSource:
     whole: bool = False
     check_content: Callable[[Any], None] | None = None
     is_view: bool = False
+    is_own: bool = False
 
     def check(self, content: Any) -> None:
         """Raise ``SnapshotTorn`` if ``content``, a copy of what was read, is not that of the save.

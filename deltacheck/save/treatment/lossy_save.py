@@ -175,8 +175,13 @@ def read_together(
     It is read as early as the first of them must be read.
     """
     # If one of them were read later, training could change it between the two reads.
-    is_lazy = all(member.lazy for member in group)
-    return replace(source, current=current, lazy=is_lazy, is_view=False)
+    return replace(
+        source,
+        current=current,
+        lazy=all(member.lazy for member in group),
+        is_own=all(member.is_own for member in group),
+        is_view=False,
+    )
 
 
 def value_digest(spec: LeafSpec, values: Array) -> str:

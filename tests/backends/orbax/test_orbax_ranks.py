@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_process_whose_coordinator_is_gone_says_so_at_once() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_tiles_are_cut_from_the_shards_that_hold_them() -> None:
+def test_tiles_are_cut_from_the_shards_that_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.make_mesh((2, 2), ("x", "y"))
     values = np.arange(48, dtype=np.float32).reshape(8, 6)
     state = {
@@ -152,16 +153,27 @@ def test_tiles_are_cut_from_the_shards_that_hold_them() -> None:
         "keys%@1,0": data[1:2],
         "keys%@2,0": data[2:],
     }
-    for lazy in (False, True):
-        found = pieces.sources(flat, own, lazy)
+
+    def copied(values: Any) -> Any:
+        return {name: partial(np.copy, part) for name, part in values.items()}
+
+    for copier in (None, copied):
+        found = pieces.sources(flat, own, copier)
         assert list(found) == list(expected)
         for name, part in expected.items():
             assert found[name].spec.shape == part.shape
             assert leaves.bytes_of(found[name].current()).tobytes() == part.tobytes(), name
-            assert not found[name].lazy or lazy
-    whole = pieces.sources(flat, {"cut": (((0, 4, 8), (0, 3, 6)), [2])}, True)["cut%@4,0"]
+            assert not found[name].lazy or copier is not None
+    whole = pieces.sources(flat, {"cut": (((0, 4, 8), (0, 3, 6)), [2])}, copied)["cut%@4,0"]
     assert whole.lazy  # a shard, as it lies in host memory
     assert leaves.bytes_of(whole.current()).tobytes() == values[4:, :3].tobytes()
+    # The processor stands in for an accelerator.
+    monkeypatch.setattr(leaves, "is_on_accelerators", lambda value: isinstance(value, jax.Array))
+    monkeypatch.setattr(leaves, "is_viewable", lambda value: False)
+    found = pieces.sources(flat, own, copied)
+    assert {name for name in found if found[name].is_own} == expected.keys() - {"host"}
+    for name, part in expected.items():
+        assert leaves.bytes_of(found[name].current()).tobytes() == part.tobytes(), name
 
 
 @pytest.mark.parametrize("difference", ["", "option", "folder"])

@@ -65,8 +65,8 @@ def planned(flat: Flat, is_eager: bool, copies: DeviceCopies) -> Sources:
             views[path] = view
     if not is_eager:
         unviewed |= {
-            path: LeafSource(specs[path], partial(itself, copy), True)
-            for path, copy in copies.of(flat.arrays).items()
+            path: LeafSource(specs[path], current, lazy=True, is_own=True)
+            for path, current in copies.of(flat.arrays).items()
         }
     rest = [path for path in specs if path not in views and path not in unviewed]
     is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES

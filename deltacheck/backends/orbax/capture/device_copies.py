@@ -6,16 +6,17 @@ Then ``save`` need not wait until the arrays are computed and encoded, and they 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import prod
-from typing import TypeGuard
 
 import jax
 from jax.sharding import Sharding
 
-from deltacheck.backends.orbax.state.leaves import enqueued_copies
+from deltacheck.backends.orbax.state import leaves
+from deltacheck.save.job.source import itself
+from deltacheck.save.job.spare_memory import SpareMemory, while_claimed
 
 log = logging.getLogger("deltacheck")
 
@@ -28,49 +29,35 @@ class DeviceCopies:
     """
 
     def __init__(self) -> None:
-        # Of earlier saves, which may still read them.
-        self._copies: list[weakref.ref[jax.Array]] = []
-        # The most bytes of copies that existed at once: a device counts them as used since then.
-        self._kept: Counter[jax.Device] = Counter()
+        self._spare: SpareMemory[jax.Device] = SpareMemory(_unused_bytes)
 
-    def of(self, leaves: Mapping[str, object]) -> dict[str, jax.Array]:
+    def of(self, values: Mapping[str, object]) -> dict[str, Callable[[], jax.Array]]:
         """Enqueue copies of arrays, behind their computation and without a wait.
 
         Args:
-            leaves: Leaves by path. Those in the memory of accelerators are copied.
+            values: Leaves by path. Those in the memory of accelerators are copied.
 
         Returns:
-            The copies by path. Empty if they would take more than half of the memory that was
-            never in use on one of their devices: the training may need the other half, and the
-            shadows of a first save are as large.
+            Functions by path that return the copies, for ``LeafSource.current``. None if there is
+            not enough memory.
         """
-        arrays = {path: leaf for path, leaf in leaves.items() if _is_on_accelerators(leaf)}
-        if not arrays:
+        arrays = {path: value for path, value in values.items() if leaves.is_on_accelerators(value)}
+        claim = self._spare.claim(_bytes_by_device(arrays.values()))
+        if claim is None:
             return {}
-        earlier = [copy for ref in self._copies if (copy := ref()) is not None]
-        needed = _bytes_by_device([*arrays.values(), *earlier])
-        for device, size in needed.items():
-            unused = unused_bytes(device)
-            if unused is None or size > (unused + self._kept[device]) // 2:
-                return {}
         try:
             copies = _copied(arrays)
         except jax.errors.JaxRuntimeError as error:
+            # Another framework may have taken the memory.
             log.warning("arrays are read before save() returns: %s", str(error))
             return {}
-        self._copies = [weakref.ref(copy) for copy in (*earlier, *copies.values())]
-        self._kept |= needed
-        return copies
+        return {
+            path: partial(while_claimed, claim, partial(itself, copy))
+            for path, copy in copies.items()
+        }
 
 
-def _is_on_accelerators(value: object) -> TypeGuard[jax.Array]:
-    if not isinstance(value, jax.Array) or value.sharding.memory_kind not in (None, "device"):
-        return False
-    devices: Iterable[jax.Device] = value.sharding.device_set
-    return all(device.platform != "cpu" for device in devices)
-
-
-def unused_bytes(device: jax.Device) -> int | None:
+def _unused_bytes(device: jax.Device) -> int | None:
     """Return the memory of a device that was never in use; ``None`` if it does not say."""
     statistics = device.memory_stats() or {}
     limit, peak = statistics.get("bytes_limit"), statistics.get("peak_bytes_in_use")
@@ -94,5 +81,5 @@ def _copied(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         groups.setdefault(array.sharding, []).append(path)
     copies: dict[str, jax.Array] = {}
     for paths in groups.values():
-        copies |= zip(paths, enqueued_copies([arrays[path] for path in paths]), strict=True)
+        copies |= zip(paths, leaves.enqueued_copies([arrays[path] for path in paths]), strict=True)
     return copies

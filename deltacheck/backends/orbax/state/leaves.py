@@ -6,9 +6,9 @@ JAX's containers are converted to the trees of the core.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +190,14 @@ def is_viewable(value: object) -> bool:
         and value.is_fully_replicated
         and any(device.platform == "cpu" for device in value.devices())
     )
+
+
+def is_on_accelerators(value: object) -> TypeGuard[jax.Array]:
+    """Return true for a JAX array that lies in the memory of accelerators alone."""
+    if not isinstance(value, jax.Array) or value.sharding.memory_kind not in (None, "device"):
+        return False
+    devices: Iterable[jax.Device] = value.sharding.device_set
+    return all(device.platform != "cpu" for device in devices)
 
 
 def whole_view(value: jax.Array) -> NDArray[Any] | None:

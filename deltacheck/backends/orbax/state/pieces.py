@@ -20,12 +20,12 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
-from deltacheck.save.job.source import LeafSource, host_content_check, itself
+from deltacheck.save.job.source import LeafSource, host_content_check
 from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
 
-# Returns copies of those of the values that lie on accelerators.
-Copied: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, jax.Array]]"
+# Copies those of the values that lie on accelerators, and returns functions that return the copies.
+Copied: TypeAlias = "Callable[[Mapping[str, Any]], Mapping[str, Callable[[], jax.Array]]]"
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -132,11 +132,11 @@ def sources(
             view is not None,
             check_content=None if view is None else host_content_check(tile.name, view, seed),
         )
-        if copied is not None and view is None:
+        if copied is not None and leaves.is_on_accelerators(piece.values):
             unviewed[tile.name] = _cut(piece, tile.box)
     if copied is not None:
-        for name, copy in copied(unviewed).items():
-            result[name] = LeafSource(result[name].spec, partial(itself, copy), True)
+        for name, current in copied(unviewed).items():
+            result[name] = LeafSource(result[name].spec, current, lazy=True, is_own=True)
     return dict(sorted(result.items()))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.batch import Placements, in_place, planned
 from deltacheck.backends.torch.capture.device import Accelerator
+from deltacheck.backends.torch.capture.device_copies import copied, copy_bytes
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf import fingerprint
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import LaterSources, content_check, itself
+from deltacheck.save.job.spare_memory import SpareMemory, while_claimed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource
 
@@ -33,6 +36,18 @@ log = logging.getLogger("deltacheck")
 # Device shadows are chosen only if so much of the memory that they need is free, because training
 # must not run out of memory.
 _SPARE = 1.1
+
+
+class _Held(NamedTuple):
+    """A leaf on an accelerator, as it can be read later.
+
+    Without ``aliases``, ``content`` is a copy. The ``claim`` is that of its memory.
+    """
+
+    device: Accelerator
+    content: torch.Tensor  # uint8, 1-D
+    aliases: Sequence[torch.Tensor]
+    claim: object
 
 
 class Capture:
@@ -48,6 +63,7 @@ class Capture:
         # be copied from a device ahead of their turn.
         self._in_order = options.policy.is_exact
         self._placements = Placements()
+        self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes)
         self._on_device: dict[Accelerator, bool] = {}  # its shadows lie on it; decided once
 
     def later(self, flat: Flat, guarded: Guarded) -> LaterSources | None:
@@ -66,7 +82,8 @@ class Capture:
         """Return the sources of the leaves of a state.
 
         Leaves on an accelerator are read on its side stream. Unguarded leaves are copied there at
-        once, in stream order.
+        once, in stream order; all leaves are, if there is memory. The training then need not wait
+        until they are read, and no check of their content is needed.
 
         Args:
             flat: The state.
@@ -76,69 +93,113 @@ class Capture:
             The source of each leaf, by path, in the order in which they must be read.
         """
         specs = specs_of(flat)
-        devices = {
-            path: device
-            for path, value in flat.arrays.items()
-            if isinstance(value, torch.Tensor)
-            and (device := codec.accelerator_of(value)) is not None
-        }
-        for device in set(devices.values()):
-            # Decided once, because later the shadows themselves take up the memory.
-            if device not in self._on_device:
-                self._on_device[device] = self._decide(
-                    device, sum(specs[p].raw_bytes for p, d in devices.items() if d is device)
-                )
-        aliases = {path: guarded.watched(flat.arrays[path]) for path in specs}
-        tensors = {path: _held(flat.arrays[path], bool(aliases[path])) for path in devices}
+        on_devices = self._held(flat, specs, guarded)
         staged = {
-            path: (devices[path], tensors[path])
-            for path in specs
-            if path in devices and not self._on_device[devices[path]]
+            path: (held.device, held.content)
+            for path, held in on_devices.items()
+            if not self._on_device[held.device]
         }
         # Staging serves its leaves in one order only.
-        staged = staged if self._in_order else {}
         staging = Staging(
-            staged, self._options.cache_bytes(sum(specs[path].raw_bytes for path in specs))
+            staged if self._in_order else {},
+            self._options.cache_bytes(sum(spec.raw_bytes for spec in specs.values())),
         )
         sources = {}
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)
         for path, spec in specs.items():
-            value = flat.arrays[path]
-            device = devices.get(path)
-            if device is None:
+            value, held = flat.arrays[path], on_devices.get(path)
+            if held is None:
+                aliases = guarded.watched(value)
                 sources[path] = (
-                    LeafSource(spec, partial(leaves.bytes_of, value))
-                    if aliases[path] == []
-                    else in_place(spec, aliases[path], seed)
+                    in_place(spec, aliases, seed)
+                    if aliases
+                    else LeafSource(spec, partial(leaves.bytes_of, value))
                 )
                 continue
-            alias, *more_aliases = aliases[path] or (None,)
-            check = content = None
-            if alias is not None:
-                check = unchanged_check(path, alias, more_aliases)
-                content = _content_check(path, alias, seed, device)
-            if self._on_device[device]:
-                sources[path] = LeafSource(
-                    spec, partial(itself, tensors[path]), True, check, check_content=content
-                )
+            read: Callable[[], Any]
+            if path not in staged:
+                read = partial(itself, held.content)
             elif self._in_order:
+                read = partial(staging.take, path)
+            else:
+                read = partial(_to_host, held.device, held.content)
+            if held.aliases:
+                alias, *more_aliases = held.aliases
                 sources[path] = LeafSource(
-                    spec, partial(staging.take, path), True, check, check_content=content
+                    spec,
+                    read,
+                    lazy=True,
+                    recheck=unchanged_check(path, alias, more_aliases),
+                    check_content=_content_check(path, alias, seed, held.device),
                 )
             else:
                 sources[path] = LeafSource(
-                    spec,
-                    partial(_copied, device, tensors[path]),
-                    True,
-                    check,
-                    check_content=content,
+                    spec, partial(while_claimed, held.claim, read), lazy=True, is_own=True
                 )
-        # After the copies of ``_held``: they run on the training's stream, which the side stream
-        # follows.
-        for device in set(devices.values()):
+        # After the samples of the checks, which are copied in the order of the training's work.
+        for device in {held.device for held in on_devices.values()}:
             device.begin()
         return sources
+
+    def _held(
+        self, flat: Flat, specs: Mapping[str, LeafSpec], guarded: Guarded
+    ) -> dict[str, _Held]:
+        """Return the leaves on accelerators as they can be read later, by path."""
+        by_device: dict[Accelerator, dict[str, torch.Tensor]] = {}
+        for path in specs:
+            value = flat.arrays[path]
+            if isinstance(value, torch.Tensor):
+                device = codec.accelerator_of(value)
+                if device is not None:
+                    by_device.setdefault(device, {})[path] = value
+        contents = {
+            device: {path: leaves.flat_bytes(value) for path, value in values.items()}
+            for device, values in by_device.items()
+        }
+        for device, flat_values in contents.items():
+            # Decided once, because later the shadows themselves take up the memory.
+            if device not in self._on_device:
+                self._on_device[device] = self._decide(
+                    device, sum(content.numel() for content in flat_values.values())
+                )
+        claim = self._copied_as_a_whole(contents)
+        result: dict[str, _Held] = {}
+        for device, values in by_device.items():
+            content = contents[device]
+            aliases: dict[str, Sequence[torch.Tensor]] = dict.fromkeys(values, ())
+            if claim is None:
+                aliases = {path: guarded.watched(value) for path, value in values.items()}
+                _copy(device, content, [path for path in values if not aliases[path]])
+            for path in values:
+                result[path] = _Held(device, content[path], aliases[path], claim)
+        # In the order of the leaves, which is that of their reads.
+        return {path: result[path] for path in specs if path in result}
+
+    def _copied_as_a_whole(
+        self, contents: Mapping[Accelerator, dict[str, torch.Tensor]]
+    ) -> object | None:
+        """Put copies in the place of all contents if there is memory.
+
+        Args:
+            contents: The bytes of the leaves of each device by path; updated.
+
+        Returns:
+            The claim to the memory of the copies; ``None``: there is not enough.
+        """
+        claim = self._spare.claim(
+            {device: copy_bytes(content.values()) for device, content in contents.items()}
+        )
+        if claim is None:
+            return None
+        try:
+            for device, content in contents.items():
+                _copy(device, content, list(content))
+        except torch.OutOfMemoryError as error:
+            # Another process may have taken the memory.
+            log.warning("training waits until this save has read the state: %s", str(error))
+            return None
+        return claim
 
     def hold(self) -> None:
         """Make later work of the training wait, on the devices, until the state was read."""
@@ -164,14 +225,18 @@ class Capture:
         return False
 
 
-def _held(value: object, guarded: bool) -> torch.Tensor:
-    """Return a device leaf as it is now: itself if it is guarded, else a copy."""
-    assert isinstance(value, torch.Tensor)
-    flat = leaves.flat_bytes(value)
-    if guarded or flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
-        # ``flat_bytes`` has made a copy already if the tensor is not plain.
-        return flat
-    return flat.clone()
+def _copy(device: Accelerator, content: dict[str, torch.Tensor], paths: Sequence[str]) -> None:
+    """Put copies in the place of some contents, in the order of the training's work."""
+    if paths:
+        device.begin()
+        copies = copied(device, [content[path] for path in paths])
+        content.update(zip(paths, copies, strict=True))
+        # The training may write to these leaves as soon as ``save`` has returned.
+        device.hold()
+
+
+def _unreserved_bytes(device: Accelerator) -> int:
+    return device.unreserved_bytes()
 
 
 def _content_check(
@@ -192,5 +257,5 @@ def _on_host(device: Accelerator, sample: Any) -> NDArray[np.uint8]:
     return host
 
 
-def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
+def _to_host(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
     return Staging({"": (device, tensor)}, tensor.numel()).take("")

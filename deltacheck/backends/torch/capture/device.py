@@ -8,7 +8,7 @@ waits for it in ``hold``, on the device and never on the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,6 @@ class Accelerator(Protocol):
     name: str
     # The device encoder, as deltacheck/_native_cuda.pyi describes it; None if there is none.
     native: Any
-    # The most bytes that copies ahead of the encoder took. torch keeps the memory for the next.
-    kept_bytes: int
 
     def begin(self) -> None:
         """Order later work on the side stream after the training's work until now.
@@ -51,8 +49,11 @@ class Accelerator(Protocol):
         """Return an event after the work on the side stream so far."""
         ...
 
-    def mark_read(self) -> Event:
-        """Return the same after reads of the state: an event that ``hold`` waits for."""
+    def mark_read(self, tensors: Sequence[torch.Tensor]) -> Event:
+        """Return the same after reads of tensors, for which ``hold`` waits.
+
+        Their memory is not used again before, even if the training drops them.
+        """
         ...
 
     def free_bytes(self) -> int:
@@ -78,7 +79,6 @@ class Cuda:
     def __init__(self, device: torch.device, native: Any) -> None:
         self.name = str(device)
         self.native = native
-        self.kept_bytes = 0
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_read: torch.cuda.Event | None = None
@@ -101,7 +101,9 @@ class Cuda:
         event.record(self._side)
         return event
 
-    def mark_read(self) -> torch.cuda.Event:
+    def mark_read(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        for tensor in tensors:
+            tensor.record_stream(self._side)
         self._last_read = event = self.mark()
         return event
 

@@ -54,5 +54,5 @@ class Staging:
             host = device.pinned(tensor.numel())
             with device.aside():
                 host.copy_(tensor, non_blocking=True)
-                self._ahead.append((name, host, device.mark_read()))
+                self._ahead.append((name, host, device.mark_read([tensor])))
             size += tensor.numel()

@@ -51,8 +51,8 @@ class TorchCodec:
             ):
                 out = device.empty(current.numel())
             out.copy_(current, non_blocking=True)
-            # An event, so that the next optimizer step waits until the leaf was read.
-            device.mark_read()
+            # The next optimizer step waits until the leaf was read.
+            device.mark_read([current])
         return out
 
     def host(self, base: Base) -> U8:

@@ -1,8 +1,6 @@
 """Encode tensors on an accelerator in windows.
 
-Only changes and their digests are copied to the host. The encoder reads copies on the device. While
-memory is free, the windows are copied ahead of the encoder, so that the training may go on before
-the changes have come to the host.
+Only changes and their digests are copied to the host.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture.device import Accelerator, Event
+from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
 from deltacheck.codec import Encoded, EncodedGroup, GroupJob, GroupSpan, default_codec
 from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U64
 from deltacheck.leaf.digest import chunk_digests
@@ -26,8 +25,6 @@ INTERFACE = 1  # of the extension, see module_cuda.cc
 # Number of rows, 1 if the payload was too small, then the bytes of each stream.
 HEAD_ENTRIES = 2 + len(STREAMS)
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
-# Alignment in bytes of the parts of the results, the same as that of CUDA's allocations.
-_ALIGNED = 256
 
 
 def device_bytes(window_bytes: int) -> int:
@@ -38,14 +35,6 @@ def device_bytes(window_bytes: int) -> int:
     return 3 * WINDOWS * window_bytes
 
 
-class _Copied(NamedTuple):
-    """A window whose content is copied on the device: the copy is enqueued."""
-
-    spans: list[GroupSpan]
-    table: NDArray[np.void]  # its chunks, which lie in ``memory``
-    memory: torch.Tensor
-
-
 class _Window(NamedTuple):
     """An enqueued call, with references to the memory that it uses until it is done."""
 
@@ -54,7 +43,7 @@ class _Window(NamedTuple):
     results: torch.Tensor  # head, rows, digests, in host memory once `computed`
     payload: torch.Tensor
     computed: Event
-    kept: tuple[torch.Tensor, ...]
+    kept: tuple[object, ...]
 
 
 def encode(
@@ -73,36 +62,18 @@ def encode(
         window_bytes: Bytes of a call. Larger: fewer calls; smaller: less device memory (see
             ``device_bytes``).
         make_room: Called with the bytes of each result before it is copied to the host.
-        all_read: Called after the last copy was enqueued.
+        all_read: Called after the last call was enqueued.
     """
-    waiting = deque(_cut(jobs, window_bytes))
-    copied: deque[_Copied] = deque()
+    windows = deque(_cut(jobs, window_bytes))
     running: deque[_Window] = deque()
-    # The training may need more memory than it has reserved until now.
-    room = (device.unreserved_bytes() + device.kept_bytes) // 2
-    while waiting or copied or running:
-        ahead = sum(window.memory.numel() for window in copied)
-        while waiting:
-            is_ahead = len(copied) + len(running) >= WINDOWS
-            if is_ahead and ahead + window_bytes > room:
-                break
-            try:
-                copied.append(_copy(device, jobs, *waiting[0]))
-            except torch.OutOfMemoryError:
-                if not is_ahead:
-                    raise
-                # Another process may have taken the memory.
-                room = 0
-                break
-            waiting.popleft()
-            ahead += copied[-1].memory.numel()
-            # ``hold`` orders later writes of the training behind the copies.
-            if not waiting:
+    while windows or running:
+        while windows and len(running) < WINDOWS:
+            spans, table = windows.popleft()
+            running.append(_enqueue(device, jobs, spans, table))
+            # The reads of the state are enqueued by now, and ``hold`` orders later writes of the
+            # training behind them.
+            if not windows:
                 all_read()
-        while copied and len(running) < WINDOWS:
-            ahead -= copied[0].memory.numel()
-            running.append(_enqueue(device, copied.popleft()))
-        device.kept_bytes = max(device.kept_bytes, ahead)
         yield _fetch(device, running.popleft(), make_room)
 
 
@@ -142,18 +113,18 @@ def _cut(
         yield spans, np.concatenate(tables)
 
 
-def _copy(
+def _own_copies(
     device: Accelerator,
     jobs: Sequence[GroupJob],
-    spans: list[GroupSpan],
+    spans: Sequence[GroupSpan],
     table: NDArray[np.void],
-) -> _Copied:
+) -> list[torch.Tensor]:
     """Copy what a window reads, and let its table refer to the copies.
 
     The encoder reads a chunk several times. Without a copy, a write from another stream between two
     of these reads would make a chunk that does not decode to its digest.
     """
-    sources, starts, end, row = [], [], 0, 0
+    sources, row = [], 0
     for span in spans:
         job = jobs[span.job]
         low, high = (
@@ -161,32 +132,27 @@ def _copy(
             for chunk in (span.first_chunk, span.first_chunk + span.chunks)
         )
         sources.append(job.current[low:high])
-        starts.append(end)
-        end += -(-(high - low) // _ALIGNED) * _ALIGNED
-    with device.aside():
-        memory = device.empty(end)
-        copies = [
-            memory[start : start + source.numel()]
-            for start, source in zip(starts, sources, strict=True)
-        ]
-        # One call for all of them, because each launch costs more than a small leaf.
-        torch._foreach_copy_(copies, sources, non_blocking=True)
-        device.mark_read()
+    copies = copied(device, sources)
     for span, source, copy in zip(spans, sources, copies, strict=True):
         rows = slice(row, row + span.chunks)
         offsets = table["current"][rows] - np.uint64(source.data_ptr())
         table["current"][rows] = np.uint64(copy.data_ptr()) + offsets
         row += span.chunks
-    return _Copied(spans, table, memory)
+    return copies
 
 
-def _enqueue(device: Accelerator, window: _Copied) -> _Window:
-    spans, table, copies = window
+def _enqueue(
+    device: Accelerator,
+    jobs: Sequence[GroupJob],
+    spans: list[GroupSpan],
+    table: NDArray[np.void],
+) -> _Window:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())
     rows_at, digests_at, end = _places(chunks)
     host_table = device.pinned(table.nbytes)
     with device.aside() as stream:
+        copies = _own_copies(device, jobs, spans, table)
         host_table.numpy()[:] = table.view(np.uint8)
         workspace = device.empty(device.native.workspace_bytes(chunks, total))
         # Always large enough, because no chunk is stored in more than its own bytes.
@@ -246,8 +212,8 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
 
 def _places(chunks: int) -> tuple[int, int, int]:
     """Return the offsets of rows and digests in the results of a call, and their end."""
-    rows_at = -(-HEAD_ENTRIES * 8 // _ALIGNED) * _ALIGNED
-    digests_at = rows_at + -(-chunks * ROW_WIDTH * 4 // _ALIGNED) * _ALIGNED
+    rows_at = -(-HEAD_ENTRIES * 8 // ALIGNED) * ALIGNED
+    digests_at = rows_at + -(-chunks * ROW_WIDTH * 4 // ALIGNED) * ALIGNED
     return rows_at, digests_at, digests_at + chunks * 16
 
 

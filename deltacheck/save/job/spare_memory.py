@@ -1,0 +1,69 @@
+"""Memory of devices for copies of a state that a save can do without.
+
+With a copy in the memory of its device, the training need not wait until the state is encoded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+Device = TypeVar("Device")
+Content = TypeVar("Content")
+
+
+class Claim(Generic[Device]):
+    """Device memory of one save. It ends when nothing refers to it any more."""
+
+    def __init__(self, size: Counter[Device]) -> None:
+        self.size = size
+
+
+class SpareMemory(Generic[Device]):
+    """The memory of the copies of all saves of one saver.
+
+    Args:
+        unused_bytes: Return the bytes of a device that nobody has taken yet; ``None``: unknown.
+    """
+
+    def __init__(self, unused_bytes: Callable[[Device], int | None]) -> None:
+        self._unused_bytes = unused_bytes
+        self._claims: weakref.WeakSet[Claim[Device]] = weakref.WeakSet()
+        # The most bytes that were claimed at once. Frameworks keep memory, so that it counts as
+        # taken since then.
+        self._kept: Counter[Device] = Counter()
+        self._known: set[Device] = set()
+
+    def claim(self, size: Mapping[Device, int]) -> Claim[Device] | None:
+        """Claim memory, on all devices or on none.
+
+        Args:
+            size: The bytes of the copies on each device.
+
+        Returns:
+            The claim, which whoever uses the copies must refer to. ``None`` if they would take more
+            than half of what is left of a device, because the training may need the rest; and for
+            the first save on a device, because its shadows do not exist yet.
+        """
+        is_first = not self._known.issuperset(size)
+        self._known |= size.keys()
+        total = Counter(size)
+        for claim in self._claims:
+            total += claim.size
+        if is_first or any(total[device] > self._room(device) for device in size):
+            return None
+        self._kept |= total
+        claimed = Claim(Counter(size))
+        self._claims.add(claimed)
+        return claimed
+
+    def _room(self, device: Device) -> int:
+        unused = self._unused_bytes(device)
+        return 0 if unused is None else (unused + self._kept[device]) // 2
+
+
+def while_claimed(claim: object, read: Callable[[], Content]) -> Content:
+    """Return what ``read`` returns. The claim lasts as long as anything refers to the call."""
+    return read()
