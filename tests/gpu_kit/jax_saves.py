@@ -16,7 +16,7 @@ from tests.gpu_kit.steps import Context, Step
 from tests.gpu_kit.torch_saves import measure, summarize
 
 _ORBAX = "Orbax CheckpointManager async"
-_SIZE = Size(1024, 11, 8, 1e-3, 8, 4)
+_SIZE = Size(1024, 11, 8, 1e-3, 8, 200)
 _SAVES = 5
 
 

@@ -19,11 +19,12 @@ from tests.gpu_kit.steps import Context, Skipped, Step
 
 BLOCKING_AT_MOST = 0.0005  # of torch.save
 _WAYS = ("torch.save", "torch DCP async_save", "torch_checkpointing", EXACT, POST_TRAINING)
-# By decimal gigabytes of state: 14 bytes for each parameter.
+# By decimal gigabytes of state: 14 bytes for each parameter. A save every few seconds, so that most
+# ways have ended before the next.
 _SIZES = {
-    2: Size(1024, 11, 8, 1e-3, 8, 4),
-    8: Size(2048, 11, 6, 5e-4, 6, 4),
-    16: Size(2048, 22, 6, 5e-4, 6, 4),
+    2: Size(1024, 11, 8, 1e-3, 8, 64),
+    8: Size(2048, 11, 6, 5e-4, 6, 64),
+    16: Size(2048, 22, 6, 5e-4, 6, 64),
 }
 
 

@@ -23,6 +23,7 @@ from deltacheck.backends.orbax.group.coordination import StoreChannel
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import tree
+from deltacheck.save.job.source import itself
 from deltacheck.save.ranks.channel import consult
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
@@ -155,7 +156,7 @@ def test_tiles_are_cut_from_the_shards_that_hold_them(monkeypatch: pytest.Monkey
     }
 
     def copied(values: Any) -> Any:
-        return {name: partial(np.copy, part) for name, part in values.items()}
+        return {name: partial(itself, part) for name, part in values.items()}
 
     for copier in (None, copied):
         found = pieces.sources(flat, own, copier)
