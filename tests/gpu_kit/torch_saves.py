@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -76,8 +78,8 @@ def measure(
     from benchmarks.race import measure_run
     from benchmarks.ways import Run
 
-    folder = context.folder / "way"
-    folder.mkdir()
+    # A new one each time: torch_checkpointing may still write to its own after it was closed.
+    folder = Path(tempfile.mkdtemp(prefix="way-", dir=context.folder))
     try:
         run = Run(framework, recipe_of(state, size, context.device))
         profile, _ = settle(run, size)
@@ -98,7 +100,7 @@ def measure(
             import torch
 
             torch.cuda.empty_cache()
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def summarize(title: str, peer: str, measured: Mapping[str, Mapping[str, Any]]) -> Result:

@@ -25,7 +25,12 @@ from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.leaf import fingerprint
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.job.source import LaterSources, content_check, itself
+from deltacheck.save.job.source import (
+    MOST_COPIED_BYTES,
+    LaterSources,
+    content_check,
+    itself,
+)
 from deltacheck.save.job.spare_memory import SpareMemory, while_claimed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource
@@ -104,19 +109,17 @@ class Capture:
             staged if self._in_order else {},
             self._options.cache_bytes(sum(spec.raw_bytes for spec in specs.values())),
         )
-        sources = {}
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)
-        for path, spec in specs.items():
-            value, held = flat.arrays[path], on_devices.get(path)
-            if held is None:
-                aliases = guarded.watched(value)
-                sources[path] = (
-                    in_place(spec, aliases, seed)
-                    if aliases
-                    else LeafSource(spec, partial(leaves.bytes_of, value))
-                )
-                continue
+        sources = self._on_host(
+            {path: spec for path, spec in specs.items() if path not in on_devices},
+            flat,
+            guarded,
+            seed,
+            is_copied=bool(on_devices),
+        )
+        for path, held in on_devices.items():
+            spec = specs[path]
             read: Callable[[], Any]
             if path not in staged:
                 read = partial(itself, held.content)
@@ -140,6 +143,33 @@ class Capture:
         # After the samples of the checks, which are copied in the order of the training's work.
         for device in {held.device for held in on_devices.values()}:
             device.begin()
+        return {path: sources[path] for path in specs}
+
+    def _on_host(
+        self,
+        specs: Mapping[str, LeafSpec],
+        flat: Flat,
+        guarded: Guarded,
+        seed: int,
+        *,
+        is_copied: bool,
+    ) -> dict[str, LeafSource]:
+        """Return the sources of the leaves in host memory.
+
+        ``is_copied``: copy them if they are few, so that the training need not wait for them: a
+        step counter of an optimizer lies on the host, and its moments on a device.
+        """
+        is_copied &= sum(spec.raw_bytes for spec in specs.values()) <= MOST_COPIED_BYTES
+        sources = {}
+        for path, spec in specs.items():
+            value = flat.arrays[path]
+            if is_copied:
+                content = leaves.bytes_of(value).copy()
+                sources[path] = LeafSource(spec, partial(itself, content), lazy=True, is_own=True)
+            elif aliases := guarded.watched(value):
+                sources[path] = in_place(spec, aliases, seed)
+            else:
+                sources[path] = LeafSource(spec, partial(leaves.bytes_of, value))
         return sources
 
     def _held(
