@@ -41,7 +41,8 @@ class Progress:
         self.while_awaited: Callable[[], None] | None = None
         # Nobody has been told of the error yet. The saver raises it again at its next call.
         self.has_unseen_error = False
-        self._reads_enqueued = False
+        # Every read of the state is done or enqueued on its device; or only copies are read.
+        self.reads_enqueued = False
         self._pulse = pulse or Pulse(math.inf)
         self._pulse.beat()
         self._owner = os.getpid()
@@ -116,10 +117,12 @@ class Progress:
         begin = time.perf_counter()
         shorten = self.while_awaited
         try:
+            if or_enqueued and self.reads_enqueued:
+                return
             if state == "captured" and shorten is not None:
                 shorten()
             self.wait_until(
-                lambda: self.has_reached(state) or (or_enqueued and self._reads_enqueued), None
+                lambda: self.has_reached(state) or (or_enqueued and self.reads_enqueued), None
             )
         finally:
             self.blocking_seconds += time.perf_counter() - begin
@@ -182,9 +185,9 @@ class Progress:
         self.error, self.has_unseen_error = error, True
 
     def mark_reads_enqueued(self) -> None:
-        """Record that every read of the state is enqueued on its device."""
+        """Record that training need not wait on the host: see ``reads_enqueued``."""
         with self._changed:
-            self._reads_enqueued = True
+            self.reads_enqueued = True
             self._changed.notify_all()
 
     def beat(self) -> None:

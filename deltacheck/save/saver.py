@@ -203,6 +203,8 @@ class Saver:
     def _start_later(self, request: SaveRequest, sources: LaterSources, handle: SaveHandle) -> None:
         """Leave a save to the threads, its plan included."""
         self._planned.clear()
+        if sources.is_own:
+            progress_of(handle).mark_reads_enqueued()
         try:
             self._pipeline.start_later(
                 partial(self._plan_later, request, sources, handle), progress_of(handle)
@@ -401,7 +403,7 @@ class Saver:
         if not self.is_ours():  # a forked child trains on a copy that no save reads
             return
         pending = self.pending()
-        if pending and not self._planned.is_set():
+        if pending and not self._planned.is_set() and not progress_of(pending[-1]).reads_enqueued:
             begin = time.perf_counter()
             # The wait for a save that is planned can be shortened (``Progress.while_awaited``).
             self._planned.wait(self.options.io_timeout_seconds)

@@ -28,7 +28,7 @@ from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import History
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.job.source import Sources, specs_of_sources
+from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
@@ -313,14 +313,16 @@ class Engine:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
             tensors = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
             guarded = Guarded() if self._is_eager else self._guard.guarded(tensors)
-            sources: Sources | None = None
-            # Ranks that save together, and a gradient log, need the chains of this save at once.
-            if is_whole and attempt.agreed is None and not self._is_eager:
-                sources = self._capture.later(attempt.flat, guarded)
-            if sources is None:
-                made = self._capture.sources(attempt.flat, guarded) | dict(extra_sources or {})
+            sources = self._capture.sources(
+                attempt.flat,
+                guarded,
+                # Ranks that save together, and a gradient log, need the chains of this save at
+                # once.
+                may_be_later=is_whole and attempt.agreed is None and not self._is_eager,
+            )
+            if extra_sources and not isinstance(sources, LaterSources):
                 # Sorted, so that the order in the files does not depend on the origin of a leaf.
-                sources = {path: made[path] for path in sorted(made)}
+                sources = dict(sorted({**sources, **extra_sources}.items()))
             if not self._session.make_room(step, specs_of_sources(sources)):
                 return skipped(step)
             if self._base is not None:

@@ -87,10 +87,12 @@ class LaterSources:
     Args:
         specs: The leaves by path.
         make: Return their sources by path, in the order of ``specs``.
+        is_own: As in ``LeafSource``, of all of them.
     """
 
     specs: Mapping[str, LeafSpec]
     make: Callable[[], Mapping[str, LeafSource]]
+    is_own: bool = False
 
 
 Sources: TypeAlias = Mapping[str, LeafSource] | LaterSources

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import deltacheck
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.capture import capture
+from deltacheck.backends.torch.capture import device_leaves
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
 from deltacheck.backends.torch.capture.staging import Staging
@@ -53,13 +53,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the copies that saves make on the device."""
     sizes: list[int] = []
-    copied = capture.copied
+    copied = device_leaves.copied
 
     def counted(device: Device, sources: Any) -> Any:
         sizes.extend(source.numel() for source in sources)
         return copied(device, sources)
 
-    monkeypatch.setattr(capture, "copied", counted)
+    monkeypatch.setattr(device_leaves, "copied", counted)
     return sizes
 
 
@@ -365,17 +365,17 @@ def test_memory_that_was_free_and_is_not_any_more_is_done_without(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     weight = torch.nn.Parameter(device.place(torch.ones(256, 1024)))
-    copied = capture.copied
+    copied = device_leaves.copied
 
     def full(*rest: Any) -> Any:
-        monkeypatch.setattr(capture, "copied", copied)
+        monkeypatch.setattr(device_leaves, "copied", copied)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     optimizer = torch.optim.SGD([weight])
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         engine.save(0, {"w": weight}).result(60)
-        monkeypatch.setattr(capture, "copied", full)
+        monkeypatch.setattr(device_leaves, "copied", full)
         engine.save(1, {"w": weight}).result(60)
         assert_same({"w": weight.detach().cpu()}, engine.restore(1))
     assert "out of memory" in caplog.text
