@@ -41,7 +41,7 @@ def test_a_root_that_tensorstore_cannot_write_is_an_error_of_the_storage(
 def test_a_capture_without_memory_is_a_failed_save_and_the_next_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 EB")
 
     with Engine(tmp_path) as engine:
@@ -65,7 +65,7 @@ NO_DEVICE_MEMORY = {
 def test_a_capture_without_device_memory_is_a_failed_save_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise error
 
     with Engine(tmp_path, capture="eager") as engine:
@@ -84,7 +84,7 @@ def test_a_capture_without_device_memory_is_a_failed_save_with_a_remedy(
 def test_a_capture_without_device_memory_is_left_to_the_log_if_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise NO_DEVICE_MEMORY["torch"]
 
     with Engine(tmp_path, capture="eager", on_error="log", max_failures=2) as engine:
