@@ -76,10 +76,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             step exists, so it commits later. ``"receipt"``: the whole step is read back after the
             commit, and the next call raises a failure. Both read about as much as a restore and
             hash the state at the capture.
-        capture: The reading of arrays in host memory; others are read at once. ``"auto"``: behind
-            the training. XLA then copies a donated array that is not yet read, and a write to
-            memory that it shares with NumPy fails the save. ``"eager"``: before ``save`` returns,
-            which blocks longer. Neither can happen.
+        capture: The reading of the arrays. ``"auto"``: behind the training. Those on accelerators
+            are copied there first if there is memory, and read before ``save`` returns if not. Of
+            those in host memory, XLA copies a donated array that is not yet read, and a write to
+            memory that one shares with NumPy fails the save. ``"eager"``: before ``save`` returns,
+            which blocks longer. Nothing is copied, and no write can fail the save.
         redate_after_seconds: The age after which files of the root get the present time, so that a
             purge by age leaves them. Default: never.
         on_error: The effect of a failed save on ``manager()``, which describes it. Orbax raises the

@@ -90,8 +90,9 @@ def manager(  # noqa: PLR0913 - one argument per option
             process. Nothing is synced, and a power cut may take the last steps.
         verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
             then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
-        capture: ``"auto"``: arrays in host memory are read behind the training, so that ``save``
-            returns sooner but donations copy; ``"eager"``: before ``save`` returns.
+        capture: ``"auto"``: arrays are read behind the training, so that ``save`` returns sooner.
+            In host memory donations then copy, and on accelerators the arrays are copied if there
+            is memory; ``"eager"``: before ``save`` returns.
         on_error: The effect of a failed save. ``"raise"``: the next ``save``,
             ``wait_until_finished`` or ``close`` raises it, so that no loss goes unseen. ``"log"``:
             the run goes on without this step. The failure is logged and counted in the next

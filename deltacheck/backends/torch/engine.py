@@ -392,9 +392,10 @@ class Engine:
         """Let saves read the tensors of an optimizer or a module behind the training loop.
 
         Of a module, these are the parameters that need no gradient and that no torch operation has
-        written to since the last save. Saves then return sooner and do not copy frozen weights on a
-        GPU. In return, a write to them must wait for the capture (``before_update``). The section
-        "When is the state read?" of ``docs/how-to/pytorch.md`` says what happens if it does not.
+        written to since the last save. Saves then return sooner, and do not copy frozen weights on
+        a GPU without spare memory. In return, a write to them must wait for the capture
+        (``before_update``). The section "When is the state read?" of ``docs/how-to/pytorch.md``
+        says what happens if it does not.
 
         Args:
             owner: An optimizer before its first step, or a module. The engine does not keep it
