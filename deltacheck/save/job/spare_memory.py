@@ -49,9 +49,7 @@ class SpareMemory(Generic[Device]):
         """
         is_first = not self._known.issuperset(size)
         self._known |= size.keys()
-        total = Counter(size)
-        for claim in self._claims:
-            total += claim.size
+        total = sum((earlier.size for earlier in self._claims), Counter(size))
         if is_first or any(total[device] > self._room(device) for device in size):
             return None
         self._kept |= total
