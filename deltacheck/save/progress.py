@@ -41,8 +41,10 @@ class Progress:
         self.while_awaited: Callable[[], None] | None = None
         # Nobody has been told of the error yet. The saver raises it again at its next call.
         self.has_unseen_error = False
-        # Every read of the state is done or enqueued on its device; or only copies are read.
+        # Every read of the state is done or enqueued on its device.
         self.reads_enqueued = False
+        # The save reads nothing but copies of its own.
+        self.is_own = False
         self._pulse = pulse or Pulse(math.inf)
         self._pulse.beat()
         self._owner = os.getpid()
@@ -185,10 +187,15 @@ class Progress:
         self.error, self.has_unseen_error = error, True
 
     def mark_reads_enqueued(self) -> None:
-        """Record that training need not wait on the host: see ``reads_enqueued``."""
+        """Record that every read of the state is enqueued on its device."""
         with self._changed:
             self.reads_enqueued = True
             self._changed.notify_all()
+
+    def mark_own(self) -> None:
+        """Record that the save reads nothing but copies of its own: nothing waits for it."""
+        self.is_own = True
+        self.mark_reads_enqueued()
 
     def beat(self) -> None:
         """Record that the save is making progress, for those who wait without a timeout."""

@@ -204,7 +204,7 @@ class Saver:
         """Leave a save to the threads, its plan included."""
         self._planned.clear()
         if sources.is_own:
-            progress_of(handle).mark_reads_enqueued()
+            progress_of(handle).mark_own()
         try:
             self._pipeline.start_later(
                 partial(self._plan_later, request, sources, handle), progress_of(handle)
@@ -394,14 +394,17 @@ class Saver:
         for handle in self.pending():
             self._block_until(handle, "committed")
 
-    def settle_reads(self) -> None:
+    def settle_reads(self) -> bool:
         """Block the training thread until every save under way has read the state.
 
-        On a device it is enough that the reads are enqueued: the caller then enqueues its writes
-        behind them. The time counts as blocking time.
+        On a device it is enough that the reads are enqueued. The time counts as blocking time.
+
+        Returns:
+            True: the caller must enqueue its writes behind the reads of the devices; false: the
+            saves read copies of their own.
         """
         if not self.is_ours():  # a forked child trains on a copy that no save reads
-            return
+            return False
         pending = self.pending()
         if pending and not self._planned.is_set() and not progress_of(pending[-1]).reads_enqueued:
             begin = time.perf_counter()
@@ -410,6 +413,7 @@ class Saver:
             progress_of(pending[-1]).add_blocking(time.perf_counter() - begin)
         for handle in pending:
             self._block_until(handle, "captured", or_enqueued=True)
+        return not all(progress_of(handle).is_own for handle in pending)
 
     def _block_until(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:
         """Block the training thread for a save; give the save up if it makes no progress."""

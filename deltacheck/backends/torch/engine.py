@@ -371,10 +371,9 @@ class Engine:
             self._arrival = None
 
     def _settle_reads(self) -> None:
-        self._saver.settle_reads()
-        # On a device the saver waits only until the reads are enqueued. The training's stream must
-        # then wait for them, which does not block the host.
-        self._capture.hold()
+        if self._saver.settle_reads():
+            # The training's stream waits for the reads, which does not block the host.
+            self._capture.hold()
         self._guard.announced()
 
     @contextlib.contextmanager

@@ -136,7 +136,7 @@ class SaveJob:
         """Capture what must be read before ``save`` returns."""
         self.capture(self.eager)
         if all(source.is_own for source in self.lazy):
-            self.progress.mark_reads_enqueued()
+            self.progress.mark_own()
 
     def _hasten(self) -> None:
         """Shorten the wait of the calling thread for the capture."""

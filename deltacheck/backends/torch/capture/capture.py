@@ -99,7 +99,7 @@ class Capture:
         wait for the step counter of an optimizer, which lies on the host, until all is encoded.
         """
         paths = [path for path in specs if path not in held]
-        is_copied = held and sum(specs[path].raw_bytes for path in paths) <= MOST_COPIED_BYTES
+        is_copied = bool(held) and sum(specs[path].raw_bytes for path in paths) <= MOST_COPIED_BYTES
         seed = secrets.randbits(62)
         sources = {}
         for path in paths:
