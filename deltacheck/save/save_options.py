@@ -35,6 +35,9 @@ class SaveOptions:
             a slow storage blocks training later; smaller: less memory. ``None``: half of the state,
             at least 64 MiB and at most 8 GiB. Copies that shorten a wait of training may take as
             much again.
+        device_cache_bytes: The most memory on each device for a copy of the state, which lets
+            training go on at once. Larger: training does not wait for larger states; smaller: more
+            memory for training. ``None``: half of what nobody has reserved; 0: no copy.
         max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
             less work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the
@@ -82,6 +85,7 @@ class SaveOptions:
 
     policy: Policy = field(default_factory=Policy.exact)
     host_cache_bytes: int | None = None
+    device_cache_bytes: int | None = None
     max_pending: int = 1
     on_busy: str = "wait"
     shadow: str = "auto"
@@ -110,6 +114,10 @@ class SaveOptions:
             raise ValueError(f"max_pending must be at least 1, not {self.max_pending}")
         if self.host_cache_bytes is not None and self.host_cache_bytes < 1:
             raise ValueError(f"host_cache_bytes must be at least 1, not {self.host_cache_bytes}")
+        if self.device_cache_bytes is not None and self.device_cache_bytes < 0:
+            raise ValueError(
+                f"device_cache_bytes must be at least 0, not {self.device_cache_bytes}"
+            )
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.on_error not in ON_ERROR:

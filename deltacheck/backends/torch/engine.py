@@ -59,6 +59,9 @@ class Engine:
             least 64 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of what
             is not encoded yet may take as much again. The engine also holds one *shadow*, a copy of
             the state to compare with.
+        device_cache_bytes: The most memory on each device for a copy of the state. With a copy the
+            training waits for nothing. Larger: for larger states; smaller: more memory for the
+            training. Default: half of what nobody has reserved. 0: no copy.
         max_pending: The most saves under way. Larger: more overlap with a slow disk; smaller: less
             work is lost when a save fails.
         on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so
@@ -156,6 +159,7 @@ class Engine:
         *,
         policy: Policy | None = None,
         host_cache_bytes: int | None = None,
+        device_cache_bytes: int | None = None,
         max_pending: int = 1,
         on_busy: str = "wait",
         capture: str = "auto",
@@ -199,6 +203,7 @@ class Engine:
         options = SaveOptions(
             policy=policy or Policy.exact(),
             host_cache_bytes=host_cache_bytes,
+            device_cache_bytes=device_cache_bytes,
             max_pending=max_pending,
             on_busy=on_busy,
             shadow=shadow,

@@ -26,10 +26,15 @@ class SpareMemory(Generic[Device]):
 
     Args:
         unused_bytes: Return the bytes of a device that nobody has taken yet; ``None``: unknown.
+        most_bytes: The most bytes of copies on each device. ``None``: half of what is left of it,
+            because the training may need the rest.
     """
 
-    def __init__(self, unused_bytes: Callable[[Device], int | None]) -> None:
+    def __init__(
+        self, unused_bytes: Callable[[Device], int | None], most_bytes: int | None = None
+    ) -> None:
         self._unused_bytes = unused_bytes
+        self._most_bytes = most_bytes
         self._claims: weakref.WeakSet[Claim[Device]] = weakref.WeakSet()
         # The most bytes that were claimed at once. Frameworks keep memory, so that it counts as
         # taken since then.
@@ -43,9 +48,8 @@ class SpareMemory(Generic[Device]):
             size: The bytes of the copies on each device.
 
         Returns:
-            The claim, which whoever uses the copies must refer to. ``None`` if they would take more
-            than half of what is left of a device, because the training may need the rest; and for
-            the first save on a device, because its shadows do not exist yet.
+            The claim, which whoever uses the copies must refer to. ``None`` if there is not so much
+            memory, and for the first save on a device, because its shadows do not exist yet.
         """
         is_first = not self._known.issuperset(size)
         self._known |= size.keys()
@@ -59,7 +63,10 @@ class SpareMemory(Generic[Device]):
 
     def _room(self, device: Device) -> int:
         unused = self._unused_bytes(device)
-        return 0 if unused is None else (unused + self._kept[device]) // 2
+        if unused is None:
+            return 0
+        left = unused + self._kept[device]
+        return left // 2 if self._most_bytes is None else min(left, self._most_bytes)
 
 
 def while_claimed(claim: object, read: Callable[[], Content]) -> Content:

@@ -48,7 +48,7 @@ def common_options(options: SaveOptions) -> dict[str, str]:
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     retention, history = values.pop("retention"), values.pop("history")
     # Each machine may have another amount of memory.
-    del values["host_cache_bytes"]
+    del values["host_cache_bytes"], values["device_cache_bytes"]
     return _texts(
         values
         | {"keep_last": retention.last, "keep_every": retention.every, "keep_best": retention.best}

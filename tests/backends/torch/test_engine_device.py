@@ -363,6 +363,21 @@ def test_a_state_is_copied_only_while_half_of_the_free_memory_holds_it(
             copies.clear()
 
 
+@pytest.mark.parametrize("most", [0, 1 << 20, (1 << 20) - 1])
+def test_the_memory_of_the_copies_can_be_limited(
+    tmp_path: Path, device: Device, copies: list[int], most: int
+) -> None:
+    weight = torch.nn.Parameter(device.place(torch.ones(256, 1024)))
+    optimizer = torch.optim.SGD([weight])
+    # A limit also permits more than the half of what is free.
+    device.unreserved = weight.nbytes
+    with Engine(tmp_path, device_cache_bytes=most) as engine:
+        engine.guard(optimizer)
+        for step in range(2):
+            engine.save(step, {"w": weight}).result(60)
+    assert copies == [weight.nbytes] * (most >= weight.nbytes)
+
+
 def test_memory_that_was_free_and_is_not_any_more_is_done_without(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

@@ -39,17 +39,15 @@ class Capture:
 
     Args:
         options: The options of the saves.
-        is_awaited: The caller changes nothing until a save has ended. True: guarded leaves are read
-            in their place; false: they are copied on their devices if there is memory.
     """
 
-    def __init__(self, options: SaveOptions, *, is_awaited: bool = False) -> None:
+    def __init__(self, options: SaveOptions) -> None:
         self._options = options
         # An exact policy reads every leaf once, in the order of the sources. Only then can leaves
         # be copied from a device ahead of their turn.
         self._in_order = options.policy.is_exact
         self._placements = Placements()
-        self._on_devices = DeviceLeaves(options.shadow, copies_guarded=not is_awaited)
+        self._on_devices = DeviceLeaves(options.shadow, options.device_cache_bytes)
 
     def sources(self, flat: Flat, guarded: Guarded, *, may_be_later: bool = False) -> Sources:
         """Return the sources of the leaves of a state.

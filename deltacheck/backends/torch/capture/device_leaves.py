@@ -45,14 +45,12 @@ class DeviceLeaves:
 
     Args:
         shadow: The option of the same name.
-        copies_guarded: True: guarded leaves are copied, too, if there is memory; false: they are
-            read in their place.
+        most_bytes: The option ``device_cache_bytes``.
     """
 
-    def __init__(self, shadow: str, *, copies_guarded: bool) -> None:
+    def __init__(self, shadow: str, most_bytes: int | None) -> None:
         self._shadow = shadow
-        self._copies_guarded = copies_guarded
-        self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes)
+        self._spare: SpareMemory[Accelerator] = SpareMemory(_unreserved_bytes, most_bytes)
         self._has_shadows: dict[Accelerator, bool] = {}
 
     def held(self, flat: Flat, guarded: Guarded) -> dict[str, HeldLeaf]:
@@ -79,7 +77,7 @@ class DeviceLeaves:
                 self._has_shadows[device] = self._decide(
                     device, sum(one.numel() for one in content.values())
                 )
-        claim = self._copied_as_a_whole(contents) if self._copies_guarded else None
+        claim = self._copied_as_a_whole(contents)
         aliases: dict[str, Sequence[torch.Tensor]] = dict.fromkeys(devices, ())
         if claim is None:
             aliases = {path: guarded.watched(flat.arrays[path]) for path in devices}

@@ -172,6 +172,8 @@ class DeltaStorageWriter(StorageWriter):
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
             host_cache_bytes=host_cache_bytes,
+            # DCP waits for its writer, so a copy would gain nothing.
+            device_cache_bytes=0,
             shadow=shadow,
             effort=effort,
             durability=Durability.of(durability),

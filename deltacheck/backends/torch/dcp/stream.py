@@ -137,7 +137,7 @@ class Stream:
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
         self._probe: Probe | None = None
-        self.capture = Capture(options, is_awaited=True)
+        self.capture = Capture(options)
         self._writer: RootWriter | None = None
         self._saver: Saver | None = None
         # The items of this rank's plan, also those that DCP lets another rank save.
