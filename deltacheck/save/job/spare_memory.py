@@ -38,8 +38,8 @@ class SpareMemory(Generic[Device]):
         self._claims: weakref.WeakSet[Claim[Device]] = weakref.WeakSet()
         # The most bytes that were claimed at once. Frameworks keep memory, so that it counts as
         # taken since then.
-        self._kept: Counter[Device] = Counter()
-        self._known: set[Device] = set()
+        self._kept_bytes: Counter[Device] = Counter()
+        self._devices_seen: set[Device] = set()
 
     def claim(self, size: Mapping[Device, int]) -> Claim[Device] | None:
         """Claim memory, on all devices or on none.
@@ -51,12 +51,12 @@ class SpareMemory(Generic[Device]):
             The claim, which whoever uses the copies must refer to. ``None`` if there is not so much
             memory, and for the first save on a device, because its shadows do not exist yet.
         """
-        is_first = not self._known.issuperset(size)
-        self._known |= size.keys()
+        is_first = not self._devices_seen.issuperset(size)
+        self._devices_seen |= size.keys()
         total = sum((earlier.size for earlier in self._claims), Counter(size))
         if is_first or any(total[device] > self._room(device) for device in size):
             return None
-        self._kept |= total
+        self._kept_bytes |= total
         claimed = Claim(Counter(size))
         self._claims.add(claimed)
         return claimed
@@ -65,8 +65,8 @@ class SpareMemory(Generic[Device]):
         unused = self._unused_bytes(device)
         if unused is None:
             return 0
-        left = unused + self._kept[device]
-        return left // 2 if self._most_bytes is None else min(left, self._most_bytes)
+        left_bytes = unused + self._kept_bytes[device]
+        return left_bytes // 2 if self._most_bytes is None else min(left_bytes, self._most_bytes)
 
 
 def while_claimed(claim: object, read: Callable[[], Content]) -> Content:

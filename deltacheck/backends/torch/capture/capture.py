@@ -47,7 +47,7 @@ class Capture:
         # be copied from a device ahead of their turn.
         self._in_order = options.policy.is_exact
         self._placements = Placements()
-        self._on_devices = DeviceLeaves(options.shadow, options.device_cache_bytes)
+        self._device_leaves = DeviceLeaves(options.shadow, options.device_cache_bytes)
 
     def sources(self, flat: Flat, guarded: Guarded, *, may_be_later: bool = False) -> Sources:
         """Return the sources of the leaves of a state.
@@ -67,37 +67,39 @@ class Capture:
             if sources is not None:
                 return sources
         specs = flat.specs if isinstance(flat, KnownFlat) else dict(sorted(specs_of(flat).items()))
-        held = self._on_devices.held(flat, guarded)
-        on_host = self._on_host(flat, guarded, specs, held)
-        make = partial(self._made, specs, held, on_host)
+        on_devices = self._device_leaves.held(flat, guarded)
+        on_host = self._on_host(flat, guarded, specs, on_devices)
+        make = partial(self._made, specs, on_devices, on_host)
         is_own = all(source.is_own for source in on_host.values()) and not any(
-            leaf.aliases for leaf in held.values()
+            leaf.aliases for leaf in on_devices.values()
         )
         if may_be_later and is_own:
             return LaterSources(specs, make, is_own=True)
-        made = make()
+        all_sources = make()
         # The checks have enqueued copies of samples, which are read on the side streams.
-        self._on_devices.begin()
-        return made
+        self._device_leaves.begin()
+        return all_sources
 
     def hold(self) -> None:
         """Make later work of the training wait, on the devices, until the state was read."""
-        self._on_devices.hold()
+        self._device_leaves.hold()
 
     def _on_host(
         self,
         flat: Flat,
         guarded: Guarded,
         specs: Mapping[str, LeafSpec],
-        held: Mapping[str, HeldLeaf],
+        on_devices: Mapping[str, HeldLeaf],
     ) -> dict[str, LeafSource]:
         """Return the sources of the leaves in host memory.
 
         Beside leaves on devices they are copied if they are small. Otherwise the training would
         wait for the step counter of an optimizer, which lies on the host, until all is encoded.
         """
-        paths = [path for path in specs if path not in held]
-        is_copied = bool(held) and sum(specs[path].raw_bytes for path in paths) <= MOST_COPIED_BYTES
+        paths = [path for path in specs if path not in on_devices]
+        is_copied = (
+            bool(on_devices) and sum(specs[path].raw_bytes for path in paths) <= MOST_COPIED_BYTES
+        )
         seed = secrets.randbits(62)
         sources = {}
         for path in paths:
@@ -114,14 +116,14 @@ class Capture:
     def _made(
         self,
         specs: Mapping[str, LeafSpec],
-        held: Mapping[str, HeldLeaf],
+        on_devices: Mapping[str, HeldLeaf],
         on_host: Mapping[str, LeafSource],
     ) -> dict[str, LeafSource]:
         """Return the sources of all leaves, in the order of ``specs``."""
         staged = {
             path: (leaf.device, leaf.content)
             for path in specs
-            if (leaf := held.get(path)) and not self._on_devices.has_shadows(leaf.device)
+            if (leaf := on_devices.get(path)) and not self._device_leaves.has_shadows(leaf.device)
         }
         # Staging serves its leaves in one order only.
         staging = Staging(
@@ -131,7 +133,7 @@ class Capture:
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)
         sources = dict(on_host)
-        for path, leaf in held.items():
+        for path, leaf in on_devices.items():
             read: Callable[[], Any]
             if path not in staged:
                 read = partial(itself, leaf.content)

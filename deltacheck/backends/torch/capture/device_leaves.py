@@ -75,7 +75,7 @@ class DeviceLeaves:
             # Decided once, because later the shadows themselves take up the memory.
             if device not in self._has_shadows:
                 self._has_shadows[device] = self._decide(
-                    device, sum(one.numel() for one in content.values())
+                    device, sum(tensor.numel() for tensor in content.values())
                 )
         claim = self._copied_as_a_whole(contents)
         aliases: dict[str, Sequence[torch.Tensor]] = dict.fromkeys(devices, ())
