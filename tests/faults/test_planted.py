@@ -16,6 +16,7 @@ from tests.support.paths import REPOSITORY
 QUICK = [bug.name for bug in planted.BUGS if bug.quick]
 
 
+@pytest.mark.tools
 @pytest.mark.timeout(300)
 def test_planted_bugs_are_caught() -> None:
     script = Path(planted.__file__)
