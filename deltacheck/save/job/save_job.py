@@ -134,9 +134,13 @@ class SaveJob:
 
     def capture_eager(self) -> None:
         """Capture what must be read before ``save`` returns."""
+        is_own = all(source.is_own for source in (*self.eager, *self.lazy))
         self.capture(self.eager)
-        if all(source.is_own for source in self.lazy):
+        if is_own:
             self.progress.mark_own()
+        # An eager capture may have enqueued a read on a device, which the training's writes follow.
+        elif all(source.is_own for source in self.lazy):
+            self.progress.mark_reads_enqueued()
 
     def _hasten(self) -> None:
         """Shorten the wait of the calling thread for the capture."""

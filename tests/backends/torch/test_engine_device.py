@@ -80,6 +80,23 @@ def state(device: Device, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: device.place(tensor) for name, tensor in tensors.items()}
 
 
+def placed_layer(device: Device) -> torch.nn.Linear:
+    layer = torch.nn.Linear(300, 300)
+    layer.weight.data, layer.bias.data = (
+        device.place(layer.weight.data),
+        device.place(layer.bias.data),
+    )
+    return layer
+
+
+def trained(device: Device) -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    """Return a layer and its optimizer, between a backward pass and a step."""
+    layer = placed_layer(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(device.place(torch.ones(300))).sum().backward()
+    return layer, optimizer
+
+
 def host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
@@ -278,13 +295,7 @@ def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(
     tmp_path: Path, device: Device
 ) -> None:
     device.unreserved = 0
-    layer = torch.nn.Linear(300, 300)
-    layer.weight.data, layer.bias.data = (
-        device.place(layer.weight.data),
-        device.place(layer.bias.data),
-    )
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(device.place(torch.ones(300))).sum().backward()
+    layer, optimizer = trained(device)
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         for step in range(3):
@@ -310,13 +321,7 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
     if isinstance(device, Emulated):
         # AdamW counts its steps on the host.
         monkeypatch.setattr(codec, "accelerator_of", lambda t: device if t.dim() else None)
-    layer = torch.nn.Linear(300, 300)
-    layer.weight.data, layer.bias.data = (
-        device.place(layer.weight.data),
-        device.place(layer.bias.data),
-    )
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(device.place(torch.ones(300))).sum().backward()
+    layer, optimizer = trained(device)
     optimizer.step()
     slow_encoder.set()
     with Engine(tmp_path, shadow=shadow, policy=policy) as engine:
@@ -343,6 +348,26 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
                     for tree in (restored, wanted)
                 )
                 assert_same(host(expected), found)
+
+
+def test_a_large_leaf_of_the_host_delays_no_training_and_a_read_in_save_is_still_followed(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
+    weight = torch.nn.Parameter(device.place(torch.ones(300, 300)))
+    optimizer = torch.optim.SGD([weight])
+    state = {"w": weight, "rows": np.zeros(5 << 20, np.uint8)}
+    slow_encoder.set()
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        engine.save(0, state).result(60)
+        slow_encoder.clear()
+        handle = engine.save(1, state)
+        held = device.held
+        engine.before_update()
+        assert handle.state == "started"
+        assert device.held == held + 1
+        slow_encoder.set()
+        handle.result(60)
 
 
 def test_a_state_is_copied_only_while_half_of_the_free_memory_holds_it(
@@ -433,11 +458,7 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
 def test_a_write_that_nothing_held_back_is_told(
     tmp_path: Path, device: Device, slow_encoder: threading.Event
 ) -> None:
-    layer = torch.nn.Linear(300, 300)
-    layer.weight.data, layer.bias.data = (
-        device.place(layer.weight.data),
-        device.place(layer.bias.data),
-    )
+    layer = placed_layer(device)
     with Engine(tmp_path) as engine:
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         engine.guard(optimizer)
