@@ -118,14 +118,14 @@ class Progress:
         """
         begin = time.perf_counter()
         shorten = self.while_awaited
+
+        def is_over() -> bool:
+            return self.has_reached(state) or (or_enqueued and self.reads_enqueued)
+
         try:
-            if or_enqueued and self.reads_enqueued:
-                return
-            if state == "captured" and shorten is not None:
+            if state == "captured" and shorten is not None and not is_over():
                 shorten()
-            self.wait_until(
-                lambda: self.has_reached(state) or (or_enqueued and self.reads_enqueued), None
-            )
+            self.wait_until(is_over, None)
         finally:
             self.blocking_seconds += time.perf_counter() - begin
 
