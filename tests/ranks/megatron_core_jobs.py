@@ -80,11 +80,11 @@ def prepare(folder: str) -> None:
     """Make Megatron-Core importable from a folder, and let it run on the CPU."""
     # Megatron starts processes for its saves, which one of ``launch`` may otherwise not do.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # seconds of compilation
     sys.path.insert(0, folder)
     # PyTorch looks for Triton too, and must not take the stand-in for it.
     for module in ("torch._inductor.runtime.triton_compat", "torch._dynamo"):
         importlib.import_module(module)
+    torch._dynamo.config.disable = True  # seconds of compilation
     importlib.import_module("torch.utils._triton").has_triton_package()
     # No kernel is called. In most modules Megatron itself replaces a missing Triton by a mock.
     for name in ("", ".language", ".language.extra", ".runtime", ".runtime.cache"):
