@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,6 +45,12 @@ test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (
 
 test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
+
+ci: $(VENV)/.stamp-install  ## run everything that CI runs, three suites at a time; logs in build/ci (ARGS="lint test": these only)
+	DELTACHECK_MODEL_SEED=8 $(BIN)/python -m tests.suites.ci $(ARGS)
+
+flaky: $(VENV)/.stamp-install  ## run `make test` and `make rank-test` again and again on a busy machine, and name what fails by chance (ARGS="--runs 5"; hours)
+	$(BIN)/python -m tests.suites.flaky $(ARGS)
 
 experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
