@@ -237,6 +237,9 @@ def _export_model(
         shard_size = model_export.shard_bytes(model.shard_size)
         keys = model_export.model_keys(manifest, leaves, strip)
     except ValueError as error:
+        # Refusals of deltacheck are subclasses of ValueError with exit codes of their own.
+        if type(error) is not ValueError:
+            raise
         raise typer.BadParameter(str(error)) from error
     _refuse_inside(root, model.path)
     raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.weights.values())

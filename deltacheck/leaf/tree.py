@@ -16,9 +16,10 @@ import base64
 import math
 import re
 import struct
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias, cast
+from urllib.parse import unquote
 
 from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
 from deltacheck.leaf import containers
@@ -101,6 +102,35 @@ def _escaped(key: str) -> str:
     return _UNSAFE.sub(lambda m: f"%{ord(m.group()):02X}", key)
 
 
+def plain_name(path: str) -> str:
+    """Return a leaf path with its keys as they were before ``escape_key``.
+
+    Different paths may have one plain name: ``x%2Fy`` and ``x/y``, or ``%31`` and ``1``. Whoever
+    writes names for others calls ``distinct``.
+    """
+    return "/".join("" if key == "%" else unquote(key) for key in path.split("/"))
+
+
+def distinct(names: Iterable[tuple[str, str]], place: str) -> dict[str, str]:
+    """Return leaf paths by the name that each gets in another format.
+
+    Args:
+        names: Name and leaf path of each value.
+        place: The format or the file that gets the names, for the error.
+
+    Raises:
+        DuplicatePath: Two values would get one name, so that one of them would be lost.
+    """
+    paths: dict[str, str] = {}
+    for name, path in names:
+        if paths.setdefault(name, path) != path:
+            raise DuplicatePath(
+                f"leaves {paths[name]!r} and {path!r} would both be called {name!r} in {place};"
+                " rename one of them in the state, or write one alone (--leaves)"
+            )
+    return paths
+
+
 def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
     """Flatten a nested state.
 
@@ -178,6 +208,8 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
             " cannot be kept exactly; turn it into arrays, numbers, text, bytes or None, or leave"
             " it out"
         )
+    if len(set(names)) < len(names):
+        raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
     prefix = f"{path}/" if depth else ""
     children = [
         _flatten(item, prefix + name, depth + 1, walk)

@@ -1,4 +1,4 @@
-"""Write leaves of a checkpoint to a safetensors or npz file.
+"""Write leaves of a checkpoint to a safetensors or npz file, and the rules of all formats.
 
 The file is streamed, so memory does not grow with the checkpoint: the chunks of a leaf are
 consecutive runs of its memory, so they are read, verified and written in batches. The PyTorch
@@ -14,15 +14,16 @@ import json
 import math
 import os
 import secrets
+import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
 from deltacheck.codec.base import U8
-from deltacheck.errors import UnsupportedLeaf
+from deltacheck.errors import Damaged, DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import limits, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.leaf_kinds import Leaf
@@ -53,8 +54,24 @@ SAFETENSORS_TYPES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 SAFETENSORS_HEADER_BYTES = 100_000_000  # readers refuse a longer header
+# The element types that each format keeps bit for bit. npz keeps all.
+FORMAT_TYPES = {
+    "safetensors": frozenset(SAFETENSORS_TYPES),
+    # The types that ``torch.save`` knows: those of safetensors and one more.
+    "torch": frozenset({*SAFETENSORS_TYPES, "complex128"}),
+    # The types that TensorStore knows.
+    "orbax": frozenset(
+        {
+            *SAFETENSORS_TYPES,
+            *("complex128", "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn", "int2", "int4"),
+        }
+    ),
+}
 # Suffix of an npz entry that holds the type of another entry, if NumPy lacks this type.
 _DTYPE_NOTE = ".dtype"
+_NPY = ".npy"  # suffix of every entry, which ``numpy.load`` hides
+_MAX_NAME_BYTES = 255  # of one name in a path
+_MAX_ZIP_NAME_BYTES = (1 << 16) - 1
 
 
 def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") -> dict[str, str]:
@@ -91,6 +108,52 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
             )
         keys[key] = owner
     return dict(sorted(keys.items()))
+
+
+def require_types(form: str, types: Iterable[tuple[str, str]]) -> None:
+    """Raise ``UnsupportedLeaf`` if a format lacks an element type. Called before any file is made.
+
+    Args:
+        form: A key of ``FORMAT_TYPES``.
+        types: Leaf path, or key, and element type of each leaf.
+    """
+    for path, dtype in types:
+        if dtype not in FORMAT_TYPES[form]:
+            raise UnsupportedLeaf(
+                f"leaf {path!r} of type {dtype} cannot be put into a file of {form}; leave it out"
+                " with --leaves, or choose --to npz, which keeps every type"
+            )
+
+
+def require_file_names(names: Iterable[tuple[str, str]]) -> None:
+    """Check the names of the files that a step keeps, before any of them is written.
+
+    Args:
+        names: Name of a file, relative to its folder, and its leaf path.
+
+    Raises:
+        Damaged: A name leaves its folder.
+        UnsupportedLeaf: A name cannot be that of a file, or is that of a folder of another.
+    """
+    paths = dict(names)
+    for name, path in paths.items():
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise Damaged(
+                f"a file of the step has the name {name!r}, which leaves its folder", leaf=path
+            )
+        if (
+            name != pure.as_posix()
+            or name in ("", ".")
+            or "\0" in name
+            or any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in pure.parts)
+            or any(parent.as_posix() in paths for parent in pure.parents)
+        ):
+            raise UnsupportedLeaf(
+                f"leaf {path!r} is kept as the file {name!r}, which no file system can hold beside"
+                " the others; rename it in the state, or export the weights alone (--to"
+                " safetensors)"
+            )
 
 
 def batches(
@@ -161,13 +224,14 @@ def safetensors_header(
     Raises:
         UnsupportedLeaf: The format does not have an element type, or the header would be too long.
     """
+    require_types("safetensors", ((key, dtype) for key, (dtype, _, _) in tensors.items()))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for key, (dtype, shape, size) in tensors.items():
-        if dtype not in SAFETENSORS_TYPES or key == "__metadata__":
+        if key == "__metadata__":
             raise UnsupportedLeaf(
-                f"leaf {key!r} of type {dtype} cannot be put into a safetensors file; leave it out,"
-                " or choose npz"
+                f"leaf {key!r} has the name that safetensors needs itself; leave it out with"
+                " --leaves, or choose --to npz"
             )
         header[key] = {
             "dtype": SAFETENSORS_TYPES[dtype],
@@ -245,13 +309,25 @@ def write_npz(
         shapes: The shapes of leaves that are stored flat, by key.
 
     Raises:
-        UnsupportedLeaf: A leaf has the name that such an entry needs.
+        UnsupportedLeaf: A leaf has a name that npz needs for another, or one that is too long.
     """
     dtype_entries = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
     if collisions := dtype_entries & leaves.keys():
         raise UnsupportedLeaf(
             f"leaf {min(collisions)!r} has the name that npz needs for the type of another; leave"
-            " it out"
+            " it out with --leaves"
+        )
+    # NumPy looks for the name of a file first, and would return the other leaf.
+    entries = dtype_entries | leaves.keys()
+    if collisions := {entry for entry in entries if entry + _NPY in entries}:
+        raise UnsupportedLeaf(
+            f"leaf {min(collisions)!r} has the file that numpy.load opens for"
+            f" {min(collisions) + _NPY!r}; leave one of them out with --leaves"
+        )
+    if long := [entry for entry in entries if len((entry + _NPY).encode()) > _MAX_ZIP_NAME_BYTES]:
+        raise UnsupportedLeaf(
+            f"leaf {min(long)[:100]!r}... has a name of {len(min(long))} characters, too long for"
+            " npz; leave it out with --leaves"
         )
     # One stream for all entries, because a batch of reads may serve several small leaves.
     pieces = stream(leaves, progress)
@@ -279,7 +355,7 @@ def _needs_note(spec: LeafSpec) -> bool:
 
 def _entry(archive: zipfile.ZipFile, key: str) -> contextlib.AbstractContextManager[BinaryIO]:
     # ZipInfo has a fixed date, so that the same leaves give the same file.
-    info = zipfile.ZipInfo(key + ".npy")
+    info = zipfile.ZipInfo(key + _NPY)
     # The size is unknown when the entry is opened. Without zip64, an entry above 2 GiB would fail.
     return archive.open(info, "w", force_zip64=True)  # type: ignore[return-value]
 
@@ -289,6 +365,17 @@ def _write_npy_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[np
     content = io.BytesIO()
     np.lib.format.write_array_header_1_0(content, header)
     file.write(content.getvalue())
+
+
+@contextlib.contextmanager
+def named_writes(path: Path) -> Iterator[None]:
+    """Name a file in the error of a write, such as that of a full disk, which names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and not isinstance(error, DeltacheckError):
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -314,7 +401,7 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     # that a long name does not exceed the limit of the file system with its additions.
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with named_writes(path), temporary.open("xb") as file:
             yield file
             # Durable before it has its name: otherwise a power cut could leave the name without the
             # content.
@@ -328,6 +415,47 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     finally:
         # After a hard link the temporary name still exists; after a rename it does not.
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Fill a folder that appears at ``path`` whole when the block ends, or not at all.
+
+    Args:
+        path: The folder: new or empty.
+
+    Raises:
+        FileExistsError: The folder holds anything, or ``path`` is something else.
+        FileNotFoundError: The folder above it does not exist.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+    _refuse_content(path)
+    # In the same directory, because a rename does not leave a file system.
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    content = temporary / "content"
+    try:
+        # A folder around it, so that files that a library makes beside it are removed, too.
+        content.mkdir(parents=True)
+        yield content
+        sync_directory(content)
+        try:
+            # Replaces an empty folder, and no other.
+            content.rename(path)
+        except OSError:
+            _refuse_content(path)
+            raise
+        sync_directory(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_content(path: Path) -> None:
+    # `lexists` also sees a link without a target.
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(
+            errno.EEXIST, "exists and was left as it is; name a folder that is new", str(path)
+        )
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -857,6 +858,51 @@ def test_two_leaves_never_share_a_key(tmp_path: Path, deltacheck_: Command) -> N
     assert (
         deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / "x.npz", *options).code == 5
     )
+
+
+def test_npz_refuses_names_that_numpy_takes_for_those_of_another_leaf(
+    tmp_path: Path, deltacheck_: Command
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"x": np.ones(2), "x.npy": np.zeros(2)}).wait()
+    failed = deltacheck_("export", tmp_path / "root", "--to", "npz", "--out", tmp_path / "o")
+    assert failed.code == 5
+    assert "'x' has the file that numpy.load opens for 'x.npy'" in failed.err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors", "hf"])
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float8_e4m3"])
+def test_types_that_a_format_lacks_are_refused_before_a_file_is_made(
+    form: str, dtype: str, tmp_path: Path, deltacheck_: Command
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        values = np.zeros(2, getattr(ml_dtypes, dtype))
+        engine.save(1, {"x": values, "y": np.ones(2)}).wait()
+    words = ("export", tmp_path / "root", "--to", form, "--out", tmp_path / "o", "--leaves", "x")
+    failed = deltacheck_(*words)
+    assert failed.code == 5
+    assert f"'x' of type {dtype} cannot be put into a file of" in failed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+@pytest.mark.parametrize("form", ["npz", "torch", "safetensors", "hf"])
+def test_a_full_disk_is_told_in_a_line_with_the_file_and_leaves_nothing(
+    form: str, tmp_path: Path, deltacheck_: Command
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"x": torch.arange(1 << 16)}).wait()
+    # A file that may not grow fails as one on a full disk, with another number.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1]))
+    try:
+        failed = deltacheck_("export", tmp_path / "root", "--to", form, "--out", tmp_path / "o")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.code == 5
+    assert f"File too large: {tmp_path}" in failed.err
+    assert "defect" not in failed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
 def test_memory_does_not_grow_with_the_exported_leaf(tmp_path: Path, deltacheck_: Command) -> None:

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltacheck.backends.numpy_leaves import describe_numpy
-from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
+from deltacheck.leaf.containers import Level
 
 Moments = namedtuple("Moments", "mu nu")
 
@@ -286,3 +287,14 @@ def test_a_damaged_skeleton_is_an_error(node: object) -> None:
 def test_numpy_arrays_that_cannot_be_kept_are_refused(array: np.ndarray) -> None:  # type: ignore[type-arg]
     with pytest.raises(UnsupportedLeaf, match="'x'"):
         tree.flatten({"x": array}, describe_numpy)
+
+
+def test_two_children_of_a_container_with_one_key_are_refused() -> None:
+    class Pair:
+        """A container whose children have the same key, as a registered class of JAX may."""
+
+    def expand(value: object) -> Level | None:
+        return Level({"t": "fields"}, [("x", 1), ("x", 2)]) if isinstance(value, Pair) else None
+
+    with pytest.raises(DuplicatePath, match="leaf 'a': two of its children have the same key"):
+        tree.flatten({"a": Pair()}, lambda value: None, expand)

@@ -7,12 +7,10 @@ import errno
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
-from urllib.parse import unquote
 
 from deltacheck.backends.hugging_face.model_folder import (
     INDEX_SUFFIX,
@@ -27,6 +25,9 @@ from deltacheck.restore import damage
 from deltacheck.restore.export import (
     Progress,
     new_file,
+    new_folder,
+    require_file_names,
+    require_types,
     resolve,
     select,
     shapes,
@@ -105,14 +106,21 @@ def model_keys(manifest: Manifest, patterns: Sequence[str] = (), strip: str = ""
 
     Raises:
         StepNotFound: A pattern matches no leaf, or the step has no array.
-        ValueError: Two tensors would have the same name.
+        DuplicatePath: Two tensors, or two files, would have the same name.
+        Damaged, UnsupportedLeaf: A file that the step keeps has no name that a file can have.
+        ValueError: ``strip`` gives two tensors one name, or leaves none of it.
     """
     paths = tree.array_paths(manifest.tree)
-    files = {
-        name: owner
-        for path, owner in sorted(paths.items())
-        if path.startswith(_FILES) and describes_model(name := unquote(path.removeprefix(_FILES)))
-    }
+    files = tree.distinct(
+        (
+            (name, owner)
+            for path, owner in sorted(paths.items())
+            if path.startswith(_FILES)
+            and describes_model(name := tree.plain_name(path.removeprefix(_FILES)))
+        ),
+        "the folder of the model",
+    )
+    require_file_names(files.items())
     if not patterns and any(path.startswith(MODEL) for path in paths):
         patterns, strip = (MODEL + "*",), strip or MODEL
     keys = select(manifest, patterns, strip)
@@ -121,7 +129,10 @@ def model_keys(manifest: Manifest, patterns: Sequence[str] = (), strip: str = ""
             f"step {manifest.step} has no array that a model could be made of;"
             " name the weights with --leaves"
         )
-    weights = {unquote(key): owner for key, owner in keys.items()}
+    names = [(tree.plain_name(key), key) for key in keys]
+    weights = {
+        name: keys[key] for name, key in tree.distinct(names, "the files of the model").items()
+    }
     return ModelKeys(weights, files)
 
 
@@ -157,7 +168,10 @@ def write_model(
         Damaged, ChainBroken: The step is not whole.
     """
     copies = {} if files_from is None else files_of(files_from)
-    with _new_folder(path) as folder, damage.named(root, manifest):
+    require_types(
+        "safetensors", ((key, manifest.spec(owner).dtype) for key, owner in keys.weights.items())
+    )
+    with new_folder(path) as folder, damage.named(root, manifest):
         leaves = resolve(root, manifest, keys.weights)
         flat_shapes = shapes(manifest, keys.weights)
         sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
@@ -235,15 +249,9 @@ def write_description(
         The names of the files, ascending.
 
     Raises:
-        Damaged: A file of the step is damaged, too long, or would lie outside the folder.
+        Damaged: A file of the step is damaged or too long.
     """
     owners = {name: owner for name, owner in files.items() if name not in copies}
-    for name, owner in owners.items():
-        # A name with a part ``..`` describes no model.
-        if PurePosixPath(name).is_absolute():
-            raise Damaged(
-                f"a file of the step has the name {name!r}, which leaves its folder", leaf=owner
-            )
     leaves = resolve(root, manifest, owners)
     for name, leaf in leaves.items():
         if leaf.spec.raw_bytes > MAX_FILE_BYTES:
@@ -274,34 +282,3 @@ def _nested_file(folder: Path, name: str) -> Iterator[BinaryIO]:
     with new_file(path) as file:
         yield file
     sync_directory(folder)
-
-
-@contextlib.contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder under a temporary name, and give it its name when the block ends."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
-    _refuse_content(path)
-    # In the same directory, because a rename does not leave a file system.
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        sync_directory(temporary)
-        try:
-            # Replaces an empty folder, and no other.
-            temporary.rename(path)
-        except OSError:
-            _refuse_content(path)
-            raise
-        sync_directory(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _refuse_content(path: Path) -> None:
-    # `lexists` also sees a link without a target.
-    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(
-            errno.EEXIST, "exists and was left as it is; name a folder that is new", str(path)
-        )

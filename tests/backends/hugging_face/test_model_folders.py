@@ -181,3 +181,50 @@ def test_a_forged_name_of_a_file_does_not_leave_the_folder(
 def test_sizes_are_read_as_hugging_face_writes_them() -> None:
     sizes = [model_export.shard_bytes(text) for text in ("5GB", "1.5 mb", "2GiB", "300")]
     assert sizes == [5 * 10**9, 1_500_000, 2 << 30, 300]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"x/y": 1.0, "x": {"y": 2.0}}, "leaves 'x%2Fy' and 'x/y' would both be called 'x/y'"),
+        ({"model": {"1": 1.0, 1: 2.0}}, "would both be called '1'"),
+        ({"model": {"%31": 1.0, "": 2.0, "%": 3.0}}, ""),
+        ({"w": 1.0, "files": {"a/b": 1.0, "a": {"b": 2.0}}}, "would both be called 'a/b'"),
+        ({"w": 1.0, "files": {"a\0b": 1.0}}, "no file system can hold"),
+        ({"w": 1.0, "files": {"a": 1.0, "a/b": 2.0}}, "no file system can hold"),
+        ({"w": 1.0, "files": {"a" * 256: 1.0}}, "no file system can hold"),
+        ({"w": 1.0, "files": {"": 1.0}}, "no file system can hold"),
+        ({"w": 1.0, "files": {"a//b": 1.0}}, "no file system can hold"),
+    ],
+)
+@pytest.mark.parametrize("command", ["export", "publish"])
+def test_no_name_stands_for_two_values_and_every_file_can_be_made(
+    command: str,
+    state: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, _as_tensors(state)).wait()
+    words = (
+        ("export", tmp_path / "root", "--to", "hf", "--out", tmp_path / "out")
+        if command == "export"
+        else ("publish", tmp_path / "root", "--to", tmp_path / "out", "--once")
+    )
+    code, about = run(capsys, *words)
+    if said:
+        assert code == REFUSED
+        assert said in about["error"]["message"]
+        assert not list(tmp_path.glob("out/**/*.safetensors"))
+    else:
+        (file,) = tmp_path.glob("out/**/*.safetensors")
+        found = {name: tensor.item() for name, tensor in load_file(file).items()}
+        assert found == {"%31": 1.0, "": 2.0, "%": 3.0}
+
+
+def _as_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: _as_tensors(value) if isinstance(value, dict) else torch.tensor(value)
+        for key, value in state.items()
+    }

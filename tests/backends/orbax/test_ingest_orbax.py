@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,22 @@ jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint")
 
 import jax.numpy as jnp
+import ml_dtypes
 import torch
 from safetensors import torch as safetensors
 
 import deltacheck
 from deltacheck.backends.orbax import DeltaRestoreArgs, load, manager
+from deltacheck.backends.orbax.files import orbax_import
 from deltacheck.backends.orbax.files.orbax_import import ingest, sources_of, write_orbax
 from deltacheck.backends.orbax.manager_root.tree_internals import tree_checkpointer
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch import load as load_torch
 from deltacheck.cli import main
 from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
+from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.restore.export import FORMAT_TYPES
 from deltacheck.store.root import open_root
 
 
@@ -224,3 +231,86 @@ def test_misuse_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for _ in range(2):
         code = main(["export", root, "2", "--out", str(tmp_path / "out.orbax")])
     assert code == REFUSED  # what is there stays
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a.b": np.ones(2), "a": {"b": np.zeros(2)}}, "would both be called 'a.b'"),
+        ({"a.b": 1, "a": {"b": 2}}, "would both be called 'a.b'"),
+        ({"a": np.ones(2), "a/": np.zeros(2)}, "would both be called 'a'"),
+        ({"l": [np.ones(2)], "l.0": np.zeros(2)}, "would both be called 'l.0'"),
+        ({"l": {0: np.ones(2), "x": np.ones(2)}}, "both integer and text keys"),
+        ({"x": np.zeros(2, ml_dtypes.uint4)}, "'x' of type uint4 cannot be put"),
+        ({"x": np.zeros(2, ml_dtypes.uint2)}, "'x' of type uint2 cannot be put"),
+        ({"x": np.zeros(2, ml_dtypes.float8_e4m3)}, "'x' of type float8_e4m3 cannot be put"),
+    ],
+)
+def test_values_that_orbax_would_mix_or_lose_are_refused_before_a_file_is_made(
+    state: Any, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, state)
+    words = ["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "o")]
+    assert main(words) == REFUSED
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMAT_TYPES["orbax"]))
+def test_every_type_of_the_table_comes_out_of_orbax_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    bits = np.arange(2 if dtype in ("bool", "int2") else 16, dtype=np.uint8)
+    element = dtype_named(dtype)
+    values = np.repeat(bits, 2 * element.item_bytes).view(element.numpy)
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"x": values, "scalar": values[:1].reshape(())})
+    root = open_root(tmp_path / "root")
+    write_orbax(tmp_path / "out", root, root.manifest(1))
+    with tree_checkpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "out")
+    for stored, expected in ((found["x"], values), (found["scalar"], values[0])):
+        assert stored.dtype == expected.dtype
+        assert np.asarray(stored).tobytes() == np.asarray(expected).tobytes()
+
+
+def test_an_export_that_stores_another_value_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"x": np.arange(3.0)})
+    root = open_root(tmp_path / "root")
+    monkeypatch.setattr(orbax_import, "_read", lambda folder: {"x": np.arange(1.0, 4.0)})
+    with pytest.raises(UnsupportedLeaf, match=r"the value at \['x'\] of step 1"):
+        write_orbax(tmp_path / "out", root, root.manifest(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_full_disk_under_orbax_is_told_in_a_line_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"x": np.arange(3.0)})
+
+    class Full:
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *details: object) -> None:
+            pass
+
+        def save(self, folder: Path, **options: object) -> None:
+            folder.with_name("content.orbax-checkpoint-tmp").mkdir()
+            logging.getLogger("absl").error("Traceback (most recent call last)")
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
+
+    monkeypatch.setattr(orbax_import, "tree_checkpointer", Full)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # it is changed
+    words = ["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "o")]
+    assert main(words) == REFUSED
+    error = capfd.readouterr().err
+    assert "No space left on device" in error
+    assert "defect" not in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]

@@ -30,7 +30,7 @@ from deltacheck.codec import changed_words, frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, RootBusy, UnsupportedFormat
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.restore.export import safetensors_header
+from deltacheck.restore.export import named_writes, safetensors_header
 from deltacheck.store import layout
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import sync_directory
@@ -351,7 +351,8 @@ def _new_version(folder: Path, number: int) -> Iterator[Path]:
     temporary = folder / PRIVATE / f"new-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        yield temporary
+        with named_writes(folder):
+            yield temporary
         sync_directory(temporary)
         temporary.rename(version_folder.version_path(folder, number))
         sync_directory(folder)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import shutil
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,19 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import xxhash
 from jax.sharding import SingleDeviceSharding
 
+from deltacheck.backends.numpy_leaves import numpy_bytes
 from deltacheck.backends.orbax.handler import DeltaSaveArgs
 from deltacheck.backends.orbax.manager import manager
-from deltacheck.backends.orbax.manager_root.tree_internals import tree_checkpointer
+from deltacheck.backends.orbax.manager_root.tree_internals import stored_names, tree_checkpointer
 from deltacheck.backends.orbax.state.leaves import is_key, is_key_tag, key_of, own_rules
 from deltacheck.backends.orbax.state.sampling import item_of, steps
-from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.errors import Damaged, DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import tree
+from deltacheck.leaf.external_errors import translated
 from deltacheck.leaf.tree import Json, Node
 from deltacheck.restore.content import Loaded, as_array
-from deltacheck.restore.export import Progress, resolve
+from deltacheck.restore.export import Progress, new_folder, require_types, resolve
 from deltacheck.restore.values import load_leaves
+from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
@@ -33,6 +41,9 @@ __all__ = ["ingest", "sources_of", "write_orbax"]
 
 # Orbax keeps integers of at most 64 bits.
 _EXACT_INTEGERS = range(-(2**63), 2**63)
+# Looks for files that late writes of a failed export make.
+_LOOKS = 20
+_LOOK_SECONDS = 0.1
 
 
 def sources_of(folder: Path, step: int | None = None) -> list[tuple[int, Path]]:
@@ -188,7 +199,7 @@ def write_orbax(
 ) -> None:
     """Write a step as a folder that ``ocp.StandardCheckpointer().restore(path)`` reads.
 
-    The folder appears whole. All leaves are in memory at once.
+    The folder appears whole, after it was read back and compared. All leaves are in memory at once.
 
     Args:
         path: The folder, which must not exist.
@@ -199,14 +210,16 @@ def write_orbax(
 
     Raises:
         UnsupportedLeaf: Orbax does not keep a value (empty arrays, bytes, integers of more than 64
-            bits); the message names it.
-        FileExistsError: ``path`` exists.
+            bits, some element types, keys that JAX cannot order); the message names it.
+        DuplicatePath: Orbax would store two values under one name.
+        StorageFailed: The folder cannot be written.
+        FileExistsError: ``path`` exists and is not an empty folder.
     """
-    owners = tree.array_paths(manifest.tree)
+    owners = tree.array_paths(manifest.tree) if keys is None else keys
+    require_types("orbax", ((path, manifest.spec(owner).dtype) for path, owner in owners.items()))
     loaded: dict[str, Loaded] = {}
-    for owner, leaf in resolve(
-        root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()}
-    ).items():
+    leaves = resolve(root, manifest, {owner: owner for owner in owners.values()})
+    for owner, leaf in leaves.items():
         if leaf.spec.raw_bytes == 0:
             raise UnsupportedLeaf(
                 f"leaf {owner!r} is empty, and Orbax keeps no empty arrays; leave it out with"
@@ -233,10 +246,92 @@ def write_orbax(
     else:
         tags = {node.owner: node.tag for node in tree.array_nodes(manifest.tree).values()}
         state = {key: _as_leaf(arrays[owner], tags.get(owner)) for key, owner in keys.items()}
-    if path.exists():
-        raise FileExistsError(f"{path} is there and was left as it is")
-    with tree_checkpointer() as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(state))
+    _require_names(state)
+    expected = _digests(state)
+    # Not held while the folder is read back.
+    arrays.clear()
+    loaded.clear()
+    with new_folder(path.absolute()) as folder, _foreign_errors(manifest.step, path, folder):
+        with tree_checkpointer() as checkpointer:
+            # Orbax makes the folder anew, in one rename.
+            checkpointer.save(folder, args=ocp.args.PyTreeSave(state), force=True)
+        del state
+        stored = _digests(_read(folder))
+        if stored != expected:
+            place = next(p for p in (expected | stored) if expected.get(p) != stored.get(p))
+            raise UnsupportedLeaf(
+                f"the value at {place} of step {manifest.step} is {expected.get(place)}, but Orbax"
+                f" has stored {stored.get(place)}; leave it out with --leaves"
+            )
+        Durability.POWER.sync_tree(folder)
+
+
+def _require_names(state: Any) -> None:
+    """Raise unless Orbax stores each value under a name of its own."""
+    try:
+        jax.tree.structure(state)  # Orbax's names are those of text keys
+        names = list(stored_names(state))
+    except ValueError as error:
+        raise UnsupportedLeaf(
+            f"Orbax cannot store this step: {error} A dict has both integer and text keys; leave it"
+            " out with --leaves, or choose --to npz or --to torch"
+        ) from error
+    tree.distinct(names, "a checkpoint of Orbax")
+
+
+def _digests(state: Any) -> dict[str, tuple[object, ...]]:
+    """Return type, shape and digest of each array, and type and text of other values, by place."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): _digest(leaf) for path, leaf in pairs}
+
+
+def _digest(leaf: Any) -> tuple[object, ...]:
+    if isinstance(leaf, jax.Array):
+        return (str(leaf.dtype), *_digest(np.asarray(jax.random.key_data(leaf))))
+    if isinstance(leaf, np.ndarray | np.generic):
+        content = numpy_bytes(leaf)
+        return leaf.dtype.name, leaf.shape, str(xxhash.xxh3_128_hexdigest(content.data))
+    return type(leaf).__name__, repr(leaf)
+
+
+@contextlib.contextmanager
+def _foreign_errors(step: int, path: Path, folder: Path) -> Iterator[None]:
+    """Raise errors of ours for those of Orbax and TensorStore, which also print tracebacks."""
+    absl = logging.getLogger("absl")
+    before, absl.disabled = absl.disabled, True
+    report = sys.unraisablehook
+
+    def report_others(unraisable: sys.UnraisableHookArgs) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    # It stays after a failure: see ``_end_writes``.
+    sys.unraisablehook = report_others
+    try:
+        yield
+        sys.unraisablehook = report
+    except (DeltacheckError, OSError):
+        raise
+    except Exception as error:
+        _end_writes(folder)
+        raise translated(error, "export", path) or UnsupportedLeaf(
+            f"Orbax cannot store step {step}: {type(error).__name__}:"
+            f" {str(error).partition(chr(10))[0]}. Choose --to npz or --to torch"
+        ) from error
+    finally:
+        absl.disabled = before
+
+
+def _end_writes(folder: Path) -> None:
+    """Remove what writes of TensorStore make that outlive a failed save.
+
+    Nobody can wait for them, and each prints that it finds the event loop of Orbax closed.
+    """
+    for _ in range(_LOOKS):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        time.sleep(_LOOK_SECONDS)
+        if not folder.parent.exists():
+            break
 
 
 def _as_leaf(array: Any, tag: str | None) -> Any:

@@ -12,7 +12,7 @@ from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
 from deltacheck.restore.content import Loaded
-from deltacheck.restore.export import Progress, resolve
+from deltacheck.restore.export import Progress, require_types, resolve
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
@@ -43,11 +43,23 @@ def write_torch(
     Returns:
         ``True`` if ``torch.load(..., weights_only=True)`` accepts the file. NumPy arrays and some
         containers, such as deques, need ``weights_only=False``.
+
+    Raises:
+        UnsupportedLeaf: ``torch.save`` lacks an element type. Nothing was written.
     """
-    owners = tree.array_paths(manifest.tree)
-    leaves = resolve(
-        root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()}
+    nodes = tree.array_nodes(manifest.tree)
+    owners = {path: node.owner for path, node in nodes.items()} if keys is None else keys
+    numpy_tags = (tree.NUMPY_ARRAY, tree.NUMPY_SCALAR)
+    require_types(
+        "torch",
+        (
+            (path, manifest.spec(owner).dtype)
+            for path, owner in owners.items()
+            # NumPy pickles its arrays itself.
+            if keys is not None or nodes[path].tag not in numpy_tags
+        ),
     )
+    leaves = resolve(root, manifest, {owner: owner for owner in owners.values()})
     loaded: dict[str, Loaded] = {}
     # One leaf at a time, so that the progress is reported while the step is read.
     for path, leaf in leaves.items():
@@ -57,7 +69,7 @@ def write_torch(
     if keys is not None:
         tags = tree.flat_tags(manifest.tree)
         tensors = {path: shaped(item, tags.get(path)) for path, item in loaded.items()}
-        torch.save({key: tensors[owner] for key, owner in keys.items()}, file)
+        _save({key: tensors[owner] for key, owner in keys.items()}, file)
         return True
     plain = True
     # By owner and tag: equal pairs are one object, so that ``torch.save`` keeps the tie.
@@ -73,8 +85,21 @@ def write_torch(
         return values[owner, tag]
 
     state = tree.unflatten(manifest.tree, place, build)
-    torch.save(state, file)
+    _save(state, file)
     return plain and _is_accepted(manifest.tree)
+
+
+def _save(state: object, file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # Of a write that failed, torch reports the position only.
+        cause = error.__context__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror) from error
 
 
 def _is_accepted(node: object) -> bool:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.errors import UnsupportedLeaf
+from deltacheck.leaf.tree import escape_key
+from deltacheck.restore.export import require_file_names
 from deltacheck.save.ranks.folder_probe import awaited
 
 STATE_FILE = "trainer_state.json"  # Trainer reads it only from a file, and writes it last
@@ -129,12 +131,11 @@ def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
 
     Raises:
         Damaged: A name leaves the folder. The names come from the checkpoint.
+        UnsupportedLeaf: A name cannot be that of a file.
     """
+    require_file_names((name, f"files/{escape_key(name)}") for name in contents)
     for name, content in contents.items():
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise Damaged(f"a file of the step has the name {name!r}, which leaves its folder")
-        path = folder / pure
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(np.asarray(content).tobytes())
 

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.backends.torch.weight_transfer.tensors import tensor_of
+from deltacheck.leaf.tree import plain_name
 from deltacheck.restore.follow.follower import LeafChange, Update
 
 # vLLM marks unchanged elements of a sparse patch by NaN, and copies them by ``Tensor.copy_``.
@@ -142,7 +142,7 @@ class DeltaCheckWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
                 else torch.from_numpy(change.positions.astype(np.int64))
             )
             yield CheckpointWeightPatch(
-                unquote(path), change.spec.shape, values.dtype, values, indices.to(self.device)
+                plain_name(path), change.spec.shape, values.dtype, values, indices.to(self.device)
             )
 
     def _load(self, receiver: Receiver) -> None:
