@@ -7,13 +7,18 @@ looked up in a table, and everything else is a query that the reader answers.
 from __future__ import annotations
 
 import hmac
+import io
 import secrets
+import socket
 import socketserver
 import sys
+import threading
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl
 
 from deltacheck.cli import output
@@ -53,6 +58,10 @@ _HEADERS = {
 }
 # A connection that sends nothing for this long is closed.
 _IDLE_SECONDS = 60
+# A request that is not complete after this time is given up.
+_REQUEST_SECONDS = 60
+# Each connection has a thread. A browser opens six.
+MOST_CONNECTIONS = 64
 _MOST_PARAMETERS = 8
 
 
@@ -77,8 +86,10 @@ class ViewServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    clock = staticmethod(time.monotonic)
 
     def __init__(self, queries: Queries, port: int = 0) -> None:
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((LOOPBACK, port), _Handler)
         self._queries = queries
         self._prefix = f"/{secrets.token_urlsafe(18)}/"
@@ -90,6 +101,24 @@ class ViewServer(ThreadingHTTPServer):
         """Bind the socket, without a look-up of the machine's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection; close it if there are too many."""
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection until it ends."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print a defect; a connection that the browser has closed is none."""
@@ -170,6 +199,34 @@ def _parameters(text: str) -> dict[str, str]:
     return dict(pairs)
 
 
+class _TimedSocket(io.RawIOBase):
+    """A socket to read from, with a limit of time for all reads of a request together."""
+
+    def __init__(self, connection: socket.socket, clock: Callable[[], float]) -> None:
+        self._connection, self._clock = connection, clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a request."""
+        self._end: float | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        now = self._clock()
+        # The time begins with the first bytes: a browser keeps connections that it may use later.
+        left = _IDLE_SECONDS if self._end is None else self._end - now
+        if left <= 0:
+            raise TimeoutError(f"a request took longer than {_REQUEST_SECONDS} s")
+        self._connection.settimeout(left)
+        count = self._connection.recv_into(buffer)
+        self._connection.settimeout(_IDLE_SECONDS)  # of the answer
+        if self._end is None:
+            self._end = self._clock() + _REQUEST_SECONDS
+        return count
+
+
 class _Handler(BaseHTTPRequestHandler):
     """A connection."""
 
@@ -178,6 +235,16 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "deltacheck"
     sys_version = ""
     timeout = _IDLE_SECONDS
+
+    def setup(self) -> None:
+        """Read from the socket with a limit for each request."""
+        super().setup()
+        self.rfile = io.BufferedReader(_TimedSocket(self.connection, clock=self.server.clock))
+
+    def handle_one_request(self) -> None:
+        """Answer a request that is complete in time."""
+        cast("_TimedSocket", self.rfile.raw).begin()  # type: ignore[attr-defined]
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Answer a request."""
