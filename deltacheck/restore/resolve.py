@@ -28,6 +28,8 @@ from deltacheck.store.root import Root
 
 log = logging.getLogger("deltacheck")
 
+_BOUNDS_BYTES = 24  # memory of the bounds of a chunk while they are computed
+
 
 def resolve_leaves(
     root: Root,
@@ -92,6 +94,15 @@ def resolve_leaves(
             size,
             f"what is asked for of step {manifest.step}",
         )
+    # Of boxes, too: the bounds of all chunks of a leaf are computed.
+    chunks = sum(specs[path].chunk_count for path in requested if path in specs)
+    limits.check_tables(
+        root.store.path,
+        (ref.id for ref in manifest.segments),
+        chunks,
+        chunks * _BOUNDS_BYTES,
+        f"what is asked for of step {manifest.step}",
+    )
     required_paths = dict.fromkeys(requested)
     # Sources of formulas are resolved in the same call, so that each segment is opened once.
     for path in needed_by(manifest, requested):

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -894,3 +895,15 @@ def test_a_stale_manifest_in_anothers_place_is_damage_and_no_older_step_is_given
     with pytest.raises(errors.Damaged, match="is the manifest of another checkpoint"):
         deltacheck.open(root).restore(1)
     assert deltacheck.open(root).restore(0)
+
+
+def test_a_slice_of_a_leaf_of_tiny_chunks_keeps_the_limits(root: Path) -> None:
+    claim(root, [1 << 28], [1])
+    opened = deltacheck.open(root)
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.BudgetExceeded, match="268435456 chunks"):
+            opened.restore(1, slices={"w": [slice(0, 4)]}, max_bytes=1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
