@@ -117,12 +117,9 @@ def _file(path: Path) -> object:
             f"reading {path.name} needs safetensors: pip install safetensors"
         ) from error
     except Exception as error:
-        # torch's reason is in its last lines, after advice that does not apply here.
-        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-        blocked = re.search(r"GLOBAL (\S+) was not an allowed", text)
-        reason = f"it contains {blocked[1]}" if blocked else text.strip().partition("\n")[0]
         raise Damaged(
-            f"{path} cannot be read without running code from it: {type(error).__name__}: {reason}."
+            f"{path} cannot be read without running code from it: {type(error).__name__}:"
+            f" {numpy_pickle.refusal(error)}."
             " Where you trust the file, load it yourself and save what it holds with Engine"
         ) from error
 
