@@ -117,6 +117,28 @@ def check_bytes(place: object, segments: Iterable[str], size: int, subject: str)
         )
 
 
+def check_files(subject: str, size: int, stored_bytes: int) -> None:
+    """Raise ``BudgetExceeded`` if files of whole tensors have more bytes than a call may take.
+
+    Args:
+        subject: The files, for the message.
+        size: Their bytes.
+        stored_bytes: The bytes that they occupy on disk. Weights leave no holes in a file, so that
+            only a forged file has far more bytes than it occupies.
+    """
+    check_time()
+    limit = _current.get().limits.max_bytes
+    origin = "max_bytes"
+    if limit is None:
+        limit = max(_SMALL_BYTES, stored_bytes * _TABLE_BYTES_PER_FILE_BYTE)
+        origin = f"the default for the {stored_bytes} bytes that they occupy"
+    if size > limit:
+        raise BudgetExceeded(
+            f"{subject} have {size} bytes, more than {limit}, {origin}. To read them all the same,"
+            " give limits=Limits(max_bytes=...)"
+        )
+
+
 def check_tables(
     place: object, segments: Iterable[str], chunks: int, table_bytes: int, subject: str
 ) -> None:

@@ -13,7 +13,11 @@ from pathlib import Path
 import xxhash
 
 from deltacheck.backends import isolated
-from deltacheck.backends.hugging_face.model_folder import is_model_folder, model_folder
+from deltacheck.backends.hugging_face.model_folder import (
+    is_model_folder,
+    model_folder,
+    require_whole,
+)
 from deltacheck.errors import NotACheckpointRoot, RootBusy
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.root import Root, open_root
@@ -77,7 +81,10 @@ def _digest(folder: Path) -> tuple[str, int]:
     """Return the xxh3_128 of the weights of a folder, and their bytes."""
     total = xxhash.xxh3_128(_FORM)
     size = 0
-    for shard in sorted(model_folder(folder).shards):
+    shards = sorted(model_folder(folder).shards)
+    for shard in shards:
+        require_whole(shard)
+    for shard in shards:
         content = xxhash.xxh3_128()
         with shard.open("rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):

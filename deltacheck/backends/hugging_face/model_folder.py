@@ -7,13 +7,19 @@ shard has which tensor. The other files describe the model: configuration, token
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES
+from deltacheck.store.files.local_storage import opened_file
 
 # The names of weights in the order of preference, as ``from_pretrained`` looks for them.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -34,6 +40,9 @@ _OTHER_SUFFIXES = {
     ".pth",
     ".safetensors",
 }
+_TORCH_BEGINS = (b"PK", b"\x80")  # of an archive, and of files from before torch 1.6
+# Lengths and offsets of any tensor.
+Length = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 _TEMPLATES = "additional_chat_templates"
 _OTHER_NAME = re.compile(r"\.|.*\.index\.json\Z|trainer_state\.json\Z")
 
@@ -79,7 +88,7 @@ def model_folder(path: Path) -> ModelFolder:
 
     Raises:
         FileNotFoundError: The folder has no weights, or a shard is missing; the message names it.
-        Damaged: The index does not follow the format, or names a file outside the folder.
+        Damaged: The index does not follow the format, or a file lies outside the folder.
     """
     name = next((name for name in WEIGHTS if _is_there(path, name)), None)
     if name is None:
@@ -88,7 +97,9 @@ def model_folder(path: Path) -> ModelFolder:
         )
     index = path / (name + INDEX_SUFFIX)
     if not index.is_file():
+        _require_own(path, path / name)
         return ModelFolder(path, {path / name: None})
+    _require_own(path, index)
     shards: dict[Path, set[str]] = {}
     for tensor, shard in _weight_map(index).items():
         # Of a plain name only: the folder may come from anybody.
@@ -101,6 +112,8 @@ def model_folder(path: Path) -> ModelFolder:
             f"{path} lacks {_listed(missing)}, {len(missing)} of the {len(shards)} shards that"
             f" {index.name} names; fetch the rest of the folder"
         )
+    for file in shards:
+        _require_own(path, file)
     return ModelFolder(path, {shard: frozenset(shards[shard]) for shard in sorted(shards)})
 
 
@@ -112,6 +125,7 @@ def description_files(path: Path, limit: int = MAX_FILE_BYTES) -> list[Path]:
 
     Raises:
         UnsupportedLeaf: A file is longer than ``limit`` bytes; the message names it.
+        Damaged: A file is a link that leaves the folder and is not one of a cache of the Hub.
     """
     files = sorted(
         file
@@ -119,6 +133,7 @@ def description_files(path: Path, limit: int = MAX_FILE_BYTES) -> list[Path]:
         if file.is_file() and describes_model(file.relative_to(path).as_posix())
     )
     for file in files:
+        _require_own(path, file)
         size = file.stat().st_size
         if size > limit:
             raise UnsupportedLeaf(
@@ -132,6 +147,70 @@ def describes_model(name: str) -> bool:
     """Return True if a file of this name, relative to its folder, describes the model."""
     pure = PurePath(name)
     return pure.suffix not in _OTHER_SUFFIXES and not any(map(_OTHER_NAME.match, pure.parts))
+
+
+def _require_own(folder: Path, file: Path) -> None:
+    """Raise ``Damaged`` if a file is a link to a file that does not belong to the model.
+
+    In the cache of the Hub, a folder is ``snapshots/REVISION`` and its files are links to
+    ``blobs`` of the same repository.
+    """
+    target, own = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    in_cache = own.parent.name == "snapshots" and target.parent == own.parent.parent / "blobs"
+    if not (target.is_relative_to(own) or in_cache):
+        raise Damaged(
+            f"{file} is a link to {target}, outside its folder, so its content is not read; put the"
+            " file itself there",
+            file=file,
+        )
+
+
+def require_whole(shard: Path) -> None:
+    """Compare the size of a file of weights with its own header, before its content is read.
+
+    Raises:
+        Damaged: The header is none, or the file has another size.
+    """
+    with opened_file(Path(os.path.realpath(shard)), sys.maxsize) as (file, size):
+        begin = file.read(8)
+        if shard.suffix != ".safetensors":
+            if not begin.startswith(_TORCH_BEGINS):
+                raise Damaged(f"{shard} is no file of torch.save", file=shard)
+            return
+        length = int.from_bytes(begin, "little")
+        try:
+            if length > min(SAFETENSORS_HEADER_BYTES, size):
+                raise ValueError("its header is too long")
+            entries = entries_of(file.read(length))
+        except ValueError as error:
+            raise Damaged(f"{shard} is no file of safetensors: {error}", file=shard) from error
+        end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+        if end != size:
+            raise Damaged(
+                f"{shard} has {size} bytes, and {end} by its header; fetch it again", file=shard
+            )
+
+
+class Entry(msgspec.Struct):
+    """A tensor in the header of a file of safetensors."""
+
+    dtype: str
+    shape: list[Length]
+    data_offsets: tuple[Length, Length]
+
+
+def entries_of(header: bytes) -> dict[str, Entry]:
+    """Return the tensors of a header of safetensors by name.
+
+    Raises:
+        ValueError: It is no such header.
+    """
+    try:
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        return {name: msgspec.json.decode(text, type=Entry) for name, text in fields.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _is_there(path: Path, name: str) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import tensorstore as ts
 
@@ -35,6 +35,36 @@ UNFINISHED = ".__lock"  # TensorStore appends it to a file's name until the file
 _LOCK_SECONDS = 10.0  # a holder works for milliseconds; after this time it counts as stopped
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _COPY_BYTES = 8 << 20  # of one piece of a copied file
+
+
+@contextlib.contextmanager
+def opened_file(path: Path, most_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file of somebody else: regular, no link, and of a size that is looked at first.
+
+    Yields:
+        The file and its bytes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        Damaged: It is a link, a pipe, a device or a directory, has more than ``most_bytes`` bytes,
+            or cannot be read.
+    """
+    try:
+        with open(os.open(path, _READ_FLAGS), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged(f"{path} is not a regular file", file=path)
+            if status.st_size > most_bytes:
+                raise Damaged(
+                    f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may"
+                    " have",
+                    file=path,
+                )
+            yield file, status.st_size
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 class LocalStorage(Storage[Path]):
@@ -92,28 +122,8 @@ class LocalStorage(Storage[Path]):
         return ts.KvStore.open(self.kvstore(), context=context).result()
 
     def read_file(self, most_bytes: int) -> bytes:
-        try:
-            descriptor = os.open(self.path, _READ_FLAGS)
-            try:
-                return self._content(descriptor, most_bytes)
-            finally:
-                os.close(descriptor)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-
-    def _content(self, descriptor: int, most_bytes: int) -> bytes:
-        path, status = self.path, os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file", file=path)
-        if status.st_size > most_bytes:
-            raise Damaged(
-                f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have",
-                file=path,
-            )
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(status.st_size + 1)
+        with opened_file(self.path, most_bytes) as (file, size):
+            return file.read(size + 1)
 
     def start_read(
         self, most_bytes: int, version: object = None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltacheck.backends.hugging_face import model_export
+from deltacheck.backends.hugging_face import base_root, model_export
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.files import torch_import
 from deltacheck.cli import main
@@ -60,11 +60,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
 def test_a_folder_becomes_a_step_and_a_folder_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A model that was downloaded is a folder of links.
-    links = tmp_path / "checkpoint-9"
-    links.mkdir()
-    for file in folder.glob("*.*"):
-        (links / file.name).symlink_to(file)
+    # A model that was downloaded is a folder of links to the blobs of its repository.
+    repository = tmp_path / "models--a--b"
+    links, blobs = repository / "snapshots" / "checkpoint-9", repository / "blobs"
+    links.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(folder.glob("*.*")):
+        shutil.copy(file, blobs / str(number))
+        (links / file.name).symlink_to(f"../../blobs/{number}")
     code, about = run(capsys, "import", tmp_path / "root", folder, links)
     assert code == OK
     assert [row["step"] for row in about["steps"]] == [7, 9]
@@ -228,3 +231,66 @@ def _as_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
         key: _as_tensors(value) if isinstance(value, dict) else torch.tensor(value)
         for key, value in state.items()
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "additional_chat_templates/x.jinja", "model-00001-of-00002", INDEX]
+)
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_a_link_out_of_the_folder_is_not_followed(
+    name: str,
+    in_cache: bool,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if in_cache:
+        (tmp_path / "snapshots").mkdir()
+        folder = folder.rename(tmp_path / "snapshots" / folder.name)
+    file = next(folder.glob(f"{name}*"), folder / name)
+    secret = tmp_path / "other" / file.name
+    secret.parent.mkdir()
+    if file.exists():
+        file.rename(secret)
+    else:
+        secret.write_text("a secret of the machine")
+    file.symlink_to(secret)
+    code, about = run(capsys, "import", tmp_path / "root", folder)
+    assert code == DAMAGED
+    assert f"is a link to {secret}" in about["error"]["message"]
+    with Engine(tmp_path / "run") as engine:
+        engine.save(1, weights(1)).wait()
+    if "model" not in name:
+        words = ("export", tmp_path / "run", "--to", "hf", "--files", folder, "--out")
+        assert run(capsys, *words, tmp_path / "out")[0] == DAMAGED
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to("config.json")
+    assert bytes(torch_import.read(folder)["files"]["tokenizer.json"]) == CONFIG
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_the_weights_of_a_base_are_compared_with_their_header_before_they_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "base-1"
+    folder.mkdir()
+    if name.endswith(".bin"):
+        (folder / name).touch()
+    else:
+        save_file(weights(1), folder / name)
+    with (folder / name).open("r+b") as file:
+        file.truncate(40 << 30)
+
+    class Digest:
+        def __init__(self, content: bytes = b"") -> None:
+            pass
+
+        def update(self, content: bytes) -> None:
+            raise AssertionError("the content is read")
+
+    monkeypatch.setattr(base_root.xxhash, "xxh3_128", Digest)
+    with pytest.raises(Damaged, match=name.replace(".", "[.]")):
+        base_root.base_root(folder, tmp_path)

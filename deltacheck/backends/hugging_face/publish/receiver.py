@@ -22,6 +22,7 @@ from deltacheck.backends.hugging_face.publish.version_folder import (
 from deltacheck.codec import changed_words, frames
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.leaf import limits
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.external_errors import typed
@@ -42,13 +43,18 @@ class Receiver:
 
     Args:
         folder: The folder that ``deltacheck publish --to`` writes.
+        limits: The most that each ``poll`` may take. ``None``: the bytes of files, and at most 64
+            times what they occupy on disk if that is above 256 MiB.
 
     Raises:
         NotACheckpointRoot: It is no such folder.
         UnsupportedFormat: A newer version of deltacheck has written it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, limits: limits.Limits | None = None
+    ) -> None:
+        self._limits = limits
         self._folder = Path(folder)
         version_folder.require_identity(self._folder)
         self._version: Version | None = None
@@ -88,10 +94,12 @@ class Receiver:
             StepNotFound: There is no such version.
             Damaged: A file is damaged, or a version does not continue the copy. Names tensor, file
                 and both digests.
+            BudgetExceeded: The files take more than the limits allow.
         """
         for attempt in range(_ATTEMPTS):
             try:
-                return self._poll(number)
+                with limits.applied(self._limits):
+                    return self._poll(number)
             except FileNotFoundError as error:
                 # Old versions are removed while a slow receiver reads them.
                 if attempt == _ATTEMPTS - 1:
@@ -113,6 +121,7 @@ class Receiver:
         if self._version is not None and target == self._version.number:
             return None
         chain = self._chain(target)
+        version_folder.check_size(self._folder, chain)
         is_full = chain[0].version.base is None
         tensors, ties = ({}, chain[0].ties) if is_full else (dict(self._tensors), self._ties)
         for index in chain:
@@ -137,6 +146,7 @@ class Receiver:
         path = version_folder.version_path(self._folder, index.version.number)
         names: set[str] = set()
         for file in sorted(set(index.tensors.values())):
+            limits.check_time()
             contents = version_folder.read_tensors(path / file, index.files[file])
             for name, content in contents.items():
                 if index.tensors.get(name) != file:

@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
-from deltacheck.backends.hugging_face.model_folder import INDEX_SUFFIX, WEIGHTS
+from deltacheck.backends.hugging_face.model_folder import (
+    INDEX_SUFFIX,
+    WEIGHTS,
+    Entry,
+    Length,
+    entries_of,
+)
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, UnsupportedFormat
+from deltacheck.leaf import limits
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPES, new_file
+from deltacheck.store.files.local_storage import LocalStorage, opened_file
+from deltacheck.store.files.storage import storage_of
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
 CHECKSUM = "xxh3-128"
@@ -38,6 +50,10 @@ _FORMAT = 1
 _EXTENSION = "deltacheck"  # our part of the metadata of an index
 _NAME = re.compile(r"weight_v(\d{6,15})\Z")
 _MAX_INDEX_BYTES = 64 << 20
+_MAX_IDENTITY_BYTES = 1 << 16
+_BLOCK_BYTES = 512  # the unit of ``st_blocks``
+_MAX_AXES = 64  # of NumPy
+_Struct = TypeVar("_Struct")
 _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
@@ -124,7 +140,8 @@ def version_path(folder: Path, number: int) -> Path:
 
 def numbers(folder: Path) -> list[int]:
     """Return the numbers of the versions, ascending."""
-    matches = [_NAME.match(entry.name) for entry in folder.iterdir() if entry.is_dir()]
+    with os.scandir(folder) as entries:
+        matches = [_NAME.match(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -148,20 +165,20 @@ def read_identity(folder: Path) -> str | None:
     """
     path = folder / PRIVATE / _IDENTITY
     try:
-        document = json.loads(path.read_bytes())
-        form, run = document["format"], document["run"]
+        storage_of(path.parent).check_directory()
+        identity = _decoded(LocalStorage(path).read_file(_MAX_IDENTITY_BYTES), _Identity)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise Damaged(
             f"{path} is damaged: {error}. Publish to another folder", file=path
         ) from error
-    if form != _FORMAT:
+    if identity.format != _FORMAT:
         raise UnsupportedFormat(
-            f"{folder} has format {form!r} of published versions, this version of deltacheck reads"
-            f" {_FORMAT}; use a newer version"
+            f"{folder} has format {identity.format} of published versions, this version of"
+            f" deltacheck reads {_FORMAT}; use a newer version"
         )
-    return str(run)
+    return identity.run
 
 
 def require_identity(folder: Path) -> None:
@@ -182,58 +199,144 @@ def read_index(folder: Path, number: int) -> Index:
         UnsupportedFormat: Another version of deltacheck, or another library, has written it.
     """
     path = version_path(folder, number) / INDEX
-    if not path.is_file() and path.parent.is_dir():
+    if not os.path.lexists(path) and path.parent.is_dir():
         raise Damaged(f"{path} is missing. {FULL_REMEDY}", file=path)
-    data = path.read_bytes()[: _MAX_INDEX_BYTES + 1]
+    storage_of(path.parent).check_directory()
+    data = LocalStorage(path).read_file(_MAX_INDEX_BYTES)
     try:
-        if len(data) > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MAX_INDEX_BYTES:,} bytes")
-        document = json.loads(data)
-        return _parsed(document, number)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _parsed(data, number)
+    except ValueError as error:
         raise Damaged(f"{path} is damaged: {error}. {FULL_REMEDY}", file=path) from error
 
 
-def _parsed(document: Any, number: int) -> Index:
-    metadata = document["metadata"]
-    if _EXTENSION not in metadata:
+class _Identity(msgspec.Struct):
+    """The document of a folder of versions."""
+
+    format: int
+    run: str
+
+
+class _Extension(msgspec.Struct, forbid_unknown_fields=True):
+    """Our part of the metadata of an index."""
+
+    format: int
+    step: Length
+    seq: Length
+    file_bytes: Length
+    checksums: dict[str, str]
+    files: dict[str, str]
+    ties: dict[str, str]
+    digest: str
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """The metadata of an index."""
+
+    version: str
+    checksum_format: str
+    deltacheck: _Extension
+    total_size: Length = 0
+    base_version: str = ""
+    delta_encoding: str = ""
+    compression_format: str = ""
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """An index. Its digest covers all fields, so that none may be unknown."""
+
+    metadata: _Metadata
+    weight_map: dict[str, str]
+
+
+class _FormatOnly(msgspec.Struct):
+    format: int
+
+
+class _MetadataOfAny(msgspec.Struct):
+    delta_encoding: str = ""
+    deltacheck: _FormatOnly | None = None
+
+
+class _DocumentOfAny(msgspec.Struct):
+    """What is read of an index of any writer and any format."""
+
+    metadata: _MetadataOfAny
+
+
+def _decoded(data: bytes, kind: type[_Struct]) -> _Struct:
+    """Return a JSON document of known fields; ``ValueError`` for any other content."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _parsed(data: bytes, number: int) -> Index:
+    found = _decoded(data, _DocumentOfAny).metadata
+    if found.deltacheck is None:
         raise UnsupportedFormat(
             f"version {number} was not published by deltacheck; publish to a folder of its own"
         )
-    extension = metadata[_EXTENSION]
-    if extension["format"] != _FORMAT:
+    if found.deltacheck.format != _FORMAT:
         raise UnsupportedFormat(
-            f"version {number} has format {extension['format']!r}, this version of deltacheck reads"
-            f" {_FORMAT}; use a newer version"
+            f"version {number} has format {found.deltacheck.format}, this version of deltacheck"
+            f" reads {_FORMAT}; use a newer version"
         )
-    expected = extension.pop("digest")
-    actual = _digest_of(document)
-    if actual != expected:
-        raise ValueError(f"its digest is {actual}, expected is {expected}")
-    if int(metadata["version"]) != number:
-        raise ValueError(f"it is the index of version {metadata['version']}")
-    base = int(metadata["base_version"]) if "delta_encoding" in metadata else None
-    if base is not None and base != number - 1:
-        raise ValueError(f"it continues version {base}")
-    encoding = metadata.get("delta_encoding", XOR)
-    if encoding not in ENCODINGS.values():
+    if found.delta_encoding not in ("", *ENCODINGS.values()):
         raise UnsupportedFormat(
-            f"version {number} has the encoding {encoding!r}, which this version of deltacheck does"
-            " not read; use a newer version"
+            f"version {number} has the encoding {found.delta_encoding!r}, which this version of"
+            " deltacheck does not read; use a newer version"
         )
-    for name in extension["files"]:
+    document = _decoded(data, _Document)
+    metadata, tensors = document.metadata, document.weight_map
+    extension = metadata.deltacheck
+    plain = json.loads(data)
+    del plain["metadata"][_EXTENSION]["digest"]
+    actual = _digest_of(plain)
+    if actual != extension.digest:
+        raise ValueError(f"its digest is {actual}, expected is {extension.digest}")
+    if metadata.version != f"{number:06d}":
+        raise ValueError(f"it is the index of version {metadata.version}")
+    base = number - 1 if metadata.delta_encoding else None
+    if base is not None and metadata.base_version != f"{base:06d}":
+        raise ValueError(f"it continues version {metadata.base_version}")
+    checksums, files, ties = extension.checksums, extension.files, extension.ties
+    for name in files:
         # A folder may come from anybody, and no file may lie outside it.
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
             raise ValueError(f"it names {name!r}, which is no file of its folder")
-    tensors, checksums, files = document["weight_map"], extension["checksums"], extension["files"]
     if not set(tensors.values()) <= files.keys() or tensors.keys() != checksums.keys():
         raise ValueError("it lacks a digest")
-    version = Version(number, base, extension["step"], extension["seq"], extension["file_bytes"])
-    return Index(version, tensors, checksums, files, extension["ties"], encoding)
+    for name in set(tensors.values()):
+        if PurePath(name).name != name:
+            raise ValueError(f"it has tensors in {name!r}, which is no file of its folder")
+    for name, first in ties.items():
+        if first in ties or name == first or checksums.get(name, "") != checksums.get(first):
+            raise ValueError(f"its tensor {name!r} cannot be tied to {first!r}")
+    version = Version(number, base, extension.step, extension.seq, extension.file_bytes)
+    return Index(version, tensors, checksums, files, ties, metadata.delta_encoding or XOR)
 
 
 def _digest_of(document: Any) -> str:
     return digest(json.dumps(document, sort_keys=True).encode())
+
+
+def check_size(folder: Path, indexes: Iterable[Index]) -> None:
+    """Compare the files of weights of versions with the limits of the present call.
+
+    Raises:
+        BudgetExceeded: They have more bytes.
+    """
+    statuses = [
+        os.lstat(version_path(folder, index.version.number) / file)
+        for index in indexes
+        for file in set(index.tensors.values())
+    ]
+    limits.check_files(
+        f"the weights of the versions in {folder}",
+        sum(status.st_size for status in statuses),
+        sum(status.st_blocks * _BLOCK_BYTES for status in statuses),
+    )
 
 
 class Tensor(NamedTuple):
@@ -256,7 +359,8 @@ def read_tensors(path: Path, expected_digest: str) -> dict[str, Tensor]:
     Raises:
         Damaged: The file is damaged.
     """
-    data = np.fromfile(path, np.uint8)
+    with opened_file(path, sys.maxsize) as (file, size):
+        data = np.fromfile(file, np.uint8, size)
     actual = digest(data)
     if actual != expected_digest:
         raise Damaged(
@@ -266,21 +370,33 @@ def read_tensors(path: Path, expected_digest: str) -> dict[str, Tensor]:
         length = int.from_bytes(data[:8].tobytes(), "little")
         if length > min(SAFETENSORS_HEADER_BYTES, data.size):
             raise ValueError("its header is too long")
-        header = json.loads(data[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        return {name: _tensor(entry, data[8 + length :]) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = entries_of(data[8 : 8 + length].tobytes())
+        content = data[8 + length :]
+        end = 0
+        # Without a gap or an overlap, so that tensors take no more memory than their file.
+        for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
+            if entry.data_offsets[0] != end:
+                raise ValueError("its tensors do not lie one behind the other")
+            end = entry.data_offsets[1]
+        if end != content.size:
+            raise ValueError(f"its tensors end at {end}, and its data at {content.size}")
+        return {name: _tensor(entry, content) for name, entry in entries.items()}
+    except ValueError as error:
         raise Damaged(f"{path} is no file of safetensors: {error}. {FULL_REMEDY}", file=path) from (
             error
         )
 
 
-def _tensor(entry: Any, data: U8) -> Tensor:
-    begin, end = entry["data_offsets"]
-    dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
-    if not 0 <= begin <= end <= data.size:
-        raise ValueError("a tensor reaches beyond the end")
-    if math.prod(shape) * dtype_named(dtype).item_bytes != end - begin or min(shape, default=0) < 0:
+def _tensor(entry: Entry, data: U8) -> Tensor:
+    begin, end = entry.data_offsets
+    dtype, shape = _TYPES.get(entry.dtype), tuple(entry.shape)
+    if dtype is None:
+        raise ValueError(f"it has the element type {entry.dtype!r}")
+    # NumPy has no more axes, and multiplies also the lengths of an empty array.
+    longest = math.prod(size for size in shape if size) * dtype_named(dtype).item_bytes
+    if len(shape) > _MAX_AXES or longest > sys.maxsize:
+        raise ValueError(f"no array has the shape {shape[:8]}")
+    if (longest if all(shape) else 0) != end - begin:
         raise ValueError("the shape of a tensor does not fit its bytes")
     return Tensor(dtype, shape, data[begin:end])
 
