@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +32,7 @@ from deltacheck.cli import main
 from deltacheck.cli.inspection.compare import Side
 from deltacheck.cli.view import server as server_module
 from deltacheck.cli.view.queries import MOST_VALUES, BadQuery, Queries, parse_box
-from deltacheck.cli.view.server import ViewServer
+from deltacheck.cli.view.server import MOST_CONNECTIONS, ViewServer
 from deltacheck.maintain import drift
 from deltacheck.report.change_map import change_map
 from deltacheck.restore import export
@@ -622,3 +624,62 @@ def test_a_port_in_use_and_a_missing_root_are_refused(
     assert "--port" in capsys.readouterr().err
     assert main(["view", str(tmp_path / "gone")]) == 3
     assert main(["view", str(hostile), "--port", "70000"]) == 2
+
+
+@pytest.fixture
+def server(hostile: Path) -> Iterator[ViewServer]:
+    with ViewServer(Queries(str(hostile))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_idle_connections_are_limited_and_their_places_are_given_back(server: ViewServer) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(server.server_address[:2], 60))
+            for _ in range(MOST_CONNECTIONS)
+        ]
+        # Accepted in order: when this one is closed, all others have a thread.
+        with socket.create_connection(server.server_address[:2], 60) as late:
+            assert late.recv(1) == b""
+        for connection in idle:
+            connection.close()
+    until = time.monotonic() + 60
+    while (status := get_status(server)) is None and time.monotonic() < until:
+        pass
+    assert status == 404
+
+
+def get_status(server: ViewServer) -> int | None:
+    """Return the status of a request; ``None``: the connection was closed."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status
+    except (ConnectionError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def test_a_request_that_is_sent_byte_by_byte_is_given_up(server: ViewServer) -> None:
+    calls, now = threading.Semaphore(0), [0.0]
+
+    def clock() -> float:
+        calls.release()
+        return now[0]
+
+    server.clock = clock
+    with socket.create_connection(server.server_address[:2], 60) as slow:
+        slow.sendall(b"GET / ")
+        # Before the first piece was read, and after it.
+        assert calls.acquire(timeout=60)
+        assert calls.acquire(timeout=60)
+        now[0] = 61.0
+        # Whether it is still read or not, the request is not complete.
+        slow.sendall(b"HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert slow.recv(1) == b""

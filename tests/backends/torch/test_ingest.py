@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 import deltacheck
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.files import torch_import
+from deltacheck.backends.torch.state import sampling
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
+from deltacheck.errors import Damaged
 from tests.support.states import assert_same, random_tensor
 
 
@@ -113,6 +115,7 @@ def test_a_file_that_needs_code_is_refused_and_none_runs(
         )
         assert code == DAMAGED
         assert f"{name} cannot be read without running code from it" in about["error"]["message"]
+        assert "weights_only" not in about["error"]["message"]
         assert deltacheck.open(tmp_path / name.partition(".")[0]).steps() == [1]
     assert not (tmp_path / "ran").exists()
 
@@ -126,6 +129,29 @@ class Crafted:
     def __reduce__(self) -> Any:
         reconstruct, arguments, _ = np.zeros(1).__reduce__()
         return reconstruct, arguments, (1, (2,), np.dtype(self.kind), *self.state)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02cos\nsystem\n.",
+        b"\x80\x02}(X\x01\x00\x00\x00a\x8c\x01bu.",
+        b"\x80\x02\x93.",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff.",
+        b"\x80\x02P0\n.",
+        b"PK\x03\x04",
+        b"",
+    ],
+)
+def test_no_refusal_of_a_file_advises_to_run_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a_1.pt").write_bytes(content)
+    with pytest.raises(Damaged) as refused:
+        torch_import.read(tmp_path / "a_1.pt")
+    with pytest.raises(Damaged) as sampled:
+        list(sampling.states(tmp_path))
+    for error in (refused.value, sampled.value):
+        assert "`weights_only`" not in str(error)
+        assert "likely succeed" not in str(error)
 
 
 def test_arrays_of_numpy_in_torch_files_are_read_without_its_unpickling(tmp_path: Path) -> None:

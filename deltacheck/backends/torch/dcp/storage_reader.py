@@ -30,6 +30,7 @@ from deltacheck.backends.torch.dcp import names
 from deltacheck.backends.torch.dcp.foreign_options import refuse
 from deltacheck.backends.torch.dcp.stream import Restored, keep
 from deltacheck.backends.torch.state import leaves
+from deltacheck.backends.torch.state.sampling import refusal
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.external_errors import typed
@@ -409,14 +410,9 @@ def _screened(content: bytes, fqn: str, step: int) -> object:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # torch's message is a page long. This line names the class that is refused.
-        lines = str(error).strip().split("\n")
-        text = next(
-            (line.strip() for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0]
-        )
         raise UnsupportedLeaf(
             f"{fqn!r} of step {step} is an object that only running its pickle would give back:"
-            f" {text}. If you trust whoever wrote this root, DeltaStorageReader(root,"
+            f" {refusal(error)}. If you trust whoever wrote this root, DeltaStorageReader(root,"
             " allow_pickle=True) does; torch.serialization.add_safe_globals lets single classes"
             " through"
         ) from None

@@ -8,7 +8,6 @@ which accept numbers and texts of NumPy in plain layouts only.
 from __future__ import annotations
 
 import math
-import re
 from collections import OrderedDict
 from typing import Any
 
@@ -102,17 +101,6 @@ def load(path: Any, **options: Any) -> object:
     """
     with torch.serialization.safe_globals(_GLOBALS):
         return _with_arrays(torch.load(path, weights_only=True, **options))
-
-
-def refusal(error: Exception) -> str:
-    """Return the reason why a file was not read, in one line, without torch's advice to run it."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    blocked = re.search(r"GLOBAL (\S+) was not an allowed", text)
-    if blocked:
-        return f"it contains {blocked[1]}"
-    reason = re.search(r"WeightsUnpickler error: *([^\n]+)", text)
-    lines = [reason[1]] if reason else text.strip().split("\n")
-    return next((line for line in lines if "weights_only" not in line), "torch refuses it")
 
 
 def _with_arrays(value: Any) -> Any:

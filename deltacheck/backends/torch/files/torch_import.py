@@ -18,7 +18,7 @@ from deltacheck.backends.hugging_face.model_folder import description_files, mod
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import numpy_pickle
 from deltacheck.backends.torch.state import leaves
-from deltacheck.backends.torch.state.sampling import SUFFIXES
+from deltacheck.backends.torch.state.sampling import SUFFIXES, refusal
 from deltacheck.errors import Damaged
 
 SAFETENSORS = ".safetensors"
@@ -119,7 +119,7 @@ def _file(path: Path) -> object:
     except Exception as error:
         raise Damaged(
             f"{path} cannot be read without running code from it: {type(error).__name__}:"
-            f" {numpy_pickle.refusal(error)}."
+            f" {refusal(error)}."
             " Where you trust the file, load it yourself and save what it holds with Engine"
         ) from error
 

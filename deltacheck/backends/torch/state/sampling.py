@@ -18,7 +18,7 @@ from deltacheck.errors import Damaged
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.profile.sample import SamplePlan
 
-__all__ = ["describe", "expand", "files", "states", "take"]
+__all__ = ["describe", "expand", "files", "refusal", "states", "take"]
 
 # The suffixes that are in use for files of ``torch.save``.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -83,6 +83,17 @@ def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted(by_step.items())
 
 
+def refusal(error: Exception) -> str:
+    """Return the reason why a file was not read, in one line, without torch's advice to run it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    blocked = re.search(r"GLOBAL (\S+) was not an allowed", text)
+    if blocked:
+        return f"it contains {blocked[1]}"
+    reason = re.search(r"WeightsUnpickler error: *([^\n]+)", text)
+    lines = [reason[1]] if reason else text.strip().split("\n")
+    return next((line for line in lines if "weights_only" not in line), "torch refuses it")
+
+
 def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
     """Yield the step and state of each file in a folder, one at a time in memory.
 
@@ -96,10 +107,8 @@ def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         # torch raises many types of errors for files that are damaged or made by an attacker.
         except Exception as error:
-            # torch adds lines of advice, of which some would run code of the file.
-            reason = str(error).partition("\n")[0]
             raise Damaged(
                 f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}:"
-                f" {reason}"
+                f" {refusal(error)}"
             ) from error
         yield step, state
