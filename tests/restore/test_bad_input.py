@@ -897,13 +897,23 @@ def test_a_stale_manifest_in_anothers_place_is_damage_and_no_older_step_is_given
     assert deltacheck.open(root).restore(0)
 
 
-def test_a_slice_of_a_leaf_of_tiny_chunks_keeps_the_limits(root: Path) -> None:
-    claim(root, [1 << 28], [1])
-    opened = deltacheck.open(root)
-    tracemalloc.start()
-    try:
-        with pytest.raises(errors.BudgetExceeded, match="268435456 chunks"):
-            opened.restore(1, slices={"w": [slice(0, 4)]}, max_bytes=1 << 20)
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
+def test_a_slice_of_a_forged_leaf_takes_memory_for_no_other_chunk(tmp_path: Path) -> None:
+    """Neither table nor file stands behind a leaf of zeros, so only its chunks are counted."""
+    root = forge.unpack("derived", tmp_path)
+
+    def edit(manifest: dict[str, Any]) -> None:
+        zeros = {"how": "zeros", "dtype": "float32", "shape": [1 << 24, 1 << 18]}
+        manifest["derived"]["more"] = zeros
+        manifest["tree"]["k"].append(["more", {"t": "array"}])
+
+    forge.forge_manifest(manifest_path(root, "c0000000000"), edit)
+    step = deltacheck.open(root).steps()[0]
+    for limits in (None, deltacheck.Limits(max_chunks=1 << 20)):
+        opened = deltacheck.open(root, limits=limits)
+        tracemalloc.start()
+        try:
+            with pytest.raises(errors.BudgetExceeded, match="16777216 chunks"):
+                opened.restore(step, slices={"more": (0, 0)}, max_bytes=1 << 20)
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
