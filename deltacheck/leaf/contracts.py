@@ -29,7 +29,8 @@ class Bounded(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contra
             counted as zero. ``"max"``: the largest ``|x' - x|`` divided by the largest ``|x|`` of
             the leaf. ``"l2"``: ``||x' - x|| / ||x||``.
         rate: The learning rate that is the unit of the norm ``"lr"``. ``None``: that of the saved
-            state. Otherwise it is larger, and a share of the largest rate that the run has had.
+            state. Otherwise it is a share of the largest rate that the run has had, or the smallest
+            rate of several groups that may be the leaf's.
     """
 
     limit: float

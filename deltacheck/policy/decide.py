@@ -112,6 +112,8 @@ class Situation:
             ``policy.refresh``.
         phases: The number of the lattice's phases. A resumed run has another one, see ``_seed``.
         peak_rate: The largest learning rate of its group so far, 0 if it is unknown.
+        is_rate_shared: True if the rate is the smallest one of several groups that may be its
+            group. A contract then names it, because no reader can know it.
     """
 
     hyperparameters: Hyperparameters
@@ -121,6 +123,7 @@ class Situation:
     is_due: bool = False
     phases: int = 0
     peak_rate: float = 0.0
+    is_rate_shared: bool = False
 
 
 def is_treatable(spec: LeafSpec | None, dtype: str) -> bool:
@@ -163,6 +166,8 @@ def decide(
     # The unit of a master's error is the size of an update, which is the rate for Adam only.
     if hidden is None or stage != STABLE or not parameter.adam:
         return decisions
+    if not parameter.paired:
+        return decisions | _moments(hidden, parameter, specs, situation)
     weight = narrow if narrow is not None and specs[narrow].dtype == "bfloat16" else None
     if hidden.float32_weights == "bounded" and weight is None:
         wide = _wide_weight(hidden, parameter, specs, situation)
@@ -201,9 +206,7 @@ def _wide_weight(
 
     No cell of an exact weight bounds it, so it is bounded like a master that weights are cast from.
     """
-    path = parameter.master
-    if path is None and parameter.proven:
-        path = parameter.weight
+    path = parameter.wide_weight
     is_excluded = hidden.leaves is not None and path not in hidden.leaves
     if path is None or is_excluded or not is_treatable(specs.get(path), "float32"):
         return {}
@@ -242,7 +245,11 @@ def _bounded_master(
     return Decision(
         plain if lattice.halvings is None else "nested",
         # The contract names its unit if that is not the rate of the state.
-        Bounded(hidden.master_error_lr, "lr", None if unit == rate else unit),
+        Bounded(
+            hidden.master_error_lr,
+            "lr",
+            None if unit == rate and not situation.is_rate_shared else unit,
+        ),
         of=weight,
         spacing=lattice.spacing,
         seed=_seed(master, situation.phases),
@@ -408,7 +415,10 @@ def _moments(
         return {first: Decision("zeros", Bounded(1.0, "l2")), second: coarse}
     limit = adam.moment_limit(*constants)
     if hidden.moments == "bounded":
-        mean = Bounded(_MEAN_ERROR_OCTAVES, "octaves")
+        # An m whose code would raise v too far has the next lower one (``MomentCodes``). It then
+        # errs by an octave less than half of what v may be raised by.
+        least_error = 1 - hidden.moment_error_octaves / 2
+        mean = Bounded(max(_MEAN_ERROR_OCTAVES, least_error), "octaves")
         return {
             first: Decision("octaves", mean, signed=True, dead_band=0.5),
             second: replace(coarse, first=first, limit=limit),

@@ -76,6 +76,7 @@ def torch_states(
             name, _, field = rest.rpartition(".")
             entries.setdefault(("/".join(parents), ".", name), {})[field] = path
     groups: dict[tuple[str, str], tuple[str | None, int]] = {**_torch_groups(scalars)}
+    names = _torch_names(scalars)
     # Any subtree may be called "state"; that of an optimizer has groups, or Adam's moments.
     optimizers = {prefix for prefix, *_ in groups} | {
         entry[0] for entry, fields in entries.items() if {"exp_avg", "exp_avg_sq"} & fields.keys()
@@ -112,7 +113,7 @@ def torch_states(
         )
         # A step count is a smaller array than the moments.
         shape = max((specs[path].shape for path in arrays), key=math.prod)
-        key = "" if name.isdecimal() else dotted(name)
+        key = names.get((prefix, name), "") if name.isdecimal() else dotted(name)
         states.append(ParameterState(parameter, key, shape, prefix, (group or prefix, position)))
     return states
 
@@ -134,6 +135,22 @@ def _torch_groups(scalars: Mapping[str, object]) -> dict[tuple[str, str], tuple[
         ):
             groups["/".join(parts[:-4]), escape_key(value)] = ("/".join(parts[:-2]), len(groups))
     return groups
+
+
+def _torch_names(scalars: Mapping[str, object]) -> dict[tuple[str, str], str]:
+    """Return the dotted names of numbered parameters, if the groups have ``param_names``.
+
+    torch keeps them in its groups if the optimizer was made from ``model.named_parameters()``. The
+    keys are those of ``_torch_groups``.
+    """
+    names: dict[tuple[str, str], str] = {}
+    for path, value in scalars.items():
+        parts = path.split("/")
+        if len(parts) >= 4 and parts[-4] == "param_groups" and parts[-2] == "param_names":
+            number = scalars.get("/".join([*parts[:-2], "params", parts[-1]]))
+            if isinstance(value, str) and isinstance(number, int):
+                names["/".join(parts[:-4]), str(number)] = dotted(value)
+    return names
 
 
 # --- DeepSpeed ------------------------------------------------------------------------------------

@@ -27,8 +27,12 @@ class Parameter:
         second: Adam's v.
         count: The step count, a leaf or a scalar.
         group: The prefix of its hyperparameters.
-        proven: False if the weight was matched by shape and order only. ``roles.prove`` settles it
-            by content.
+        proven: False if the weight was matched by shape and order, or to a master elsewhere.
+            ``roles.prove`` settles it by content.
+        paired: True if the state is that of ``wide_weight``: it holds it, or names it, or its law
+            shows it (``roles.pair``). False: it is a guess, and no rate is that of the leaf.
+        rivals: Other groups that may be the one of ``wide_weight``. The unit of its error is the
+            smallest rate of all.
         adam: True if its state is a mean of gradients, a mean of their squares, and nothing else
             but a count and a master.
         unknown: The paths of any other state.
@@ -42,8 +46,15 @@ class Parameter:
     count: str | None = None
     group: str | None = None
     proven: bool = True
+    paired: bool = True
+    rivals: tuple[str, ...] = ()
     adam: bool = False
     unknown: tuple[str, ...] = ()
+
+    @property
+    def wide_weight(self) -> str | None:
+        """The leaf that the optimizer updates: the master, or the weight if there is none."""
+        return self.weight if self.master is None else self.master
 
     @property
     def leaves(self) -> list[str]:
@@ -59,10 +70,12 @@ class Roles:
     Attributes:
         parameters: The parameters that an optimizer updates.
         weights: Path and shape of every leaf of the model, frozen leaves and buffers included.
+        others: Path and shape of every leaf outside of optimizers.
     """
 
     parameters: tuple[Parameter, ...] = ()
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self) -> dict[str, tuple[str, Parameter]]:
         """Return the role and the parameter of each leaf path.

@@ -8,16 +8,21 @@ values does.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.optimizer_state import dotted, optax_states, torch_states, zero_states
-from deltacheck.policy.parameters import Roles
+from deltacheck.policy.parameters import Parameter, Roles
 from deltacheck.policy.weight_matching import match_by_name, match_by_order
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_NAMES = re.compile(r"/param(s|_names)/")  # of the parameters of torch's groups
+# The least correlation that shows that a state has moved a leaf. Unrelated leaves have one of at
+# most a few hundredths, or more if their gradients have a structure in common.
+LEAST_CORRELATION = 0.2
 
 
 def find(
@@ -50,12 +55,8 @@ def find(
     with_name = [state for state in states if state.key]
     numbered = [state for state in states if not state.key]
     named_parameters, containers = match_by_name(with_name, specs, model)
-    numbered_parameters, container = (
-        match_by_order(numbered, specs, model) if numbered else ([], None)
-    )
-    # The container of numbered weights may be the root, whose name is empty, so None stands for no
-    # container.
-    containers |= {container} if container is not None else set()
+    numbered_parameters, folders = match_by_order(numbered, specs, model)
+    containers |= folders
     parameters = (*named_parameters, *numbered_parameters)
     masters = {parameter.master for parameter in parameters}
     weights = {
@@ -63,33 +64,12 @@ def find(
         for path in model
         if path not in masters and any(dotted(path).startswith(c) for c in containers)
     }
-    return Roles(parameters, weights)
-
-
-def settle_alike(roles: Roles) -> Roles:
-    """Settle parameters without a master whose weights can only be exchanged with equal ones.
-
-    If every weight of a shape is trained in one group, the assignment by order may be a
-    permutation, but each weight has the hyperparameters of its group.
-    """
-    trained = Counter(roles.weights.get(p.weight or "") for p in roles.parameters)
-    weights = Counter(roles.weights.values())
-    groups: dict[tuple[int, ...] | None, set[str | None]] = {}
-    for p in roles.parameters:
-        groups.setdefault(roles.weights.get(p.weight or ""), set()).add(p.group)
-    alike = {
-        shape
-        for shape, names in groups.items()
-        if shape is not None and len(names) == 1 and trained[shape] == weights[shape]
-    }
-    return replace(
-        roles,
-        parameters=tuple(
-            replace(p, proven=True)
-            if p.master is None and roles.weights.get(p.weight or "") in alike
-            else p
-            for p in roles.parameters
-        ),
+    # A leaf that two states claim is that of one of them at most.
+    claims = Counter(p.wide_weight for p in parameters)
+    return Roles(
+        tuple(replace(p, paired=p.paired and claims[p.wide_weight] == 1) for p in parameters),
+        weights,
+        {path: specs[path].shape for path in model} if states else {},
     )
 
 
@@ -106,45 +86,106 @@ class Finder:
     def __call__(self, specs: Mapping[str, LeafSpec], scalars: Mapping[str, object]) -> Roles:
         """Return the roles of the leaves of a state."""
         # These are the only values of scalars that `find` reads; the others change at every step.
-        groups = [value for path, value in scalars.items() if "/params/" in path]
+        groups = [value for path, value in scalars.items() if _NAMES.search(path)]
         key = (list(specs), list(specs.values()), list(scalars), groups)
         if self._cache is None or self._cache[0] != key:
-            self._cache = (key, settle_alike(find(specs, scalars)))
+            self._cache = (key, find(specs, scalars))
         return self._cache[1]
+
+
+def pair(roles: Roles, evidence: Mapping[tuple[str, str], float]) -> Roles:
+    """Pair states with the leaves that they have moved since the last save.
+
+    States of which each has moved one leaf most, and the leaf no other state more, are those of the
+    leaf. Guesses of the others stay guesses.
+
+    Args:
+        roles: The roles as ``find`` returns them.
+        evidence: (name of the parameter, leaf) -> the correlation of the leaf's change with the
+            update of the state, of those that are as large as the rate of the state.
+    """
+    leaf_of: dict[str, str] = {}
+    name_of: dict[str, str] = {}
+    for (name, leaf), correlation in sorted(evidence.items(), key=lambda item: item[1]):
+        if correlation >= LEAST_CORRELATION:
+            leaf_of[name], name_of[leaf] = leaf, name
+    mutual = {name: leaf for name, leaf in leaf_of.items() if name_of[leaf] == name}
+    # A guess by order is one of all states of a shape together, so it is replaced as a whole.
+    kept = [p for p in roles.parameters if p.rivals and p.name not in mutual]
+    shapes = {roles.weights.get(p.weight or "") for p in kept}
+    mutual = {
+        p.name: mutual[p.name]
+        for p in roles.parameters
+        if p.name in mutual and not (p.rivals and roles.weights.get(p.weight or "") in shapes)
+    }
+    taken, groups = set(mutual.values()), {p.name: p.group or "" for p in roles.parameters}
+    parameters = []
+    for p in roles.parameters:
+        if p.name in mutual:
+            leaf = mutual[p.name]
+            least = evidence[p.name, leaf] / 2
+            alike = {groups[n] for (n, path), c in evidence.items() if path == leaf and c >= least}
+            rivals = tuple(sorted(alike - {p.group or ""}))
+            p = _moving(replace(p, paired=True, rivals=rivals), leaf, roles)
+        elif p.wide_weight in taken:
+            p = replace(p, weight=None, master=None, proven=True, paired=False)
+        parameters.append(p)
+    return replace(roles, parameters=tuple(parameters))
+
+
+def _moving(parameter: Parameter, leaf: str, roles: Roles) -> Parameter:
+    """Return a parameter with a leaf that its state moves, and a guess of its narrow weight."""
+    if leaf == parameter.wide_weight:
+        return parameter
+    if leaf in roles.weights:
+        return replace(parameter, weight=leaf, master=None, proven=True)
+    name, shape = leaf.rpartition("/")[2], roles.others[leaf]
+    twins = (path for path, s in roles.weights.items() if s == shape and path.endswith(name))
+    return replace(parameter, weight=next(twins, parameter.weight), master=leaf, proven=False)
 
 
 def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
     """Settle the unproven parameters by content.
 
-    If a guess fails, the other weights of its shape are tried. A parameter whose master fits no
-    weight loses its weight. A parameter without a master stays unproven.
+    If a guess fails, the other leaves of its shape are tried. A parameter whose master fits no
+    weight loses its weight. Unless its state holds the master, that may be another copy, such as an
+    average, and is not paired. A parameter without a master stays unproven.
 
     Args:
         roles: The roles as ``find`` returns them.
-        is_cast: A function of two paths, weight and master. It returns True if the weight has the
-            shape of the master and holds its bits, cast to the type of the weight.
+        is_cast: A function of two paths, weight and master. It returns True if the weight is
+            narrow, has the shape of the master and holds its bits, cast to the weight's type.
     """
-    unproven = {
-        p.name: p
-        for p in roles.parameters
-        if not p.proven and p.master is not None and p.weight is not None
+    unproven = {p.name: p for p in roles.parameters if not p.proven and p.master is not None}
+    confirmed = {
+        name
+        for name, p in unproven.items()
+        if p.weight is not None and is_cast(p.weight, str(p.master))
     }
-    confirmed = {name for name, p in unproven.items() if is_cast(str(p.weight), str(p.master))}
     # A weight that one parameter owns for certain is no candidate for another.
     assigned = {p.weight for p in roles.parameters if p.name in confirmed or p.name not in unproven}
+    masters = {p.master for p in roles.parameters}
     parameters = []
     for parameter in roles.parameters:
         if parameter.name in unproven:
             weight = parameter.weight if parameter.name in confirmed else None
             if weight is None:
-                shape = roles.weights.get(str(parameter.weight))
+                shape = roles.others.get(parameter.weight or str(parameter.master))
                 candidates = (
-                    path for path, s in roles.weights.items() if s == shape and path not in assigned
+                    path
+                    for path in {**roles.weights, **roles.others}
+                    if roles.others[path] == shape and path not in assigned and path not in masters
                 )
                 weight = next(
                     (path for path in candidates if is_cast(path, str(parameter.master))), None
                 )
             assigned.add(weight)
-            parameter = replace(parameter, weight=weight, proven=weight is not None)
+            is_owned = str(parameter.master).startswith(parameter.name)
+            parameter = replace(
+                parameter,
+                weight=weight,
+                proven=weight is not None,
+                paired=parameter.paired and (weight is not None or is_owned),
+            )
         parameters.append(parameter)
     return replace(roles, parameters=tuple(parameters))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
@@ -46,20 +46,23 @@ def match_by_name(
         }
         for state in states
     ]
-    # The model is the container that matches the most parameters. A single layer elsewhere may have
-    # a matching name by chance.
-    votes = Counter(container for paths in candidates for container in paths)
+    ranks = _Ranks(states)
+    for state, paths in zip(states, candidates, strict=True):
+        for container in paths:
+            ranks.matches[state.root, container] += 1
     parameters, containers = [], set()
     for state, paths in zip(states, candidates, strict=True):
-        ranked = sorted(paths, key=lambda container: (-votes[container], container))
+        models = [c for c in paths if not _words(c) & _COPIES]
         masters = [
-            c for c in ranked if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"
+            c for c in models if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"
         ]
-        weights = [c for c in ranked if c not in masters and not _words(c) & _COPIES]
-        weights = [c for c in weights if votes[c] == votes[weights[0]]]
+        weights = ranks.best(state.root, [c for c in models if c not in masters])
+        masters = ranks.best(state.root, masters)
         narrow = [c for c in weights if specs[paths[c]].dtype in _NARROW]
         master = state.parameter.master or (paths[masters[0]] if masters else None)
-        proven = len(weights) == 1
+        is_owned = state.parameter.master is not None
+        proven = len(weights) == 1 and (is_owned or master is None)
+        paired = is_owned or len(masters or weights) == 1
         # Two copies of equal rank, one of them narrow: the float32 copy is the master.
         if master is None and len(weights) == 2 and len(narrow) == 1 and narrow != weights:
             wide = next(c for c in weights if c not in narrow)
@@ -68,9 +71,53 @@ def match_by_name(
         weight = paths[weights[0]] if weights else None
         containers |= set(weights[:1])
         parameters.append(
-            replace(state.parameter, weight=weight, master=master, proven=proven or weight is None)
+            replace(
+                state.parameter,
+                weight=weight,
+                master=master,
+                proven=proven or weight is None,
+                paired=paired,
+            )
         )
     return parameters, containers
+
+
+class _Ranks:
+    """The order in which containers are considered for the states of an optimizer.
+
+    The model is the container that matches all states, else the nearest one, else the one that
+    matches the most. A single layer elsewhere may have a matching name by chance, and two models of
+    one architecture match the states of both optimizers.
+    """
+
+    def __init__(self, states: list[ParameterState]) -> None:
+        self._states = Counter(state.root for state in states)
+        words = {root: _words(dotted(root)) for root in self._states}
+        common = Counter(word for own in words.values() for word in own)
+        # Words that tell optimizers apart, as in "actor_optimizer" and "critic_optimizer".
+        self._marks = {
+            root: {word for word in own if common[word] < len(words)} for root, own in words.items()
+        }
+        # (root, container) -> the number of states that it matches
+        self.matches: Counter[tuple[str, str]] = Counter()
+
+    def rank(self, root: str, container: str) -> tuple[bool, int, int, int]:
+        """Return the rank of a container for the states of an optimizer; the largest is best."""
+        names, own = container.removesuffix(".").split("."), dotted(root).split(".")
+        near = next(
+            (i for i, pair in enumerate(zip(names, own, strict=False)) if pair[0] != pair[1]),
+            min(len(names), len(own)),
+        )
+        words, matches = _words(container), self.matches[root, container]
+        others = set().union(*self._marks.values()) - self._marks[root]
+        marks = len(words & self._marks[root]) - len(words & others)
+        return matches == self._states[root], near, marks, matches
+
+    def best(self, root: str, containers: Iterable[str]) -> list[str]:
+        """Return the containers of the highest rank, sorted by name."""
+        ranked = {container: self.rank(root, container) for container in containers}
+        most = max(ranked.values(), default=None)
+        return sorted(container for container, rank in ranked.items() if rank == most)
 
 
 def _words(container: str) -> set[str]:
@@ -84,11 +131,11 @@ def _words(container: str) -> set[str]:
 
 def match_by_order(
     states: list[ParameterState], specs: Mapping[str, LeafSpec], model: list[str]
-) -> tuple[list[Parameter], str | None]:
+) -> tuple[list[Parameter], set[str]]:
     """Match the weights of numbered parameters, shape by shape, in the order of both lists.
 
     The leaves of the model are compared with the parameters of the groups. The result is a guess
-    that ``roles.prove`` settles by content.
+    that ``roles.pair`` and ``roles.prove`` settle by content.
 
     Args:
         states: The states of parameters without a name.
@@ -96,43 +143,98 @@ def match_by_order(
         model: The paths of all leaves outside of optimizers, in the order of the tree.
 
     Returns:
-        The parameters with their weights, and the container of these weights, ``None`` if no
-        container fits.
+        The parameters with their weights, and the containers of these weights. The container of the
+        root is empty.
     """
-    shapes = Counter(state.shape for state in states)
     containers: dict[str, list[str]] = {}
     for path in model:
         containers.setdefault(path.rpartition("/")[0], []).append(path)
-    masters = {c for c in containers if _words(dotted(c)) & MASTER_NAMES}
-
-    def fit(container: str) -> tuple[bool, int]:
-        matches = Counter(specs[path].shape for path in containers[container]) & shapes
-        return not _words(dotted(container)) & _COPIES, matches.total()
-
-    model_container = max(
-        (c for c in containers if c not in masters and fit(c)[1]), key=fit, default=None
-    )
-    if model_container is None:
-        return [state.parameter for state in states], None
-    weights = _assign_in_order(states, specs, containers[model_container])
-    parameters = []
+    words = {container: _words(dotted(container)) for container in containers}
+    models = [c for c in containers if not words[c] & _COPIES]
+    masters = [c for c in models if words[c] & MASTER_NAMES]
+    ranks = _Ranks(states)
+    roots: dict[str, list[ParameterState]] = {}
     for state in states:
-        parameter, weight = state.parameter, weights.get(state.parameter.name)
-        master = parameter.master
-        if master is None and weight is not None:
-            twins = (f"{c}/{weight.rpartition('/')[2]}" for c in masters)
-            master = next(
-                (
-                    twin
-                    for twin in twins
-                    if twin in specs
-                    and specs[twin].shape == state.shape
-                    and specs[twin].dtype == "float32"
-                ),
-                None,
+        roots.setdefault(state.root, []).append(state)
+    # Container of weights -> the states of the optimizers that it suits best
+    pools: dict[str | None, list[ParameterState]] = {}
+    for root, members in roots.items():
+        shapes = Counter(state.shape for state in members)
+        for container, paths in containers.items():
+            matches = Counter(specs[path].shape for path in paths) & shapes
+            ranks.matches[root, dotted(container)] = matches.total()
+        fitting = [c for c in containers if c not in masters and ranks.matches[root, dotted(c)]]
+
+        def rank(container: str, root: str = root) -> tuple[bool, tuple[bool, int, int, int]]:
+            return container in models, ranks.rank(root, dotted(container))
+
+        pools.setdefault(max(fitting, key=rank, default=None), []).extend(members)
+    parameters: dict[str, Parameter] = {}
+    for pool, members in pools.items():
+        if pool is None:
+            parameters |= {s.parameter.name: replace(s.parameter, paired=False) for s in members}
+            continue
+        weights = _assign_in_order(members, specs, containers[pool])
+        for state in members:
+            weight, master = weights.get(state.parameter.name), state.parameter.master
+            paired = master is not None
+            if master is None and weight is not None:
+                names = {dotted(c): c for c in masters}
+                twins = {
+                    name: f"{container}/{weight.rpartition('/')[2]}"
+                    for name, container in names.items()
+                }
+                best = ranks.best(
+                    state.root,
+                    [
+                        name
+                        for name, twin in twins.items()
+                        if twin in specs
+                        and specs[twin].shape == state.shape
+                        and specs[twin].dtype == "float32"
+                    ],
+                )
+                master = twins[best[0]] if len(best) == 1 else None
+            parameters[state.parameter.name] = replace(
+                state.parameter,
+                weight=weight,
+                master=master,
+                proven=weight is None,
+                paired=paired,
             )
-        parameters.append(replace(parameter, weight=weight, master=master, proven=weight is None))
-    return parameters, dotted(model_container) + "." if model_container else ""
+        parameters |= _with_rivals(members, parameters, specs, containers)
+    found = {f"{dotted(pool)}." if pool else "" for pool in pools if pool is not None}
+    return [parameters[state.parameter.name] for state in states], found
+
+
+def _with_rivals(
+    states: list[ParameterState],
+    parameters: Mapping[str, Parameter],
+    specs: Mapping[str, LeafSpec],
+    containers: Mapping[str, list[str]],
+) -> dict[str, Parameter]:
+    """Pair the states of each shape with its leaves, if every leaf is that of one of the states.
+
+    Which leaf is whose is a guess, but each has the rate of one of the groups. If a leaf may be
+    frozen, no state is paired with one.
+    """
+    shapes: dict[tuple[int, ...], list[Parameter]] = {}
+    for state in states:
+        parameter = parameters[state.parameter.name]
+        if not parameter.paired:
+            shapes.setdefault(state.shape, []).append(parameter)
+    result: dict[str, Parameter] = {}
+    for shape, members in shapes.items():
+        leaves = [parameter.wide_weight for parameter in members]
+        folders = {leaf.rpartition("/")[0] for leaf in leaves if leaf is not None}
+        alike = sum(specs[path].shape == shape for c in folders for path in containers[c])
+        if None in leaves or len(set(leaves)) != alike or not all(p.adam for p in members):
+            continue
+        groups = {parameter.group for parameter in members}
+        for p in members:
+            rivals = tuple(sorted(group or "" for group in groups - {p.group}))
+            result[p.name] = replace(p, paired=True, rivals=rivals)
+    return result
 
 
 def _assign_in_order(

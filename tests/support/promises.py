@@ -7,7 +7,7 @@ NumPy and float64, and the rate comes from the live state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -44,9 +44,9 @@ def broken(
     restored: Any,
     manifest: Any,
     live_at: Callable[[int], Any],
-    rate: float,
+    rate: float | Mapping[str, float],
     weight_of: Callable[[str], str] = torch_weight,
-    peak: float = 0.0,
+    peak: float | Mapping[str, float] = 0.0,
 ) -> list[str]:
     """Return the leaves of a restored state that do not keep the contract of the manifest.
 
@@ -55,14 +55,18 @@ def broken(
         restored: The state that came back.
         manifest: The manifest of the step.
         live_at: Return the live state of an earlier step.
-        rate: The learning rate.
+        rate: The learning rate; by path, if leaves have other ones. A leaf without one is updated
+            by no optimizer and may not err.
         weight_of: Return the path of the weight of a bounded master.
         peak: The largest learning rate of the run, 1/32 of which may be the unit of an error.
     """
     before, after = flat(live), flat(restored)
     problems = [f"{path}: not in both" for path in before.keys() ^ after.keys()]
     for path in before.keys() & after.keys():
-        problem = _problem(path, before, after, manifest, live_at, (rate, max(rate, peak / 32)))
+        now, most = (
+            value.get(path, 0.0) if isinstance(value, Mapping) else value for value in (rate, peak)
+        )
+        problem = _problem(path, before, after, manifest, live_at, (now, max(now, most / 32)))
         if problem:
             problems.append(f"{path}: {problem}")
     return problems + _casts(before, after, manifest, weight_of)
@@ -86,7 +90,7 @@ def _problem(
     a, b = old.astype(np.float64), new.astype(np.float64)
     if hasattr(terms, "norm"):
         unit, most = terms.rate or rates[0], rates[1]
-        if unit > most * SLACK:
+        if terms.norm == "lr" and (not unit or unit > most * SLACK):
             return f"promised in learning rates of {unit}, at most {most} are allowed"
         error = {
             # Equal bits have no error: the elements of an exact tile may be NaN.

@@ -10,6 +10,8 @@ import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+# First moments below count as zero (``deltacheck.leaf.contracts``).
+ZERO_MEAN = 2.0**-100
 # Drift is measured on this many blocks of a leaf, evenly spread, of this many elements each.
 SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64
 
@@ -33,6 +35,24 @@ def octaves_apart(first: Array, second: Array) -> float | None:
         return None
     logs = [np.log2(values[mask].astype(np.float64)) for values in (first, second)]
     return float(np.median(np.abs(logs[0] - logs[1])))
+
+
+def largest_octaves(live: Array, restored: Array, zero: float) -> float:
+    """Return the largest ``|log2(restored / live)|``, infinity if a sign differs.
+
+    Args:
+        live: 1-D.
+        restored: Of the same length.
+        zero: Values of at most this size count as zero, and zeros as equal.
+    """
+    first, second = (values.astype(np.float64) for values in (live, restored))
+    sizes = [np.maximum(np.abs(values), zero) for values in (first, second)]
+    flipped = (first * second < 0) & (sizes[0] > zero) & (sizes[1] > zero)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.maximum(sizes[0] / sizes[1], sizes[1] / sizes[0])
+    ratios[sizes[0] == sizes[1]] = 1.0
+    ratios[flipped] = math.inf
+    return math.log2(float(ratios.max(initial=1.0)))
 
 
 @dataclass(slots=True)

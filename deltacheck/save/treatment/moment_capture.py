@@ -11,7 +11,12 @@ from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision, betas
 from deltacheck.save.job.source import Coded
-from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
+from deltacheck.save.treatment.error_measures import (
+    Array,
+    RelativeError,
+    octaves_apart,
+    sample,
+)
 from deltacheck.save.treatment.lossy_save import ParameterSave
 from deltacheck.save.treatment.moment_codes import MomentCodes
 from deltacheck.save.treatment.run_state import StoredPair
@@ -38,9 +43,13 @@ class MomentCapture:
         }
 
     def capture_zeros(self, path: str, decision: Decision) -> Any:
-        """Store nothing of a moment that a restore gives as zeros."""
+        """Store nothing of a moment that a restore gives as zeros; exactly, if it is not finite."""
         assert isinstance(decision.terms, Bounded)
-        promise = Promise(decision.terms, decision.terms.limit)
+        live, error = self._group.live(path), RelativeError()
+        error.add(live, np.zeros_like(live))
+        if not error.l2 <= decision.terms.limit:
+            return self._group.exactly(path)
+        promise = Promise(decision.terms, error.l2)
         self._group.save.promise(path, self._group.derived(path, decision), promise)
         return Coded(None, None)
 
@@ -71,16 +80,21 @@ class MomentCapture:
         if may_reuse and (reused := self._reuse(forms)) is not None:
             return reused
         codes: dict[str, Array] = {}
-        errors: dict[str, float] = {}
         for path in forms.in_order():
             base = group.save.reader.stored(path, forms.spec(path))
             coded = forms.encode(path, self._values(path), codes, base)
             if coded is None:
                 return exactly
-            codes[path], errors[path] = coded
+            codes[path] = coded
+            follower = next((p for p, d in decisions.items() if d.first == path), None)
+            if follower is not None:
+                forms.lower_at_limit(path, coded, follower, self._values(follower))
+        errors = forms.largest_errors(codes, self._values)
+        if errors is None:
+            return exactly
         # Promises only now: the other moment may have been refused.
         for path, decision in decisions.items():
-            measured, from_step = errors[path], None
+            measured, from_step = errors.get(path, 0.0), None
             if isinstance(decision.terms, Reused):
                 measured = self._sampled_error(forms, path, codes)
                 from_step = group.save.step
@@ -179,7 +193,7 @@ class MomentCapture:
             coded = forms.encode(path, self._values(path)[drifted], newer)
             if coded is None:
                 return None
-            newer[path] = coded.codes
+            newer[path] = coded
         result = {path: codes[path].copy() for path in newer}
         for path in newer:
             result[path][drifted] = newer[path]

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from deltacheck.codec.lossy import octaves, ratios
 from deltacheck.leaf.contracts import Bounded
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision
 from deltacheck.restore import derive
-from deltacheck.save.treatment.error_measures import Array
+from deltacheck.save.treatment.error_measures import ZERO_MEAN, Array, largest_octaves
 from deltacheck.store.manifest import Derived
 
 _ROUNDING = 1e-6  # of a step, since values are float32
 _MOST_CLIPPED = 0.2  # of a limit, by which a value may exceed it
-
-
-class MomentCoded(NamedTuple):
-    """The codes of one moment.
-
-    Attributes:
-        codes: In the shape of the values, 1-D.
-        largest_error: In the unit of the form: octaves, or roots of the second moment.
-    """
-
-    codes: Array
-    largest_error: float
+_MAGNITUDE = np.uint8(0x7F)  # of a signed octave code without fraction bits
+_BLOCK = 1 << 15  # elements that are measured at a time, in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +69,10 @@ class MomentCodes:
         live: Array,
         codes: Mapping[str, Array],
         base: Array | None = None,
-    ) -> MomentCoded | None:
-        """Return the codes of a moment; ``None`` if it has none within its contract.
+    ) -> Array | None:
+        """Return the codes of a moment, 1-D; ``None`` if it has none.
+
+        ``largest_error`` tells whether they keep a contract.
 
         Args:
             path: Its path.
@@ -98,7 +90,7 @@ class MomentCodes:
             largest = max((0.5 + _ROUNDING) * rule.spacing, _MOST_CLIPPED * math.sqrt(rule.limit))
             if ratio.refused or ratio.largest_error > largest:
                 return None
-            return MomentCoded(ratio.codes, ratio.largest_error)
+            return ratio.codes
         scale = self._scale(decision)
         encoding = octaves.codes(
             live if scale == 1.0 else live * np.float32(1 / scale),
@@ -107,10 +99,61 @@ class MomentCodes:
             base=base,
             dead_band=decision.dead_band,
         )
-        limit = decision.terms.limit if isinstance(decision.terms, Bounded) else np.inf
-        if encoding.refused or encoding.largest_error_octaves > limit:
-            return None
-        return MomentCoded(encoding.codes, encoding.largest_error_octaves)
+        return None if encoding.refused else encoding.codes
+
+    def lower_at_limit(self, path: str, codes: Array, second: str, live: Array) -> None:
+        """Lower codes of a first moment that would raise the restored second moment too far.
+
+        A restore raises v to m^2 / C. Near that limit, an m that is coded too large would raise v
+        by more octaves than its contract permits. The next lower code is still within the contract
+        of m, which ``policy.decide`` chooses so.
+
+        Args:
+            path: The path of the first moment.
+            codes: Its codes, which are changed.
+            second: The path of the second moment.
+            live: The values of the second moment.
+        """
+        terms, limit = self.decisions[second].terms, self.decisions[second].limit
+        if not limit or not isinstance(terms, Bounded):
+            return
+        most = np.float32((1 - _ROUNDING) * 2.0**terms.limit)
+        for block in _blocks(codes.size):
+            means = self.restored({path: codes[block]})[path]
+            least = adam.repair(np.zeros_like(means), means, limit)
+            # A magnitude of 1 is the least one.
+            is_lower = (least > most * live[block]) & (codes[block] & _MAGNITUDE > 1)
+            codes[block] -= is_lower.astype(codes.dtype)
+
+    def largest_errors(
+        self, codes: Mapping[str, Array], live: Callable[[str], Array]
+    ) -> dict[str, float] | None:
+        """Return the largest error of each bounded moment, in octaves, as a restore computes it.
+
+        Args:
+            codes: The codes of all moments, by path.
+            live: Returns the live values of a moment.
+
+        Returns:
+            Leaf path -> error; ``None`` if one breaks its contract.
+        """
+        limits = {
+            path: decision.terms.limit
+            for path, decision in self.decisions.items()
+            if isinstance(decision.terms, Bounded)
+        }
+        values = {path: live(path) for path in limits}
+        errors = dict.fromkeys(limits, 0.0)
+        for block in _blocks(min((v.size for v in values.values()), default=0)):
+            restored = self.restored({path: codes[path][block] for path in codes})
+            for path in limits:
+                zero = ZERO_MEAN if self.decisions[path].signed else 0.0
+                error = largest_octaves(values[path][block], restored[path], zero)
+                # "not <=" and not ">", which a NaN would pass.
+                if not error <= limits[path]:
+                    return None
+                errors[path] = max(errors[path], error)
+        return errors
 
     def restored(self, codes: Mapping[str, Array]) -> dict[str, Array]:
         """Return the values that a restore would compute from the codes of one moment, or both.
@@ -125,3 +168,7 @@ class MomentCodes:
     def _scale(self, decision: Decision) -> float:
         """Return the factor by which the values of octave codes are multiplied."""
         return 1.0 if decision.signed else self.correction
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + _BLOCK) for begin in range(0, size, _BLOCK))

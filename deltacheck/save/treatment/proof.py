@@ -1,19 +1,131 @@
-"""Find the weight of each master by content, if names do not tell."""
+"""Find the state and the weight of each master by content, if names do not tell."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from deltacheck.policy import roles
-from deltacheck.policy.parameters import Roles
+from deltacheck.policy import adam, roles
+from deltacheck.policy.decide import is_treatable
+from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles
 from deltacheck.restore import derive
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.error_measures import sample
 from deltacheck.save.treatment.run_state import LeafReader, RunState
+
+# A state whose rate is so many times smaller or larger than a leaf's change shows does not move it.
+_RATE_FACTOR = 2.0
+
+
+def paired(
+    run: RunState,
+    reader: LeafReader,
+    leaf_roles: Roles,
+    sources: Mapping[str, LeafSource],
+    rates: Mapping[str, Hyperparameters],
+    counts: Mapping[str, int | None],
+    *,
+    with_weights: bool,
+) -> Roles:
+    """Return the roles with the leaf that each state moves, found by the law of Adam.
+
+    A step moves a weight by ``lr m / sqrt(v)``, so a leaf has changed since the last save as the
+    state of its optimizer says. Leaves that are not stored as they are show no change, so what was
+    found is kept until the run leaves the stable stage.
+
+    Args:
+        run: Keeps what was found, and the step counts of the last save.
+        reader: Access to leaves.
+        leaf_roles: The roles as names and shapes give them.
+        sources: The whole leaves, by path.
+        rates: The constants of each parameter group.
+        counts: The step count of each parameter, by name.
+        with_weights: True if weights without a narrow copy may be bounded, too.
+    """
+    if run.pairs is not None and run.pairs[0] == leaf_roles:
+        return run.pairs[1]
+    certain = {p.wide_weight for p in leaf_roles.parameters if p.paired and not p.rivals}
+    leaves: dict[tuple[int, ...], list[str]] = {}
+    for path in leaf_roles.others:
+        if (
+            path in sources
+            and path not in certain
+            and is_treatable(sources[path].spec, "float32")
+            and (with_weights or path not in leaf_roles.weights)
+        ):
+            leaves.setdefault(sources[path].spec.shape, []).append(path)
+    states: dict[tuple[int, ...], list[Parameter]] = {}
+    for p in leaf_roles.parameters:
+        moments = (sources.get(p.first or ""), sources.get(p.second or ""))
+        if (
+            p.adam
+            and (p.rivals or not p.paired)
+            and all(m is not None and is_treatable(m.spec, "float32") for m in moments)
+        ):
+            states.setdefault(sources[str(p.first)].spec.shape, []).append(p)
+    evidence: dict[tuple[str, str], float] = {}
+    for shape in states.keys() & leaves.keys():
+        changes = {path: _change(reader, sources[path]) for path in leaves[shape]}
+        moved = {path: change for path, change in changes.items() if change is not None}
+        for p in states[shape] if moved else ():
+            evidence |= _evidence(run, reader, sources, p, moved, rates[p.group or ""], counts)
+    result = roles.pair(leaf_roles, evidence)
+    run.pairs = (leaf_roles, result)
+    return result
+
+
+def _change(reader: LeafReader, source: LeafSource) -> Any:
+    """Return the change of a sample since the last save, without its mean.
+
+    ``None``: the last save has not stored it exactly, or nothing has changed.
+    """
+    stored = reader.stored(source.spec.path, source.spec)
+    if stored is None:
+        return None
+    change = sample(reader.live(source)).astype(np.float64) - sample(stored)
+    change -= change.mean()
+    return change if 0 < np.vdot(change, change) < np.inf else None
+
+
+def _evidence(
+    run: RunState,
+    reader: LeafReader,
+    sources: Mapping[str, LeafSource],
+    parameter: Parameter,
+    moved: Mapping[str, Any],
+    constants: Hyperparameters,
+    counts: Mapping[str, int | None],
+) -> dict[tuple[str, str], float]:
+    """Return the correlation of leaves' changes with the update of a state (``roles.pair``)."""
+    rate, beta1, beta2 = constants.lr, constants.beta1, constants.beta2
+    count, last_count = counts[parameter.name], run.counts.get(parameter.name)
+    if not rate or beta1 is None or beta2 is None or count is None:
+        return {}
+    first, second = (
+        sample(reader.live(sources[str(path)])) for path in (parameter.first, parameter.second)
+    )
+    with np.errstate(all="ignore"):  # a state of zeros, or with NaN, is no evidence
+        update = adam.update(first, second, constants.eps or 1e-8, count, (beta1, beta2))
+    update -= update.mean()
+    squares = float(np.vdot(update, update))
+    if not 0 < squares < np.inf:
+        return {}
+    # Of gradients that are noise, an update explains so many of the steps since the last save. If
+    # they have a trend, it explains more.
+    steps = max(1, count - (count - 1 if last_count is None else last_count))
+    explained = (1 - beta1**steps) / (1 - beta1)
+    evidence: dict[tuple[str, str], float] = {}
+    for path, change in moved.items():
+        product = -float(np.vdot(update, change))
+        times = product / squares / rate
+        if explained / _RATE_FACTOR <= times <= steps * _RATE_FACTOR:
+            size = np.sqrt(squares * float(np.vdot(change, change)))
+            evidence[parameter.name, path] = product / size
+    return evidence
 
 
 def proven(
@@ -57,6 +169,8 @@ def _is_cast(
             sample(reader.live(sources[cell.names[path]])) for path in (weight, master)
         )
         restored = derive.cast(masters, weights.dtype)
-        if not np.array_equal(weights.view(np.uint8), restored.view(np.uint8)):
+        if weights.dtype.itemsize != 2 or not np.array_equal(
+            weights.view(np.uint8), restored.view(np.uint8)
+        ):
             return False
     return True

@@ -107,10 +107,13 @@ class RunState:
         peaks: The course of the learning rate, by parameter group.
         turns: The roles of the leaves, and the places of their pairs (``refresh.turns``).
         proof: The roles before and after a proof by content that no capture has contradicted.
+        doubts: What was not known of master weights at the last save, for people.
+        pairs: The roles before and after states were paired with leaves, in the stable stage.
     """
 
     stage: Stage = field(default_factory=Stage)
     reason: str = ""
+    doubts: str = ""
     detector: Detector = field(default_factory=Detector)
     activity: Activity = field(default_factory=Activity)
     zeroed: set[str] = field(default_factory=set)
@@ -124,6 +127,7 @@ class RunState:
     turns: tuple[Roles, dict[str, float]] | None = None
     phases: int | None = 0
     proof: tuple[Roles, Roles] | None = None
+    pairs: tuple[Roles, Roles] | None = None
 
     def keep_lattice(self, path: str, decision: Decision) -> None:
         """Keep the lattice of a master for the next saves."""
@@ -153,7 +157,7 @@ class RunState:
         self.stored_pairs.clear()
         self.clocks.clear()
         self.counts.clear()
-        self.phases = None
+        self.phases, self.pairs = None, None
         self.peaks = dict(rates)
 
     def turns_of(self, leaf_roles: Roles, specs: Mapping[str, LeafSpec]) -> dict[str, float]:

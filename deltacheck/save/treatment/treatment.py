@@ -23,7 +23,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
 from deltacheck.policy import Policy, refresh, roles
 from deltacheck.policy.activity import Activity
-from deltacheck.policy.decide import Decision, Situation, decide
+from deltacheck.policy.decide import Decision, Situation, decide, is_treatable
 from deltacheck.policy.events import Detector, Event, RunObservation
 from deltacheck.policy.parameters import (
     Hyperparameters,
@@ -38,7 +38,7 @@ from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
-from deltacheck.save.treatment.proof import proven
+from deltacheck.save.treatment.proof import paired, proven
 from deltacheck.save.treatment.run_state import LeafReader, RunState, Shadow
 from deltacheck.save.treatment.signals import (
     Agreed,
@@ -184,7 +184,15 @@ class Treatment:
         stage = self._run.stage.name
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
         if stage == STABLE:
-            leaf_roles = proven(self._run, self._reader, leaf_roles, layout, sources)
+            leaf_roles = self._settled(leaf_roles, layout, sources, rates, counts, agreed)
+            if agreed.signals is None:
+                self._keep_scales(self._scales(leaf_roles, state))
+        else:
+            self._run.pairs = None
+        doubts = self._doubts(leaf_roles, state.specs) if stage == STABLE else ""
+        if doubts and doubts != self._run.doubts:
+            log.warning("step %d: %s", step, doubts)
+        self._run.doubts = doubts
         save = LossySave(
             self._policy,
             step,
@@ -192,7 +200,7 @@ class Treatment:
             self._run,
             self._reader,
             agreed.digests,
-            reason=self._run.reason,
+            reason="; ".join(filter(None, (self._run.reason, doubts))),
             rates=self._run.peaks,
         )
         replacements = save.share_equal(
@@ -203,15 +211,17 @@ class Treatment:
         )
         for parameter in leaf_roles.parameters:
             wide_weight = self._wide_weight(parameter)
-            peak = self._run.peaks.get(parameter.group or "")
+            groups = (parameter.group or "", *parameter.rivals)
+            slowest = min(groups, key=lambda group: self._unit(group, rates))
             situation = Situation(
-                rates[parameter.group or ""],
+                replace(rates[parameter.group or ""], lr=rates[slowest].lr),
                 counts[parameter.name],
                 self._run.lattices.get(wide_weight),
                 self._run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
                 self._run.phases_at(step) if stage == STABLE else 0,
-                0.0 if peak is None else peak.peak,
+                self._peak(slowest),
+                bool(parameter.rivals),
             )
             decisions = decide(self._policy, stage, parameter, state.specs, situation)
             for cell in layout.cells(parameter.leaves):
@@ -225,11 +235,77 @@ class Treatment:
                     self._run.keep_lattice(wide_weight, decision)
         return dict(sources) | replacements, save.terms
 
+    def _settled(
+        self,
+        leaf_roles: Roles,
+        layout: Layout,
+        sources: Mapping[str, LeafSource],
+        rates: Mapping[str, Hyperparameters],
+        counts: Mapping[str, int | None],
+        agreed: Agreed,
+    ) -> Roles:
+        """Return the roles with what content shows of them."""
+        # Ranks would have to agree on what each of them finds in its tiles.
+        if agreed.signals is None:
+            leaf_roles = paired(
+                self._run,
+                self._reader,
+                leaf_roles,
+                sources,
+                rates,
+                counts,
+                with_weights=self._has_wide_weights,
+            )
+        return proven(self._run, self._reader, leaf_roles, layout, sources)
+
+    def _doubts(self, leaf_roles: Roles, specs: Mapping[str, LeafSpec]) -> str:
+        """Return what is not known of the weights that may be bounded, for people."""
+        wide = [
+            p
+            for p in leaf_roles.parameters
+            if p.adam and is_treatable(specs.get(self._wide_weight(p)), "float32")
+        ]
+        exact = [p for p in wide if not p.paired]
+        shared = [p for p in wide if p.paired and p.rivals]
+        texts = []
+        if exact:
+            texts.append(
+                f"{len(exact)} master weights stay exact, because nothing shows which optimizer"
+                f" state is theirs, such as {exact[0].wide_weight}"
+            )
+        if shared:
+            texts.append(
+                f"{len(shared)} master weights are bounded by the smallest learning rate of the"
+                f" groups that share their shape, such as {shared[0].wide_weight}"
+            )
+        remedy = "to name them, make the optimizer from model.named_parameters()"
+        return "; ".join([*texts, remedy]) if texts else ""
+
+    def _keep_scales(self, scales: Mapping[str, tuple[float, int]]) -> None:
+        for path, (squares, count) in scales.items():
+            self._run.scales[path] = math.sqrt(squares / count) if count else 0.0
+
+    def _peak(self, group: str) -> float:
+        """Return the largest learning rate of a parameter group so far, 0 if it is unknown."""
+        peak = self._run.peaks.get(group)
+        return 0.0 if peak is None else peak.peak
+
+    def _unit(self, group: str, rates: Mapping[str, Hyperparameters]) -> float:
+        """Return the unit of errors in a parameter group, 0 if its rate is unknown."""
+        hidden, rate = self._policy.hidden, rates[group].lr
+        if hidden is None or rate is None:
+            return 0.0
+        return max(rate, hidden.rate_floor * self._peak(group))
+
+    @property
+    def _has_wide_weights(self) -> bool:
+        """True if float32 weights without a narrow copy may be bounded."""
+        hidden = self._policy.hidden
+        return hidden is not None and hidden.float32_weights == "bounded"
+
     def _wide_weight(self, parameter: Parameter) -> str:
         """Return the float32 weight that may lie on a lattice: the master, if there is one."""
-        hidden = self._policy.hidden
-        has_wide_weights = hidden is not None and hidden.float32_weights == "bounded"
-        return parameter.master or (parameter.weight if has_wide_weights else None) or ""
+        return parameter.master or (parameter.weight if self._has_wide_weights else None) or ""
 
     def _held(
         self, sources: Mapping[str, LeafSource], tree: Node, metrics: Mapping[str, float]
@@ -302,8 +378,7 @@ class Treatment:
             )
         # Each drift counts once.
         run.drifts = []
-        for path, (squares, count) in signals.scales.items():
-            run.scales[path] = math.sqrt(squares / count) if count else 0.0
+        self._keep_scales(signals.scales)
         return run_events
 
     def _advanced(self, step: int, signals: Signals) -> tuple[Detector, Stage, tuple[Event, ...]]:
