@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -61,6 +62,15 @@ def open_when_called(
     patch.setattr(owner, method, opening)
 
 
+def setup_with(engine: Any, **options: Any) -> Any:
+    """Return the setup of an engine's saver with other options, to put in its place.
+
+    A short deadline then holds for the save that meets a hang, and not for those before and after.
+    """
+    setup = engine._saver._setup
+    return replace(setup, options=replace(setup.options, **options))
+
+
 class ShiftedClock:
     """Stands in for the module ``time`` in a module of the product, and may be moved ahead.
 
@@ -69,6 +79,9 @@ class ShiftedClock:
 
     def __init__(self) -> None:
         self._ahead_seconds = 0.0
+        self.slept: list[float] = []
+        # Called at the end of each sleep.
+        self.after_sleep: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
@@ -77,7 +90,11 @@ class ShiftedClock:
         """Move the clocks ahead."""
         self._ahead_seconds += seconds
 
-    sleep = advance
+    def sleep(self, seconds: float) -> None:
+        """Move the clocks ahead instead of waiting."""
+        self.slept.append(seconds)
+        self.advance(seconds)
+        self.after_sleep()
 
     def time(self) -> float:
         return time.time() + self._ahead_seconds
@@ -87,3 +104,21 @@ class ShiftedClock:
 
     def perf_counter(self) -> float:
         return time.perf_counter() + self._ahead_seconds
+
+
+class SleepWatch:
+    """Stands in for the module ``time`` in a module of the product that polls.
+
+    ``began`` is set once a thread sleeps there. No sleep takes more than ``longest_seconds``.
+    """
+
+    def __init__(self, longest_seconds: float = 1.0) -> None:
+        self.began = threading.Event()
+        self._longest_seconds = longest_seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        self.began.set()
+        time.sleep(min(seconds, self._longest_seconds))
