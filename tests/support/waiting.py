@@ -1,6 +1,6 @@
 """Order the threads of a test, and give it a clock: no verdict depends on elapsed time.
 
-tests/suites/clock_lint.py refuses sleeps and comparisons of times in all other files.
+Sleeps and comparisons of times belong here, and in no other file of the tests.
 """
 
 from __future__ import annotations
