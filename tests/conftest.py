@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 # After everything installed, so that only tests, benchmarks and examples come from the source tree.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.support.s3_server import S3
+from tests.support.waiting import SleepWatch
 
 # Read by the frameworks when they are first imported, hence set before anything else can import
 # them. Four host devices are what the sharding tests need. One thread a process: the tests run
@@ -119,6 +120,16 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(save_job.SaveJob, "capture", capture)
     return go
+
+
+@pytest.fixture
+def locked_out(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a thread has found the lock of a root's tags taken, and waits for it."""
+    from deltacheck.store.files import local_storage
+
+    watch = SleepWatch()
+    monkeypatch.setattr(local_storage, "time", watch)
+    return watch.began
 
 
 @pytest.fixture

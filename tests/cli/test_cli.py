@@ -16,7 +16,7 @@ import tracemalloc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +200,10 @@ def test_ls_lists_every_step_with_its_sizes_depth_and_metrics(
         assert row["metrics"] == {"loss": 1 / (row["step"] + 1)}
         assert row["item"] is None
         assert row["problem"] is None
-        age = datetime.now().astimezone() - datetime.fromisoformat(row["time"])
-        assert 0 <= age.total_seconds() < 600
+        written = datetime.fromtimestamp(deltacheck.open(run.root).manifest(row["step"]).time, UTC)
+        assert datetime.fromisoformat(row["time"]) == written.replace(
+            microsecond=written.microsecond // 1000 * 1000
+        )
     assert [row["chain_depth"] for row in found["steps"]] == [0, 1, 2]
     for_people = deltacheck_("ls", run.root)
     assert for_people.code == 0

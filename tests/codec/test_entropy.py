@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from deltacheck.store.files.arrays import STREAM_CHUNK_BYTES, ArraySpec, Readabl
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.segment import stream_codec
+from tests.support.waiting import wait_until
 
 if arrays.native_stream_writer() is None:
     pytest.skip("the native module was built without libzstd", allow_module_level=True)
@@ -361,10 +361,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
         failing.result(timeout=10)
     assert [future.result(timeout=10) for future in futures] == [None] * 5
     assert sorted(seen) == list(range(5))
-    deadline = time.monotonic() + 10
-    while any(thread.name == "test-background" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "test-background" not in [thread.name for thread in threading.enumerate()])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,17 +28,21 @@ from typer.testing import CliRunner
 import deltacheck
 from deltacheck import MemoryTier, Mirror, Policy, errors
 from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch import engine as torch_engine
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.cli.app import app
 from deltacheck.maintain import memory_tier, tier_bond
-from deltacheck.maintain.drain import next_due, resident
+from deltacheck.maintain.drain import DrainState, next_due, resident
 from deltacheck.maintain.tier_bond import Bond, stale
 from deltacheck.maintain.transfer import transfer as transfer_step
 from deltacheck.save import exits
+from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.manifest import Brief
 from tests.faults import scenarios
 from tests.support.paths import REPOSITORY
 from tests.support.states import assert_same
+from tests.support.waiting import WAIT_SECONDS, ShiftedClock, open_when_called, wait_until
 
 State = dict[str, Any]
 
@@ -60,7 +63,7 @@ def save(engine: Engine, *steps: int) -> None:
 
 def idle(engine: Engine) -> None:
     """Let the drain finish what it has to do by itself."""
-    until(lambda: tier_of(engine).drain.state.is_idle)
+    wait_until(lambda: tier_of(engine).drain.state.is_idle)
 
 
 def tier_of(engine: Engine) -> memory_tier.Tier:
@@ -68,13 +71,6 @@ def tier_of(engine: Engine) -> memory_tier.Tier:
     session = engine._session
     assert isinstance(session, MemoryFirstSession)
     return session._tier
-
-
-def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def on_disk(root: Path) -> list[int]:
@@ -113,7 +109,7 @@ class Places:
         return Engine(
             self.disk,
             memory=MemoryTier(self.memory, **tiers),
-            **{"grace_seconds": 0, "io_timeout_seconds": 20} | options,
+            **{"grace_seconds": 0} | options,
         )
 
     def killed(self) -> Places:
@@ -319,40 +315,40 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
 def test_the_files_in_memory_never_take_more_than_the_budget(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget, most, ended = 3_400_000, 0, threading.Event()
+    budget, whole, taken = 3_400_000, 0, [0]
+    finish_segment, commit = SaveJob.finish_segment, RootWriter.commit
 
-    def watch() -> None:
-        nonlocal most
-        while not ended.is_set():
-            most = max(
-                most,
-                sum(
-                    memory_tier._bytes_of(places.memory / name)
-                    for name in ("segments", "checkpoints")
-                ),
-            )
-            time.sleep(0.001)
+    def look() -> None:
+        taken.append(
+            sum(memory_tier._bytes_of(places.memory / name) for name in ("segments", "checkpoints"))
+        )
 
+    # A save adds to memory until its segment is whole, and its documents with its commit.
+    def finish_and_look(job: SaveJob) -> Any:
+        finished = finish_segment(job)
+        look()
+        return finished
+
+    def commit_and_look(writer: RootWriter, *arguments: Any) -> Any:
+        committed = commit(writer, *arguments)
+        look()
+        return committed
+
+    monkeypatch.setattr(SaveJob, "finish_segment", finish_and_look)
+    monkeypatch.setattr(RootWriter, "commit", commit_and_look)
     # A save may take 1.4 MB, of which 1 MiB is the allowance for documents: few deltas fit beside
     # it.
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    whole = 0
-    try:
-        with places.engine(
-            memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)
-        ) as engine:
-            for step in range(12):
-                state = state_at(step)
-                state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
-                report = engine.save(step, state).result(30)
-                assert report is not None
-                whole += report.leaves[-1].kind == "keyframe"
-                newest = state
-    finally:
-        ended.set()
-        watcher.join()
-    assert 1_000_000 < most <= budget
+    with places.engine(
+        memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)
+    ) as engine:
+        for step in range(12):
+            state = state_at(step)
+            state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
+            report = engine.save(step, state).result(30)
+            assert report is not None
+            whole += report.leaves[-1].kind == "keyframe"
+            newest = state
+    assert 1_000_000 < max(taken) <= budget
     assert 2 <= whole < 12  # memory was emptied, and not at each save
     assert_same(dict(places.engine().restore()), newest)
 
@@ -364,8 +360,10 @@ def set_on_busy(engine: Engine, action: str) -> None:
 
 
 def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
-    places: Places, drain: Drain
+    places: Places, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = ShiftedClock()
+    monkeypatch.setattr(torch_engine, "time", clock)
     with places.engine() as engine:
         save(engine, 0)
         engine.persist(30)
@@ -377,9 +375,10 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
         tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1_500_000
         save(engine, 2)
         tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1_300_000
-        threading.Timer(0.2, drain.go.set).start()
+        open_when_called(monkeypatch, DrainState, "await_change", drain.go, clock)
         handle = engine.save(3, state_at(3))
-        assert handle.blocking_seconds > 0.15
+        assert drain.go.is_set()
+        assert handle.blocking_seconds // WAIT_SECONDS == 1
         assert {leaf.kind for leaf in handle.result(30).leaves} == {"keyframe"}
     assert on_disk(places.disk) == [0, 2, 3]
 
@@ -395,9 +394,10 @@ def test_a_budget_that_no_save_fits_in_is_an_error_that_says_so(places: Places) 
 def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
     places: Places, drain: Drain
 ) -> None:
-    engine = places.engine(io_timeout_seconds=0.1)
+    engine = places.engine()
     drain.go.clear()
     save(engine, 0, 1)
+    tier_of(engine).drain.state.pulse.patience_seconds = 0.1
     with pytest.raises(TimeoutError, match="in memory, but not yet all in"):
         engine.persist(0.05)
     with pytest.raises(errors.StorageTimeout, match="may hang"):
@@ -410,7 +410,7 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
     with pytest.raises(errors.RootBusy):  # it may still write
         places.engine()
     drain.go.set()
-    until(lambda: tier_of(engine).drain.state.has_ended)
+    wait_until(lambda: tier_of(engine).drain.state.has_ended)
     with places.engine() as again:
         assert again.steps() == [0, 1]
     assert on_disk(places.disk) == [0, 1]

@@ -22,6 +22,7 @@ from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import local_storage
 from deltacheck.store.root import open_root, open_segments
+from tests.support.waiting import wait_until
 
 
 def saved(*steps: int, **metrics: dict[int, float | str]) -> list[Saved]:
@@ -258,7 +259,7 @@ def test_a_tag_whose_step_is_gone_says_so(run: Path) -> None:
 
 
 def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch, locked_out: threading.Event
 ) -> None:
     """A tag that is put while another prunes is either seen, or refused because the step is
     gone.
@@ -268,11 +269,12 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
 
     def slowly(root: Any, seq: int) -> None:
         began.set()
-        tagging.join(0.2)  # it would be done by then, were it not for the lock
+        # It would be done by then, were it not for the lock.
+        wait_until(lambda: locked_out.is_set() or not tagging.is_alive())
         delete(root, seq)
 
     def put() -> None:
-        began.wait(10)
+        began.wait()
         try:
             outcome.append(tags.put(open_root(run), 1, "late"))
         except errors.StepNotFound as error:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from deltacheck.store.files import storage
-from deltacheck.store.files.storage import ObjectStore, Place
+from deltacheck.store.files.storage import Place
+from deltacheck.store.lock import object_lease
 from deltacheck.testing.place import PlaceContract
 from tests.support.s3_server import S3
+from tests.support.waiting import SleepWatch
 
 
 class TestLocal(PlaceContract):
@@ -21,16 +23,25 @@ class TestLocal(PlaceContract):
         return tmp_path
 
 
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders of leases renew them, and others look at them, far more often than they must."""
+    renew = object_lease._renew
+    monkeypatch.setattr(
+        object_lease, "_renew", lambda lease, released, every: renew(lease, released, 0.02)
+    )
+    monkeypatch.setattr(object_lease, "time", SleepWatch(longest_seconds=0.02))
+
+
+@pytest.mark.usefixtures("quick_leases")
 class TestMemory(PlaceContract):
     @pytest.fixture
     def folder(self) -> Place:
-        return storage.of(f"memory://test/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0))
+        return storage.of(f"memory://test/{secrets.token_hex(8)}")
 
 
+@pytest.mark.usefixtures("quick_leases")
 class TestS3(PlaceContract):
     @pytest.fixture
     def folder(self, s3: S3) -> Place:
-        return storage.of(
-            f"s3://bucket/{secrets.token_hex(8)}",
-            ObjectStore(lease_seconds=1.0, deadline_seconds=20),
-        )
+        return storage.of(f"s3://bucket/{secrets.token_hex(8)}")

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,10 +25,9 @@ FOREVER = 1 << 30
 
 # What a fault does. A number: that status instead of the request's effect. "after NUMBER": the
 # effect, then that status. "lost": the effect, and no reply. "dropped": neither. "truncated": the
-# first half of the reply. "hang": nothing for `seconds`, then dropped. "late": the effect after
-# `seconds`. "stale": a listing without the keys that match `hidden`. "unconditional": the request
-# without its conditions. "flipped": the reply's last byte is not the stored one. "ignored": said to
-# be done, and not done.
+# first half of the reply. "hang": nothing until other faults are set, then dropped. "stale": a
+# listing without the keys that match `hidden`. "unconditional": the request without its conditions.
+# "flipped": the reply's last byte is not the stored one. "ignored": said to be done, and not done.
 KINDS = (
     "500",
     "503",
@@ -39,7 +37,6 @@ KINDS = (
     "dropped",
     "truncated",
     "hang",
-    "late",
     "stale",
     "unconditional",
     "flipped",
@@ -65,7 +62,6 @@ class Fault:
     times: int = 1
     skip: int = 0
     hidden: str = ""
-    seconds: float = 30.0
     every: int = 1  # of the requests that match, one in so many
 
 
@@ -129,6 +125,7 @@ class _Faulty:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._faults: list[Fault] = []
+        self._lifted = threading.Event()  # the faults of this moment
         self._seen: list[tuple[str, str, str]] = []
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -137,11 +134,9 @@ class _Faulty:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         if method == "GET" and "list-type" in environ.get("QUERY_STRING", ""):
             method = "LIST"
+        lifted = self._lifted
         fault = self._due(method, path)
         if fault is None:
-            return self._pass(environ, start_response)
-        if fault.kind == "late":
-            time.sleep(fault.seconds)
             return self._pass(environ, start_response)
         if fault.kind == "unconditional":
             for name in ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"):
@@ -155,7 +150,7 @@ class _Faulty:
             start_response("204 No Content", [("Content-Length", "0")])
             return [b""]
         if fault.kind == "hang":
-            time.sleep(fault.seconds)
+            lifted.wait()
         if fault.kind in ("hang", "dropped"):
             return _drop(environ)
         status, headers, body = self._answer(environ)
@@ -222,6 +217,8 @@ class _Faulty:
                     )
                 ]
                 self._seen = []
+                self._lifted.set()
+                self._lifted = threading.Event()
             body = json.dumps(self._seen).encode()
         start_response(
             "200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -66,6 +65,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
+from tests.support.waiting import open_when_called, wait_until
 
 Options = ocp.CheckpointManagerOptions
 
@@ -310,10 +310,7 @@ def test_a_save_under_way_keeps_no_array_alive(tmp_path: Path, slow_disk: thread
         mngr.save(0, args=DeltaSaveArgs({"w": array}))
         del array
         # The array is read behind the training, before anything waits for the disk.
-        deadline = time.monotonic() + 30
-        while watched() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert watched() is None
+        wait_until(lambda: watched() is None)
         slow_disk.set()
 
 
@@ -978,16 +975,20 @@ def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, committing, commit = CommitFutureAwaitingContractedSignals, threading.Event(), Gate.commit
+    gates: list[Gate] = []
 
-    def watched(gate: Gate, manifest: Any) -> int:
-        committing.set()
-        return commit(gate, manifest)
+    def watched(gate: Gate, manifest: Any) -> Any:
+        gates.append(gate)
+        open_when_called(monkeypatch, gate._changed, "wait", committing)
+        try:
+            return commit(gate, manifest)
+        finally:
+            committing.set()
 
     def late(opening: Any, name: str) -> Any:
         async def wait() -> None:
-            while not committing.is_set():
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(committing.wait)
+            assert not (gates[0]._directory / "zarr.json").exists()
             await opening
 
         return real(wait(), name=name)
@@ -1052,15 +1053,17 @@ def test_a_closed_manager_stops_its_threads_and_gives_the_root_back(tmp_path: Pa
 
 def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -> None:
     code = f"""
-        import time
+        import threading
         import jax.numpy as jnp
         from deltacheck.backends.orbax import DeltaSaveArgs, manager
         from deltacheck.save.job.save_job import SaveJob
-        finish = SaveJob.finish_segment
-        SaveJob.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
+        finish, ending = SaveJob.finish_segment, threading.Event()
+        SaveJob.finish_segment = lambda work: (ending.wait(), finish(work))[1]
         manager({str(tmp_path / "held")!r}).save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))
         mngr = manager({str(tmp_path / "named")!r})
         mngr.save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))
+        # The last one that is registered is the first one that is called.
+        threading._register_atexit(ending.set)
     """
     run_python(code)
     for root in ("held", "named"):

@@ -5,7 +5,6 @@ others, and its tiles. See ``tests/ranks``.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +28,7 @@ from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.testing.ranks import Threads
 from tests.support.ranked_run import at_once
+from tests.support.waiting import HANG_SECONDS
 
 
 class Store:
@@ -61,11 +61,9 @@ class Store:
             }
 
 
-def in_each(
-    size: int, store: Any, talk: Callable[[StoreChannel], Any], timeout_seconds: float = 30.0
-) -> list[Any]:
+def in_each(size: int, store: Any, talk: Callable[[StoreChannel], Any]) -> list[Any]:
     channels = [
-        StoreChannel("deltacheck/x/0/begin", rank, size, store, timeout_seconds)
+        StoreChannel("deltacheck/x/0/begin", rank, size, store, HANG_SECONDS)
         for rank in range(size)
     ]
     with ThreadPoolExecutor(size) as pool:
@@ -91,30 +89,35 @@ def test_a_process_that_comes_late_learns_that_it_was_given_up_and_takes_part_ag
 
     def talk(channel: StoreChannel) -> list[str]:
         if channel.rank == 1:
-            assert given_up.wait(30)
+            assert given_up.wait(HANG_SECONDS)
+        else:
+            channel._timeout_seconds = 0.05  # of this exchange alone
         with pytest.raises(RankFailed) as info:
             consult(channel, b"", lambda got: [b"", b""])
+        channel._timeout_seconds = HANG_SECONDS
         given_up.set()
         return [str(info.value), consult(channel, b"again", lambda got: [got[1], got[0]]).decode()]
 
-    for said, again in in_each(2, store, talk, timeout_seconds=1.0):
+    for said, again in in_each(2, store, talk):
         assert said.startswith("rank 1: rank 1 was lost, or did not answer in time")
         assert again == "again"
     assert store.kept == {}
 
 
 def test_a_process_whose_coordinator_is_gone_says_so_at_once() -> None:
+    calls: list[str] = []
+
     class Gone:
         def __getattr__(self, name: str) -> Any:
             def fail(*_: Any) -> None:
+                calls.append(name)
                 raise jax.errors.JaxRuntimeError("UNAVAILABLE: Connection reset by peer")
 
             return fail
 
-    began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 0 was lost.*Connection reset"):
         consult(StoreChannel("x", 1, 2, Gone(), 600.0), b"", lambda got: [])
-    assert time.monotonic() - began < 5
+    assert len(calls) == len(set(calls))  # nothing is tried again
 
 
 def test_tiles_are_cut_from_the_shards_that_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
+from deltacheck.save import progress, saver
+from deltacheck.save.progress import Progress
 from tests.support.states import (
     TORCH_DTYPES,
     assert_same,
@@ -31,6 +33,7 @@ from tests.support.states import (
     random_tensor,
     training_state,
 )
+from tests.support.waiting import WAIT_SECONDS, ShiftedClock, open_when_called
 
 
 def test_every_dtype_shape_and_layout_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -264,20 +267,23 @@ def stepped_optimizer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
 
 
 def test_the_next_optimizer_step_waits_until_its_tensors_are_captured(
-    tmp_path: Path, slow_encoder: threading.Event
+    tmp_path: Path, slow_encoder: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = ShiftedClock()
+    monkeypatch.setattr(progress, "time", clock)
     layer, optimizer = stepped_optimizer()
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         wanted = copy.deepcopy(layer.state_dict())
         handle = engine.save(0, {"model": layer.state_dict(), "optimizer": optimizer.state_dict()})
         assert handle.state == "started"
-        threading.Timer(0.3, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder, clock)
         optimizer.step()
+        assert slow_encoder.is_set()
         assert handle.state != "started"
         assert not torch.equal(layer.weight, wanted["weight"])
         assert_same(wanted, engine.restore(0)["model"])
-        assert handle.blocking_seconds > 0.2
+        assert handle.blocking_seconds // WAIT_SECONDS == 1
 
 
 def test_an_optimizer_is_known_from_its_first_step_on(
@@ -328,15 +334,19 @@ def test_a_write_that_breaks_the_promise_of_the_guard_fails_the_save_and_not_the
     "wait", [lambda engine: engine.before_update(), lambda engine: engine.lock().__enter__()]
 )
 def test_before_update_and_lock_wait_for_the_capture(
-    tmp_path: Path, slow_encoder: threading.Event, wait: Callable[[Engine], None]
+    tmp_path: Path,
+    slow_encoder: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: Callable[[Engine], None],
 ) -> None:
     layer, optimizer = stepped_optimizer()
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         wanted = copy.deepcopy(layer.state_dict())
         engine.save(0, layer.state_dict())
-        threading.Timer(0.2, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         wait(engine)
+        assert slow_encoder.is_set()
         layer.weight.data.zero_()
         assert_same(wanted, engine.restore(0))
 
@@ -420,13 +430,17 @@ def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(
 
 
 def test_save_waits_for_room_and_the_handle_says_how_long(
-    tmp_path: Path, slow_disk: threading.Event
+    tmp_path: Path, slow_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = ShiftedClock()
+    monkeypatch.setattr(saver, "time", clock)
     with Engine(tmp_path, max_pending=1) as engine:
-        engine.save(0, {"x": torch.zeros(3)})
-        threading.Timer(0.3, slow_disk.set).start()
+        first = engine.save(0, {"x": torch.zeros(3)})
+        open_when_called(monkeypatch, Progress, "wait_until", slow_disk, clock)
         second = engine.save(1, {"x": torch.ones(3)})
-        assert second.blocking_seconds > 0.2
+        assert slow_disk.is_set()
+        assert first.done()
+        assert second.blocking_seconds // WAIT_SECONDS == 1
         engine.wait(30)
         assert engine.steps() == [0, 1]
 

@@ -23,6 +23,8 @@ from deltacheck import Policy, SaveHandle, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.save.job.source import LaterSources
+from deltacheck.save.progress import Progress
+from tests.support.waiting import open_when_called
 
 
 def frozen_layer() -> torch.nn.Linear:
@@ -138,7 +140,7 @@ def test_a_write_by_way_of_the_parameter_is_seen_where_the_state_has_an_alias_th
 
 @pytest.mark.parametrize("announce", [True, False])
 def test_before_update_waits_until_frozen_weights_are_read(
-    tmp_path: Path, slow_encoder: threading.Event, announce: bool
+    tmp_path: Path, slow_encoder: threading.Event, monkeypatch: pytest.MonkeyPatch, announce: bool
 ) -> None:
     """A merge through ``.data`` right after the save, which waits even if it is not announced."""
     layer = frozen_layer()
@@ -147,12 +149,13 @@ def test_before_update_waits_until_frozen_weights_are_read(
         engine.guard(layer)
         engine.save(0, layer.state_dict()).wait(timeout=30)
         handle = engine.save(1, layer.state_dict())
-        threading.Timer(0.2, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         if announce:
             engine.before_update()
             # By then the encoder, or this thread itself, has read them.
             assert handle.state != "started"
         layer.weight.data.add_(1)
+        assert slow_encoder.is_set()
         assert torch.equal(engine.restore(1)["weight"], wanted["weight"])
 
 

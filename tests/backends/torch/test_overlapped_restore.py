@@ -22,10 +22,12 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.two_stages import TwoStages
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from tests.support.forked import forked
 from tests.support.states import assert_same
+from tests.support.waiting import open_when_called
 
 MOMENT = "optimizer/state/0/exp_avg"
 SIZE = 260  # large enough for a file of its own
@@ -111,7 +113,11 @@ def slow_source() -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["new optimizer", "used optimizer"])
 def test_training_begins_with_the_weights_and_its_step_waits_for_the_optimizer(
-    is_used: bool, saved: tuple[Path, Run], root: Path, slow_source: threading.Event
+    is_used: bool,
+    saved: tuple[Path, Run],
+    root: Path,
+    slow_source: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, run = Run.new(), Run.new(seed=1)
     for step in range(2):
@@ -130,8 +136,10 @@ def test_training_begins_with_the_weights_and_its_step_waits_for_the_optimizer(
             handle.wait(timeout=0.01)
         run.gradients(2)
         assert not handle.done()
-        threading.Timer(0.05, slow_source.set).start()
+        open_when_called(monkeypatch, Arrival, "join", slow_source)
         run.optimizer.step()
+        assert slow_source.is_set()
+        assert handle.done()
         run.schedule.step()
         expected.train(2)
         assert_same(run.state(), expected.state())
@@ -158,12 +166,15 @@ USES: dict[str, Callable[[Engine, Run, Any], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_every_other_use_waits(use: str, root: Path, slow_source: threading.Event) -> None:
+def test_every_other_use_waits(
+    use: str, root: Path, slow_source: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.new()
     with Engine(root) as engine:
         handle = engine.restore(into=run.target(), overlap=True)
-        threading.Timer(0.03, slow_source.set).start()
+        open_when_called(monkeypatch, Arrival, "join", slow_source)
         USES[use](engine, run, handle)
+        assert slow_source.is_set()
         assert handle.done()
 
 

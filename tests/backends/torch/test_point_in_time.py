@@ -17,6 +17,8 @@ import torch
 
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.save.progress import Progress
+from tests.support.waiting import open_when_called
 
 
 def write(p: torch.nn.Parameter) -> None:
@@ -109,6 +111,7 @@ def forget(p: torch.nn.Parameter) -> None:
 def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
     tmp_path: Path,
     slow_encoder: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
     happens: Callable[[Any], None],
     told: bool,
     capture: str,
@@ -125,7 +128,7 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
         assert capture == "eager" or handle.state == "started"
         if happens in (shrink, grow, write_data):
             # These wait for the capture, which begins during the wait.
-            threading.Timer(0.05, slow_encoder.set).start()
+            open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         if happens in (free, free_and_allocate, grow):
             with pytest.raises(
                 RuntimeError, match="not resizable"
@@ -133,6 +136,8 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
                 happens(parameter)
         else:
             happens(parameter)
+        waits = capture == "auto" and happens in (shrink, grow, write_data)
+        assert slow_encoder.is_set() == waits
         del parameter, optimizer
         slow_encoder.set()
         error = handle.exception(30)
@@ -146,7 +151,7 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
 
 
 def test_an_optimizer_step_cannot_reach_a_save_under_way(
-    tmp_path: Path, slow_encoder: threading.Event
+    tmp_path: Path, slow_encoder: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step itself, in place; its hook holds it back until the state is read."""
     parameter = torch.nn.Parameter(torch.zeros(20_000))
@@ -157,8 +162,9 @@ def test_an_optimizer_step_cannot_reach_a_save_under_way(
         engine.guard(optimizer)
         wanted = parameter.detach().clone()
         engine.save(0, {"p": parameter, "optimizer": optimizer.state_dict()})
-        threading.Timer(0.1, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         optimizer.step()
+        assert slow_encoder.is_set()
         found = engine.restore(0)
         assert torch.equal(found["p"], wanted)
         assert found["optimizer"]["state"][0]["step"] == 1

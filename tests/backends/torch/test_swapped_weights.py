@@ -16,7 +16,9 @@ import torch
 import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import data_property
+from deltacheck.save.progress import Progress
 from tests.suites.torn import WRITERS, Outcome, engine_run, lightning_run
+from tests.support.waiting import open_when_called
 
 
 def model() -> torch.nn.Module:
@@ -149,7 +151,10 @@ def test_a_write_to_a_weight_of_fsdp_tears_the_save(
 
 @pytest.mark.usefixtures("no_open_engine")
 def test_data_of_a_weight_of_fsdp_waits_for_the_capture(
-    tmp_path: Path, slow_encoder: threading.Event, one_rank: Any
+    tmp_path: Path,
+    slow_encoder: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    one_rank: Any,
 ) -> None:
     """A DTensor is no instance of the class whose ``data`` is a property from the start."""
     from torch.distributed.tensor import DTensor
@@ -164,8 +169,9 @@ def test_data_of_a_weight_of_fsdp_waits_for_the_capture(
         wanted = layer.weight.to_local().detach().clone()
         handle = engine.save(0, layer.state_dict())
         assert handle.state == "started"
-        threading.Timer(0.1, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         layer.weight.data.mul_(0)
+        assert slow_encoder.is_set()
         handle.result(30)
         stored = engine.restore(0)["weight"]
         assert torch.equal(torch.as_tensor(stored), wanted)
@@ -175,7 +181,7 @@ def test_data_of_a_weight_of_fsdp_waits_for_the_capture(
 
 
 def test_a_merged_adapter_of_peft_waits_for_the_capture(
-    tmp_path: Path, slow_encoder: threading.Event
+    tmp_path: Path, slow_encoder: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
@@ -189,8 +195,9 @@ def test_a_merged_adapter_of_peft_waits_for_the_capture(
         wanted = copy.deepcopy(adapted.state_dict())
         handle = engine.save(1, adapted.state_dict())
         assert handle.state == "started"
-        threading.Timer(0.1, slow_encoder.set).start()
+        open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         adapted.merge_adapter()
+        assert slow_encoder.is_set()
         restored = engine.restore(1)
         assert all(torch.equal(restored[name], value) for name, value in wanted.items())
         merged = adapted.state_dict()
