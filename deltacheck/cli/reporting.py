@@ -43,7 +43,7 @@ def report(
     except ImportError as error:
         raise ImportError(
             f"a report needs matplotlib, which cannot be imported ({error}): pip install"
-            " deltacheck[report]"
+            " matplotlib"
         ) from error
     record = collect(parse(words).root, item, profile)
     drawings = figures.draw(record)

@@ -288,7 +288,7 @@ def _write_page(
     except ImportError as error:
         raise ImportError(
             f"a page needs matplotlib, which cannot be imported ({error}): pip install"
-            " deltacheck[report]"
+            " matplotlib"
         ) from error
     final = judgement.quality.final
     facts = {
