@@ -354,7 +354,7 @@ def _write_torch(file: BinaryIO, job: _Export, progress: Progress) -> bool:
         from deltacheck.backends.torch.files.torch_export import write_torch
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"--to torch needs PyTorch ({error}): pip install 'deltacheck[torch]'"
+            f"--to torch needs PyTorch ({error}): pip install torch"
         ) from error
     return write_torch(file, job.root, job.manifest, None if job.nested else job.keys, progress)
 
@@ -364,7 +364,7 @@ def _write_orbax(job: _Export, path: Path, force: bool) -> None:
         from deltacheck.backends.orbax.files.orbax_import import write_orbax
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"--to orbax needs JAX ({error}): pip install 'deltacheck[jax]'"
+            f"--to orbax needs JAX ({error}): pip install jax orbax-checkpoint"
         ) from error
     # A checkpoint of Orbax is a tree of files that cannot be replaced in one rename. A failure
     # halfway would have destroyed the old one.
@@ -490,7 +490,7 @@ def _sources_of(files: list[Path], step: int | None) -> list[tuple[int, Path]]:
         from deltacheck.backends.torch.files.torch_import import steps_of
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"importing files needs PyTorch ({error}): pip install 'deltacheck[torch]'"
+            f"importing files needs PyTorch ({error}): pip install torch"
         ) from error
     return steps_of(files, step)
 
@@ -500,7 +500,7 @@ def _sources_of_orbax(folder: Path, step: int | None) -> list[tuple[int, Path]]:
         from deltacheck.backends.orbax.files.orbax_import import sources_of
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"importing {folder} needs JAX ({error}): pip install 'deltacheck[jax]'"
+            f"importing {folder} needs JAX ({error}): pip install jax orbax-checkpoint"
         ) from error
     return sources_of(folder, step)
 

@@ -42,8 +42,7 @@ def report(
         from deltacheck.report import figures, page
     except ImportError as error:
         raise ImportError(
-            f"a report needs matplotlib, which cannot be imported ({error}): pip install"
-            " deltacheck[report]"
+            f"a report needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
         ) from error
     record = collect(parse(words).root, item, profile)
     drawings = figures.draw(record)

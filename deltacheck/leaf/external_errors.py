@@ -163,7 +163,8 @@ def typed(subject: _T) -> _T:
     generators do later is not wrapped.
     """
     if not isinstance(subject, type):
-        wrapped: _T = _wrapped(subject, subject.__qualname__)
+        # A user meets the public name of a class that is derived here.
+        wrapped: _T = _wrapped(subject, subject.__qualname__.lstrip("_"))
         return wrapped
     for name, member in list(vars(subject).items()):
         if name.startswith("_") and name not in ("__init__", "__next__", "__exit__"):
@@ -235,7 +236,7 @@ def _place(args: tuple[Any, ...]) -> object:
 def _storage_failed(error: OSError, where: str) -> StorageFailed:
     number = error.errno
     remedy = _REMEDIES.get(number or 0, _REMEDY)
-    message = f"{where}: {error}. {remedy}"
+    message = f"{where}: {str(error).rstrip('.')}. {remedy}"
     failure = (
         StorageTimeout(message)
         if isinstance(error, TimeoutError)

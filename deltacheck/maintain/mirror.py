@@ -63,13 +63,18 @@ class Mirror:
         # The lease is taken before the target is read, so nobody writes between the check and the
         # first copy.
         self._lease = take_lease(path)
-        target_bond = read_bond(path)
-        if self._target.manifest_paths() and (target_bond is None or target_bond.root != bond.root):
+        try:
+            target_bond = read_bond(path)
+            if self._target.manifest_paths() and (
+                target_bond is None or target_bond.root != bond.root
+            ):
+                raise ForeignMemory(
+                    f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or"
+                    " name another directory"
+                )
+        except BaseException:
             self._lease.release()
-            raise ForeignMemory(
-                f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or name"
-                " another directory"
-            )
+            raise
         self._run = bond.root
 
     def poll(self) -> list[int]:

@@ -30,7 +30,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import (
     remove_unused,
 )
 from deltacheck.backends.orbax.state.load import restore_tree
-from deltacheck.backends.orbax.state.metadata import TreeMetadata, metadata_of
+from deltacheck.backends.orbax.state.metadata import TreeMetadata, described, metadata_of
 from deltacheck.backends.orbax.state.repeated import KnownArrays
 from deltacheck.backends.orbax.state.saved_shardings import records_of
 from deltacheck.backends.orbax.state.targets import Part
@@ -180,7 +180,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         args = args or DeltaRestoreArgs()
         if not isinstance(args, DeltaRestoreArgs):
             args = DeltaRestoreArgs(
-                **orbax_args.of_restore(args, lambda: self.metadata(directory).tree)
+                **orbax_args.of_restore(args, lambda: described(self._manifest_at(directory)))
             )
         # A single process needs no coordination service.
         if jax.process_count() == 1:
@@ -228,13 +228,15 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             directory: The item's directory.
 
         Returns:
-            The metadata, which can be the target of a restore.
+            Orbax's metadata, which can be the target of a restore.
 
         Raises:
             FileNotFoundError: The item was not saved with ``DeltaSaveArgs``.
         """
-        place = ItemPlace.to_read(directory)
-        return metadata_of(read_manifest(place.directory / "zarr.json"))
+        return metadata_of(self._manifest_at(directory), directory)
+
+    def _manifest_at(self, directory: Any) -> Manifest:
+        return read_manifest(ItemPlace.to_read(directory).directory / "zarr.json")
 
     def finalize(self, directory: Any) -> None:
         """Remove the segments that no step needs.
@@ -445,9 +447,9 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
             not read: ``DeltaRestoreArgs({"params": target}, partial_restore=True)``. ``False``: a
             forgotten part is refused.
-        cast: Convert each array and number to the dtype of the target, with NumPy's rounding. With
-            ``contract="exact"``, only to dtypes that hold every value of the saved one. ``False``:
-            another dtype is refused, so that no value is rounded unnoticed.
+        cast: Convert each array and number to the dtype of the target, with NumPy's rounding.
+            ``False``, or with ``contract="exact"``: only if every saved value is kept, so that none
+            is rounded unnoticed.
         strict: ``False`` (as in ``StandardRestore``, to pad or cut arrays to the shapes of the
             target) is refused: zeros that nobody saved would be restored as verified content.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +21,12 @@ from deltacheck.backends.orbax.handler import (
     DeltaSaveArgs,
 )
 from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
-from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
+from deltacheck.backends.orbax.manager_root.orbax_internals import (
+    DEFAULT_ITEM,
+    await_renames,
+    delete_by_rename,
+    item_names,
+)
 from deltacheck.backends.orbax.orbax_args import RESTORE_ARGS, SAVE_ARGS
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFound
 from deltacheck.leaf.external_errors import typed
@@ -155,6 +162,7 @@ def manager(  # noqa: PLR0913 - one argument per option
         options = with_durable_steps(path, options)
     manager_class = _Manager if on_error == "raise" else _TolerantManager
     new_manager = manager_class(path, options=options, handler_registry=registry, metadata=metadata)
+    delete_by_rename(new_manager)
     # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
     _open[new_manager] = handler
@@ -163,6 +171,15 @@ def manager(  # noqa: PLR0913 - one argument per option
     # ``_finish_all`` comes first and takes the entry out.
     exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
     return new_manager
+
+
+class MissingStep(StepNotFound, FileNotFoundError):
+    """A ``StepNotFound`` that handlers of Orbax's ``FileNotFoundError`` catch, too."""
+
+
+# For tracebacks and logs: callers know the class that it is derived from.
+MissingStep.__name__ = MissingStep.__qualname__ = StepNotFound.__name__
+MissingStep.__module__ = StepNotFound.__module__
 
 
 class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no types
@@ -176,7 +193,69 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no type
     def restore(self, step: int | None, *args: Any, **kwargs: Any) -> Any:
         """Restore a step."""
         _require_own(kwargs.get("args"), DeltaRestoreArgs, *RESTORE_ARGS)
-        return super().restore(step, *args, **kwargs)
+        with self._naming_steps(step, kwargs.get("directory")):
+            if kwargs.get("directory") is None:
+                self._learn_items(step, kwargs.get("args"))
+            return super().restore(step, *args, **kwargs)
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Return the metadata of a step, or of the manager."""
+        with self._naming_steps(step):
+            if step is not None:
+                self._learn_items(step)
+            return super().metadata(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a step."""
+        with self._naming_steps(step):
+            super().delete(step)
+
+    @contextlib.contextmanager
+    def _naming_steps(self, step: int | None, directory: Any = None) -> Iterator[None]:
+        """Return a context for a call about a step, which names the steps if that one is missing.
+
+        Raises:
+            StepNotFound: There is no such step.
+            NotACheckpointRoot: Its folder has no item.
+        """
+        try:
+            yield
+        # Orbax has a class of its own for each way in which it misses a step.
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            if directory is not None:
+                raise
+            self.reload()
+            steps = self.all_steps()
+            if step is None and not steps:
+                raise MissingStep(f"{self.directory} has no step at all") from error
+            if step is not None and step not in steps:
+                raise MissingStep(
+                    f"{self.directory} has no step {step}. {describe_steps(steps)}"
+                ) from error
+            step_directory = Path(self._get_read_step_directory(step or steps[-1], self.directory))
+            if item_names(step_directory):
+                raise
+            raise NotACheckpointRoot(
+                f"{step_directory} has no item: an interrupted deletion or another program has left"
+                f" it. Remove it. {describe_steps([other for other in steps if other != step])}"
+            ) from error
+
+    def _learn_items(self, step: int | None, args: Any = None) -> None:
+        """Decide whether the steps have one item without a name, before Orbax does.
+
+        Orbax decides by the first folder that it reads, and an empty one, which an interrupted
+        deletion has left, seems to have named items.
+        """
+        if args is not None:
+            self._default_item.set_if_none(not isinstance(args, ocp.args.Composite))
+        for candidate in (step, *reversed(self.all_steps())):
+            if self._default_item.get() is not None:
+                return
+            if candidate in self.all_steps():
+                directory = self._get_read_step_directory(candidate, self.directory)
+                names = item_names(Path(directory))
+                if names:
+                    self._default_item.set(DEFAULT_ITEM in names)
 
 
 def _require_own(args: Any, own: type, *others: type) -> None:
@@ -191,7 +270,16 @@ def _require_own(args: Any, own: type, *others: type) -> None:
     )
 
 
-for _call in ("save", "restore", "wait_until_finished", "delete", "reload", "all_steps", "close"):
+for _call in (
+    "save",
+    "restore",
+    "metadata",
+    "wait_until_finished",
+    "delete",
+    "reload",
+    "all_steps",
+    "close",
+):
     setattr(_Manager, _call, typed(getattr(_Manager, _call)))
 
 

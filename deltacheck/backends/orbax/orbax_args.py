@@ -13,8 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from orbax import checkpoint as ocp
 
+from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.leaves import is_key
-from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata
+from deltacheck.backends.orbax.state.metadata import (
+    NumpyMetadata,
+    StorageMetadata,
+    as_target,
+    jax_sharding,
+)
+from deltacheck.backends.orbax.state.targets import is_below
+from deltacheck.errors import TreeMismatch
 
 SAVE_ARGS = (ocp.args.PyTreeSave, ocp.args.StandardSave)
 RESTORE_ARGS = (ocp.args.PyTreeRestore, ocp.args.StandardRestore)
@@ -62,16 +70,51 @@ def of_restore(args: Any, saved_tree: Callable[[], Any]) -> dict[str, Any]:
                 f"deltacheck does not support {name} of {type(args).__name__}: {remedy}"
             )
     target, restore_args = args.item, getattr(args, "restore_args", None)
+    is_part = getattr(args, "partial_restore", False)
     if restore_args is not None:
-        target = jax.tree.map(_target_of, saved_tree() if target is None else target, restore_args)
+        target = _with_restore_args(
+            saved_tree() if target is None else target, restore_args, is_part
+        )
     is_strict = getattr(args, "strict", True) and all(
         getattr(leaf_args, "strict", True) for leaf_args in jax.tree.leaves(restore_args)
     )
     return {
         "item": target,
-        "partial_restore": getattr(args, "partial_restore", False),
+        "partial_restore": is_part,
         "strict": is_strict,  # False is refused
     }
+
+
+def _with_restore_args(target: Any, restore_args: Any, is_part: bool) -> Any:
+    """Return a target whose leaves have the types and shardings of their ``RestoreArgs``.
+
+    Leaves meet by their paths: ``restore_args`` may have other containers, or more leaves than the
+    part that is restored.
+
+    Raises:
+        TreeMismatch: ``restore_args`` has a leaf that is not in the target, and no part is asked
+            for.
+    """
+    by_path: dict[str, Any] = {}
+    leaves.map_leaves(by_path.__setitem__, restore_args)
+    paths: set[str] = set()
+
+    def of_leaf(path: str, leaf: Any) -> Any:
+        paths.add(path)
+        return _target_of(as_target(leaf), by_path.get(path))
+
+    new_target = leaves.map_leaves(of_leaf, target)
+    surplus = sorted(
+        path
+        for path in by_path.keys() - paths
+        if by_path[path] is not None and not any(is_below(place, path) for place in paths)
+    )
+    if surplus and not is_part:
+        raise TreeMismatch(
+            f"restore_args has a leaf {surplus[0]!r}, which is not in the tree to restore. Leave it"
+            " out, or restore a part with partial_restore=True"
+        )
+    return new_target
 
 
 def _target_of(leaf: Any, restore_args: Any) -> Any:
@@ -81,11 +124,13 @@ def _target_of(leaf: Any, restore_args: Any) -> Any:
     if kind is None or leaf is ...:
         return leaf
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    dtype = dtype if restore_args.dtype is None else restore_args.dtype
     if shape is None or not issubclass(kind, jax.Array | np.ndarray):
         return leaf if isinstance(leaf, kind) else kind
+    # Of keys, Orbax's helpers describe the data.
+    if restore_args.dtype is not None and not is_key(dtype):
+        dtype = restore_args.dtype
     if issubclass(kind, np.ndarray) and not is_key(dtype):
-        return NumpyMetadata(shape, np.dtype(dtype), StorageMetadata("numpy.ndarray", "", 0))
+        return NumpyMetadata(shape, np.dtype(dtype), StorageMetadata(None, kind="numpy.ndarray"))
     sharding = _sharding_of(restore_args)
     if isinstance(leaf, jax.Array) and not leaf.committed and sharding == leaf.sharding:
         # Orbax copies the sharding of the leaf. Committed to one device, a key or a counter could
@@ -93,7 +138,7 @@ def _target_of(leaf: Any, restore_args: Any) -> Any:
         return leaf
     global_shape = getattr(restore_args, "global_shape", None)
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        shape if global_shape is None else global_shape, dtype, sharding=sharding
+        shape if global_shape is None or is_key(dtype) else global_shape, dtype, sharding=sharding
     )
 
 
@@ -102,5 +147,4 @@ def _sharding_of(restore_args: Any) -> Any:
     mesh = getattr(restore_args, "mesh", None)
     if sharding is None and mesh is not None:
         return NamedSharding(mesh, restore_args.mesh_axes)
-    # Orbax's description of a sharding, from the metadata of a checkpoint.
-    return sharding.to_jax_sharding() if hasattr(sharding, "to_jax_sharding") else sharding
+    return jax_sharding(sharding)

@@ -34,6 +34,7 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import (
     remove_unused,
 )
 from deltacheck.backends.orbax.state import leaves
+from deltacheck.backends.orbax.state.metadata import described
 from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
 from deltacheck.store.deadline import Deadline
@@ -69,8 +70,8 @@ def context(
     Args:
         root: The local directory of the steps.
         base: An ``orbax.checkpoint.v1.Context`` whose options apply. Default: Orbax's.
-        cast: Convert what is loaded to the dtypes of the target, as Orbax does. ``False``: another
-            dtype is refused, so that no value is rounded unnoticed.
+        cast: Convert what is loaded to the dtypes of the target, as Orbax does. ``False``: only if
+            every saved value is kept, so that none is rounded unnoticed.
         **options: Options of ``DeltaCheckpointHandler``, by name.
 
     Returns:
@@ -288,7 +289,7 @@ class _Handler:
         """Return the saved tree with shapes and dtypes in the place of its arrays."""
         if is_foreign(ItemPlace.of(directory)):
             return await self._foreign().metadata(directory)
-        return self.session.delta.metadata(directory).tree
+        return described(self.session.delta._manifest_at(directory))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Return whether an object is a tree. A leaf of it may still be refused, with its path."""

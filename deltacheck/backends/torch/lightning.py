@@ -197,9 +197,7 @@ def _register(kind: type) -> None:
             except ModuleNotFoundError:
                 continue
         else:
-            raise ModuleNotFoundError(
-                "DeltaCheckIO needs Lightning: pip install 'deltacheck[lightning]'"
-            )
+            raise ModuleNotFoundError("DeltaCheckIO needs Lightning: pip install lightning")
     for name in _INTERFACES:
         if name in sys.modules:
             sys.modules[name].CheckpointIO.register(kind)

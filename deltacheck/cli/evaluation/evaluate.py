@@ -287,8 +287,7 @@ def _write_page(
         from deltacheck.report import page
     except ImportError as error:
         raise ImportError(
-            f"a page needs matplotlib, which cannot be imported ({error}): pip install"
-            " deltacheck[report]"
+            f"a page needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
         ) from error
     final = judgement.quality.final
     facts = {

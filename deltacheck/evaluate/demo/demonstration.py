@@ -135,12 +135,10 @@ def main(
     console = Console()
     # ``find_spec`` finds packages without importing them.
     if importlib.util.find_spec("torch") is None:
-        console.print(
-            "The demo trains with PyTorch, which is not installed: pip install 'deltacheck[all]'"
-        )
+        console.print("The demo trains with PyTorch, which is not installed: pip install torch")
         return 2
     if (html or png) and importlib.util.find_spec("matplotlib") is None:
-        console.print("Figures need matplotlib: pip install 'deltacheck[report]'")
+        console.print("Figures need matplotlib: pip install matplotlib")
         return 2
     # A new seed for each demo: the moment of the kill differs, and the printed seed repeats it.
     seed = secrets.randbelow(1 << 31) if seed is None else seed

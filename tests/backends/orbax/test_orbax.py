@@ -159,14 +159,14 @@ def test_a_manager_saves_and_restores_in_a_new_process_with_and_without_argument
         from deltacheck.backends.orbax import DeltaRestoreArgs, manager
         with manager({str(tmp_path / "run")!r}) as mngr:
             assert mngr.latest_step() == 3 and mngr.all_steps() == [3]
-            print(mngr.item_metadata(3)["params"]["w"])
+            print(mngr.item_metadata(3)["params"]["w"].shape)
             by_arguments = mngr.restore(3, args=DeltaRestoreArgs())
             for restored in (mngr.restore(3), by_arguments, mngr.restore(None)):
                 print(restored["step"])
                 np.save({str(tmp_path / "w.npy")!r}, restored["params"]["w"])
     """
     out = run_python(code)
-    assert out.splitlines() == ["ArrayMetadata(shape=(300, 400), dtype=float32)", "3", "3", "3"]
+    assert out.splitlines() == ["(300, 400)", "3", "3", "3"]
     assert bits(np.load(tmp_path / "w.npy")) == bits(state["params"]["w"])
 
 
@@ -1672,7 +1672,7 @@ def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: s
         )
         assert_same(restored.policy, small_state(2))
         assert_same(restored.reference, small_state(102))
-        assert mngr.item_metadata(2).policy["step"] == 2
+        assert mngr.item_metadata(2).policy["step"].dtype == np.int64
         assert mngr.restore(1).policy["step"] == 1
     policy, reference = (
         deltacheck.open(tmp_path, item="policy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -42,14 +43,20 @@ class Writer:
     """The writer of one manager root. ``writer_of`` makes it, and each of its users releases it."""
 
     def __init__(self, path: Path, durability: Durability) -> None:
-        self.store: Store = create_manager_store(path, durability=durability)
-        self.root = Root(path, self.store)
         self._path = path
-        # The store comes first, because the lease lies in it.
-        self._writer = RootWriter(self.root, take_lease(self.store.path))
+        with contextlib.ExitStack() as acquired:
+            self.store: Store = create_manager_store(path, durability=durability)
+            acquired.callback(self.store.close)
+            self.root = Root(path, self.store)
+            # The store comes first, because the lease lies in it.
+            lease = take_lease(self.store.path)
+            acquired.callback(lease.release)
+            # Read under the lease: before, another process could have used the number.
+            self.numbers = Numbers(self.root.next_seq())
+            # From here on, ``release`` gives both back.
+            acquired.pop_all()
+        self._writer = RootWriter(self.root, lease)
         self._writer.protect(self._protected)
-        # Read under the lease: before, another process could have used the number.
-        self.numbers = Numbers(self.root.next_seq())
         self._users: set[object] = set()
         # A thread, because a call into a hanging storage cannot be interrupted.
         self._collector = Background(1, "deltacheck-collector")

@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
@@ -27,7 +28,7 @@ _COMMIT_FILE = "commit_success.txt"
 # Orbax writes it when it creates the directory of a step.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 # The item of a step that is saved without a name for it.
-_DEFAULT = "default"
+DEFAULT_ITEM = "default"
 # A prefix such as ``checkpoint_`` may precede the digits, as Orbax's name formats allow.
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
 
@@ -78,9 +79,9 @@ class ItemPlace:
             if _TEMPORARY in place.directory.name and _TEMPORARY not in place.directory.parent.name:
                 match = _STEP.match(_final_name(place.directory))
                 number = match[1] if match else "0"
-                return cls(place.directory / number / _DEFAULT, is_ours=True, has_own_root=True)
+                return cls(place.directory / number / DEFAULT_ITEM, is_ours=True, has_own_root=True)
         elif _is_same(place.directory.parent, root):
-            place = cls(place.directory / _DEFAULT, is_ours=True)
+            place = cls(place.directory / DEFAULT_ITEM, is_ours=True)
         elif not _is_same(place.root, root):
             raise ValueError(
                 f"{place.directory} is no item of a step of {root}, the root of this handler, which"
@@ -95,9 +96,9 @@ class ItemPlace:
         """Return the place of the manifest in a directory that Orbax has committed."""
         place = cls.of(directory)
         if not (place.directory / "zarr.json").exists():
-            if (place.directory / _DEFAULT / "zarr.json").exists():
-                return cls(place.directory / _DEFAULT, is_ours=True)
-            for manifest in place.directory.glob(f"*/{_DEFAULT}/zarr.json"):
+            if (place.directory / DEFAULT_ITEM / "zarr.json").exists():
+                return cls(place.directory / DEFAULT_ITEM, is_ours=True)
+            for manifest in place.directory.glob(f"*/{DEFAULT_ITEM}/zarr.json"):
                 return cls(manifest.parent, is_ours=True, has_own_root=True)
         return place
 
@@ -142,6 +143,33 @@ class ItemPlace:
         # Neither name exists: the step was renamed and deleted since. A step that was given up
         # keeps its temporary name.
         return not step.exists()
+
+
+def item_names(step_directory: Path) -> set[str]:
+    """Return the names of the items in the folder of a step."""
+    return {entry.name for entry in step_directory.iterdir() if entry.is_dir()}
+
+
+def delete_by_rename(manager: Any) -> None:
+    """Let a ``CheckpointManager`` give a step a temporary name before it deletes the step.
+
+    Orbax deletes file by file. A process that ends meanwhile would leave a step that is listed and
+    lacks a part. Directories with temporary names are no steps.
+    """
+    deleter, options = manager._checkpoint_deleter, manager._options
+    # With these options, Orbax renames the step itself.
+    if options.todelete_subdir is not None or options.todelete_full_path is not None:
+        return
+    delete_step = deleter.delete
+
+    def delete(step: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the step is deleted where it is, then
+            if jax.process_index() == 0:
+                path = Path(manager._get_read_step_directory(step, manager.directory))
+                path.rename(path.with_name(path.name + _TEMPORARY))
+        delete_step(step)
+
+    deleter.delete = delete
 
 
 def is_foreign(place: ItemPlace) -> bool:

@@ -73,7 +73,8 @@ def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
     ):
         assert change.positions is not None
         values = change.values.view(np.dtype(bits))
-        return _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
+        fresh = _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
+        return leaves.tagged(fresh, tag, leaf.sharding)
     # A copy, because a view of a JAX array must not be written to.
     host_leaf = (
         np.ascontiguousarray(leaves.bytes_of(leaf))
@@ -84,7 +85,8 @@ def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
     change.apply(host_leaf)
     if leaves.is_key(leaf.dtype):
         return leaves.key_of(jnp.asarray(host_leaf), tag, leaf.sharding)
-    return leaves.on_devices({spec.path: host_leaf}, {spec.path: leaf.sharding})[spec.path]
+    fresh = leaves.on_devices({spec.path: host_leaf}, {spec.path: leaf.sharding})[spec.path]
+    return leaves.tagged(fresh, tag, leaf.sharding)
 
 
 def _scatter(leaf: jax.Array, positions: Any, values: Any, bits: Any, sharding: Any) -> jax.Array:

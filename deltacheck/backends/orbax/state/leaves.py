@@ -17,6 +17,7 @@ from jax.sharding import Mesh, Sharding
 from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
+from deltacheck.backends.orbax.manager_root.jax_internals import weakly_typed
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import containers
 from deltacheck.leaf.containers import Level, Node
@@ -25,6 +26,7 @@ from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.tree import NUMPY_ARRAY, ArrayLeaf, escape_key
 
 KEY_TAG = "jax.key:"  # permanent; followed by the name of the key's implementation
+WEAK_TAG = "jax.weak"  # permanent; of weakly typed arrays
 
 
 def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
@@ -85,9 +87,10 @@ def is_abstract_numpy(value: object) -> bool:
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:
     if not is_key(value.dtype):
-        return ArrayLeaf(tuple(value.shape), _name_of(value.dtype), identity)
+        tag = WEAK_TAG if value.weak_type else None
+        return ArrayLeaf(tuple(value.shape), _name_of(value.dtype), identity, tag)
     # Keys are stored as their data, which has one axis more. The tag says how to make keys of it.
-    data = _key_data(tuple(value.shape), value.dtype)
+    data = key_data(tuple(value.shape), value.dtype)
     return ArrayLeaf(
         tuple(data.shape), data.dtype.name, identity, KEY_TAG + _implementation(value.dtype)
     )
@@ -99,7 +102,8 @@ def _name_of(dtype: Any) -> str:
 
 
 @lru_cache(64)  # states have few keys, and abstract evaluation takes a millisecond
-def _key_data(shape: tuple[int, ...], dtype: Any) -> Any:
+def key_data(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the data of typed keys as a ``jax.ShapeDtypeStruct``."""
     return jax.eval_shape(jax.random.key_data, abstract(shape, dtype))
 
 
@@ -150,9 +154,16 @@ def key_of(data: jax.Array, tag: str | None, sharding: Sharding | None) -> jax.A
     return key if sharding is None else jax.device_put(key, sharding)
 
 
-def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype as a ``jax.ShapeDtypeStruct``."""
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+def tagged(array: jax.Array, tag: str | None, sharding: Sharding | None) -> jax.Array:
+    """Return a JAX array as its tag says: typed keys of their data, or weakly typed."""
+    if is_key_tag(tag):
+        return key_of(array, tag, sharding)
+    return weakly_typed(array) if tag == WEAK_TAG else array
+
+
+def abstract(shape: tuple[int, ...], dtype: Any, tag: str | None = None) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype as a ``jax.ShapeDtypeStruct``, weakly typed if the tag says so."""
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=tag == WEAK_TAG)  # type: ignore[no-untyped-call]
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:

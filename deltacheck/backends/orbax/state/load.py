@@ -84,7 +84,7 @@ def load(  # noqa: PLR0913 - one argument per option
         partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
             not read. ``False``: a forgotten part is refused.
         cast: Convert each array and number to the dtype of the target, with NumPy's rounding.
-            ``False``: another dtype is refused.
+            ``False``: only if every saved value is kept.
 
     Returns:
         The tree, or the named leaves.
@@ -341,7 +341,7 @@ def _assembled(reader: StepReader, requests: Mapping[str, ArrayRequest]) -> dict
     parts: dict[str, dict[jax.Device, NDArray[Any]]] = {path: {} for path in requests}
 
     def place(key: tuple[str, jax.Device], spec: LeafSpec, box: NDArray[Any]) -> None:
-        parts[key[0]][key[1]] = _cast(box, requests[key[0]])
+        parts[key[0]][key[1]] = requests[key[0]].cast(key[0], box)
 
     reader.boxes(boxes, place)
     dtypes = {
@@ -385,27 +385,21 @@ def _describe_sharding(value: object) -> ArrayLeaf | None:
     return ArrayLeaf((), "uint8") if isinstance(value, Sharding | jax.Device) else None
 
 
-def _cast(array: Any, request: ArrayRequest) -> Any:
-    """Return an array or scalar of NumPy in the dtype that is asked for."""
-    return array if request.dtype is None else array.astype(request.dtype)
-
-
 def make(requests: Mapping[str, ArrayRequest], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     """Return arrays, each in memory of its own."""
     arrays: dict[str, Any] = {}
     host: dict[str, np.ndarray[Any, Any]] = {}
     for path, request in requests.items():
         if request.tag in NUMPY_TAGS:
-            arrays[path] = _cast(place_numpy(loaded[request.owner], request.tag), request)
+            arrays[path] = request.cast(path, place_numpy(loaded[request.owner], request.tag))
         else:
-            host[path] = _cast(as_array(loaded[request.owner]), request)
+            host[path] = request.cast(path, as_array(loaded[request.owner]))
     keys = {path for path in host if leaves.is_key_tag(requests[path].tag)}
     # A sharding of keys has no axis for their data, so keys are placed after they are made.
     arrays |= leaves.on_devices(
         host, {path: None if path in keys else requests[path].sharding for path in host}
     )
-    arrays |= {
-        path: leaves.key_of(arrays[path], requests[path].tag, requests[path].sharding)
-        for path in keys
-    }
+    for path in host:
+        request = requests[path]
+        arrays[path] = leaves.tagged(arrays[path], request.tag, request.sharding)
     return {path: arrays[path] for path in requests}

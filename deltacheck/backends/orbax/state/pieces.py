@@ -191,7 +191,7 @@ def assembled(
         shardings: The shardings.
         parts: The content for each device of this process.
         dtypes: The dtypes as JAX has them.
-        tags: The tags of typed keys.
+        tags: The tags of typed keys and weakly typed arrays.
     """
     host: dict[str, NDArray[Any]] = {}
     placements: dict[str, Sharding | None] = {}
@@ -213,13 +213,16 @@ def assembled(
         result[path] = jax.make_array_from_single_device_arrays(
             shapes[path], shardings[path], arrays, **options
         )
+        # Weak types are of the whole. A process without a part cannot compute with it.
+        if arrays and not leaves.is_key_tag(tags.get(path)):
+            result[path] = leaves.tagged(result[path], tags.get(path), None)
     return result
 
 
-def spread(array: NDArray[Any], placed: Sharding) -> jax.Array:
+def spread(array: NDArray[Any], placed: Sharding, tag: str | None) -> jax.Array:
     """Return a host array, equal on every process, as an array of all processes."""
     parts = {
         device: np.ascontiguousarray(array[box])
         for device, box in boxes_of(placed, array.shape).items()
     }
-    return assembled({"": array.shape}, {"": placed}, {"": parts}, {"": array.dtype}, {})[""]
+    return assembled({"": array.shape}, {"": placed}, {"": parts}, {"": array.dtype}, {"": tag})[""]

@@ -13,11 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from deltacheck.backends.matching import match_targets, raise_mismatches, tree_differences
 from deltacheck.backends.orbax.state import leaves, pieces
-from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata
+from deltacheck.backends.orbax.state.metadata import NumpyMetadata, StorageMetadata, as_target
 from deltacheck.backends.orbax.state.saved_shardings import concrete, saved_shardings
 from deltacheck.errors import ContractNotMet, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, Node
 from deltacheck.store.manifest import Manifest
 
@@ -42,14 +43,39 @@ _NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.com
 class ArrayRequest:
     """An array to make.
 
-    ``owner`` is the leaf that holds its bytes. ``tag`` is as in the tree; ``None`` makes a JAX
-    array. ``dtype`` is the element type; ``None``: the saved one.
+    Attributes:
+        owner: The leaf that holds its bytes.
+        tag: As in the tree; ``None`` makes a JAX array.
+        sharding: The sharding; ``None``: the default device.
+        dtype: The element type; ``None``: the saved one.
+        keeping: The step, if an integer that ``dtype`` does not hold is an error; ``None``: a cast
+            may change values.
     """
 
     owner: str
     tag: str | None
     sharding: Sharding | None
     dtype: np.dtype[Any] | None = None
+    keeping: int | None = None
+
+    def cast(self, path: str, array: Any) -> Any:
+        """Return an array or scalar of NumPy in the dtype that is asked for.
+
+        Raises:
+            TreeMismatch: The dtype does not hold one of the values.
+        """
+        if self.dtype is None:
+            return array
+        result = array.astype(self.dtype)
+        if self.keeping is not None and jnp.issubdtype(array.dtype, jnp.integer):
+            # A change of the sign alone comes back: -1 as uint32 is 4294967295, and -1 as int32.
+            lost = (result.astype(array.dtype) != array) | ((result < 0) != (array < 0))
+            if np.any(lost):
+                raise TreeMismatch(
+                    f"leaf {path!r} is {array.dtype} in step {self.keeping}, and {self.dtype} of"
+                    f" the target does not hold its value {array[lost].flat[0]}. {_REMEDY}{_CAST}"
+                )
+        return result
 
 
 class Part(NamedTuple):
@@ -74,7 +100,7 @@ class Selection:
             subtree. The result has the same there.
         omitted: The leaves of the step that are not asked for.
         cast: Each leaf gets the dtype of the target.
-        exact: A cast must keep every value.
+        exact: A cast that is asked for must keep every value, as all others do.
     """
 
     target: Any
@@ -183,20 +209,26 @@ def as_targeted(
                 f"leaf {path!r} is a {saved} in step {manifest.step}, a {leaf.tag} in the target."
                 f" {_REMEDY}"
             )
-    requested, remedy, casts = flat, _REMEDY, _casts(flat, places, manifest)
-    if casts and selection.cast:
-        if selection.exact:
-            _require_exact(casts, places, manifest)
-        requested = flat._replace(
-            leaves={
-                path: leaf._replace(dtype=manifest.spec(places[path][0]).dtype)
-                if path in casts
-                else leaf
-                for path, leaf in flat.leaves.items()
-            }
+    remedy, casts = _REMEDY, _casts(flat, places, manifest)
+    rounding = _rounding(casts, places, manifest)
+    if rounding and selection.cast and selection.exact:
+        path = min(rounding)
+        raise ContractNotMet(
+            f"leaf {path!r} is {manifest.spec(places[path][0]).dtype} in step {manifest.step}, and"
+            f" {casts[path]} of the target does not hold every value of it. Restore it without"
+            " contract='exact', or without a cast"
         )
-    elif casts:
+    if rounding and not selection.cast:
         remedy += _CAST
+        casts = {path: dtype for path, dtype in casts.items() if path not in rounding}
+    requested = flat._replace(
+        leaves={
+            path: leaf._replace(dtype=manifest.spec(places[path][0]).dtype)
+            if path in casts
+            else leaf
+            for path, leaf in flat.leaves.items()
+        }
+    )
     if any(leaf.shape != manifest.spec(places[p][0]).shape for p, leaf in flat.leaves.items()):
         remedy += _RESIZE
     stored_path = match_targets(
@@ -210,7 +242,10 @@ def as_targeted(
     placements = {**saved_shardings(manifest, free - placements.keys()), **placements}
     requests = {}
     for path, target_leaf in flat.leaves.items():
-        tag = target_leaf.tag
+        tag, saved_tag = target_leaf.tag, places[path][1]
+        # ``jax.ShapeDtypeStruct(x.shape, x.dtype)`` says nothing about weak types.
+        if path not in casts and {tag, saved_tag} <= {None, leaves.WEAK_TAG}:
+            tag = saved_tag
         # A scalar of NumPy stays one. JAX would round other 64-bit arrays.
         if tag != NUMPY_SCALAR and not leaves.jax_has(target_leaf.dtype):
             tag = NUMPY_ARRAY
@@ -219,6 +254,7 @@ def as_targeted(
             tag,
             placements.get(path) or sharding_of(flat.arrays[path]),
             casts.get(path),
+            keeping=manifest.step if selection.exact or not selection.cast else None,
         )
     return requests
 
@@ -236,22 +272,25 @@ def _casts(
     }
 
 
-def _require_exact(
+def _rounding(
     casts: Mapping[str, np.dtype[Any]],
     places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
-) -> None:
-    """Raise ``ContractNotMet`` if a cast does not keep every value of a dtype."""
+) -> set[str]:
+    """Return the paths of the casts that may round values.
+
+    Between integers nothing is rounded: each value fits or does not, which the cast itself checks.
+    The type of a counter may change without notice, such as that of ``device_put(count.item())``.
+    """
+    rounding = set()
     for path, dtype in casts.items():
         saved = manifest.spec(places[path][0]).element.numpy
+        is_integer = all(jnp.issubdtype(kind, jnp.integer) for kind in (saved, dtype))
         # NumPy takes the 53 bits of a float64 for enough.
-        is_wide = saved.kind in "iu" and saved.itemsize == 8 and dtype.kind not in "iu"
-        if is_wide or not np.can_cast(saved, dtype):
-            raise ContractNotMet(
-                f"leaf {path!r} is {saved} in step {manifest.step}, and {dtype} of the target"
-                " does not hold every value of it. Restore it without contract='exact', or"
-                " without a cast"
-            )
+        is_wide = saved.kind in "iu" and saved.itemsize == 8
+        if not is_integer and (is_wide or not np.can_cast(saved, dtype)):
+            rounding.add(path)
+    return rounding
 
 
 def in_saved_form(
@@ -275,7 +314,7 @@ def in_saved_form(
             if is_number_cast(leaf, element, selection):
                 return np.zeros((), element)[()]
             return (
-                leaves.abstract((), element)
+                leaves.abstract((), element, tag)
                 if tag not in NUMPY_TAGS
                 # Indexing with ``()`` gives a scalar, and with ``...`` a 0-d array.
                 else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
@@ -294,6 +333,8 @@ def in_saved_form(
 
 def array_as(leaf: Any, array: Any, selection: Selection) -> Any:
     """Return a restored array, as a Python number if it is cast to the one of a target."""
+    if isinstance(leaf, type):
+        return leaf(array.item()) if leaf in _NUMBERS else array
     if (
         type(leaf) in _NUMBERS
         and isinstance(array, np.generic)
@@ -307,6 +348,16 @@ def is_number_cast(leaf: Any, element: np.dtype[Any], selection: Selection) -> b
     """Return ``True`` if a Python number of a target is made of a saved 0-d array."""
     return selection.cast and (
         not selection.exact or bool(jnp.issubdtype(element, _NUMBERS[type(leaf)]))
+    )
+
+
+def is_number_type(kind: type, spec: LeafSpec, tag: str | None) -> bool:
+    """Return ``True`` if a target names a type of numbers that holds a saved 0-d array."""
+    return (
+        kind in _NUMBERS
+        and spec.shape == ()
+        and not leaves.is_key_tag(tag)
+        and bool(jnp.issubdtype(spec.element.numpy, _NUMBERS[kind]))
     )
 
 
@@ -332,7 +383,10 @@ def _of_type(
     """Return a target for a leaf of which only the type is given."""
     if path not in places:
         number = tree.scalars(manifest.tree).get(path)
-        if number is not None and type(number) is not kind:
+        # Orbax has no type for bytes.
+        is_text = kind is str and type(number) is bytes
+        is_array = type(number) in _NUMBERS and issubclass(kind, jax.Array | np.ndarray)
+        if number is not None and type(number) is not kind and not (is_text or is_array):
             raise TreeMismatch(
                 f"leaf {path!r} has type {type(number).__name__} in step {manifest.step},"
                 f" {kind.__name__} in the target. {_REMEDY}"
@@ -340,13 +394,15 @@ def _of_type(
         return number
     owner, tag = places[path]
     spec = manifest.spec(owner)
+    if is_number_type(kind, spec, tag):
+        return np.zeros((), spec.element.numpy)[()]
     if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
         if leaves.is_key_tag(tag):
             return leaves.abstract(spec.shape[:-1], leaves.key_dtype(tag))
-        return leaves.abstract(spec.shape, spec.element.numpy)
+        return leaves.abstract(spec.shape, spec.element.numpy, tag)
     if issubclass(kind, np.ndarray):
         return NumpyMetadata(
-            spec.shape, spec.element.numpy, StorageMetadata("numpy.ndarray", "", spec.raw_bytes)
+            spec.shape, spec.element.numpy, StorageMetadata(None, kind="numpy.ndarray")
         )
     raise TreeMismatch(
         f"leaf {path!r} is an array in step {manifest.step}, of type {kind.__name__} in the target."
@@ -372,6 +428,10 @@ def number_as(path: str, leaf: Any, number: Any, selection: Selection) -> Any:
     Raises:
         TreeMismatch: A cast is not possible.
     """
+    if isinstance(leaf, type) and type(number) in _NUMBERS and leaf not in _NUMBERS:
+        array = np.asarray(number)
+        is_jax = issubclass(leaf, jax.Array) and leaves.jax_has(array.dtype.name)
+        return leaves.on_devices({"": array}, {"": None})[""] if is_jax else array
     target_leaf = leaves.describe_target(leaf)
     try:
         if target_leaf is None:
@@ -388,16 +448,19 @@ def number_as(path: str, leaf: Any, number: Any, selection: Selection) -> Any:
         return array[()] if target_leaf.tag == NUMPY_SCALAR else array
     sharding = sharding_of(leaf)
     if sharding is not None and pieces.spans_processes(sharding):
-        return pieces.spread(array, sharding)
-    return leaves.on_devices({"": array}, {"": sharding_of(leaf)})[""]
+        return pieces.spread(array, sharding, target_leaf.tag)
+    return leaves.tagged(
+        leaves.on_devices({"": array}, {"": sharding})[""], target_leaf.tag, sharding
+    )
 
 
 def on_mesh(target: Any) -> Any:
-    """Return a target whose shardings have devices, and no layout."""
+    """Return a target of arrays whose shardings have devices, and no layout."""
     if target is None:
         return None
 
     def on_devices(path: str, leaf: Any) -> Any:
+        leaf = as_target(leaf)
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if leaf.format is not None and getattr(leaf.format, "layout", None) is not None:

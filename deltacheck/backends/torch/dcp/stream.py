@@ -158,9 +158,14 @@ class Stream:
             self._is_new = not is_root_or_fresh(self.path)
             self._begin(open_alone(self.path, self.options.durability))
         elif self._root_writer.lease is None:
-            self._root_writer.lease = take_lease(self.path)
-            # Another process had the lease in between and may have committed steps.
-            self._last_seq = max(self._last_seq, self._root_writer.root.next_seq() - 1)
+            lease = take_lease(self.path)
+            try:
+                # Another process had the lease in between and may have committed steps.
+                self._last_seq = max(self._last_seq, self._root_writer.root.next_seq() - 1)
+            except BaseException:
+                lease.release()
+                raise
+            self._root_writer.lease = lease
 
     def follow(self) -> Saver:
         """Return the saver of a root whose lease this process or another one has."""
