@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -26,7 +27,7 @@ else:
 import torch
 
 import deltacheck
-from deltacheck.backends.torch import load
+from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.lightning import DeltaCheckIO
 from tests.support import data_kills
 from tests.support.forked import digest, example, forked, run_all
@@ -131,12 +132,31 @@ def refused(folder: Path) -> Any:
 
 
 def foreign(folder: Path) -> Any:
-    torch.save({"state_dict": {}}, folder / "foreign.ckpt")
+    """A file of Lightning itself is read, replaced and removed; one with code is refused."""
+    io = DeltaCheckIO()
+    file = folder / "foreign.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(2)}}, file)
+    found = {"read": io.load_checkpoint(file)["state_dict"]["w"].tolist()}
+    io.save_checkpoint({"global_step": 1, "w": torch.zeros(2)}, file)
+    found["replaced"] = load(file)["w"].tolist()
+    torch.save({}, folder / "removed.ckpt")
+    io.remove_checkpoint(folder / "removed.ckpt")
+    io.teardown()
+    found["removed"] = not (folder / "removed.ckpt").exists()
+    torch.save({"run": Opened()}, file)
     try:
-        DeltaCheckIO().load_checkpoint(folder / "foreign.ckpt")
-    except deltacheck.errors.NotACheckpointRoot as error:
-        return str(error)
-    return None
+        DeltaCheckIO().load_checkpoint(file)
+    except deltacheck.errors.Damaged as error:
+        found["refused"] = str(error)
+    found["unpickled"] = Path("unpickled").exists()
+    return found
+
+
+class Opened:
+    """An object that runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("unpickled",)
 
 
 def failing(folder: Path) -> Any:
@@ -145,11 +165,11 @@ def failing(folder: Path) -> Any:
     """
     io = DeltaCheckIO()
     io.save_checkpoint({"global_step": 1, "w": torch.ones(4)}, folder / "a.ckpt")
-    io._settle()
     assert io._engine is not None
     io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
-    io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
-    concurrent.futures.wait(io._under_way)
+    with io._saving_in_background(folder / "a.ckpt"):
+        io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
+    concurrent.futures.wait([task.future for task in io._under_way])
     raised = ""
     try:
         io.save_checkpoint({"global_step": 3, "w": torch.zeros(4)}, folder / "a.ckpt")
@@ -168,7 +188,6 @@ def logged(folder: Path) -> Any:
         if io._engine is not None and is_broken:
             io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
         io.save_checkpoint({"global_step": step, "w": torch.ones(4)}, folder / f"{step}.ckpt")
-        io._settle()
         if io._engine is not None and commit is not None:
             io._engine._writer.commit = commit  # type: ignore[method-assign]
 
@@ -189,6 +208,116 @@ def logged(folder: Path) -> Any:
 
 def broken(manifest: object) -> int:
     raise OSError(28, "No space left on device")
+
+
+def same_names(folder: Path) -> Any:
+    """The files of Lightning's own checkpoint IO and of ours, by case."""
+    every = {"every_n_train_steps": 1, "monitor": "loss"}
+    cases: dict[str, dict[str, Any]] = {
+        "top 3": {"filename": "{epoch}", "save_top_k": 3, **every},
+        "top 2, one name": {"filename": "test", "save_top_k": 2, "mode": "max", **every},
+        "all, one name": {"filename": "test", "save_top_k": -1, "every_n_train_steps": 1},
+        "last as link": {"filename": "{epoch}", "save_top_k": 3, "save_last": "link", **every},
+    }
+    return {
+        case: [named(folder / f"{case}-{number}", plugins, options) for number, plugins in both]
+        for case, options in cases.items()
+        for both in [((0, []), (1, [DeltaCheckIO()]))]
+    }
+
+
+def named(folder: Path, plugins: list[Any], options: dict[str, Any]) -> Any:
+    trainer = trained(folder, plugins, ModelCheckpoint(folder, **options))
+    callback = trainer.checkpoint_callback
+    io = DeltaCheckIO()
+    return {
+        "files": {p.name: digest(io.load_checkpoint(p)["state_dict"]) for p in ckpts(folder)},
+        "best": sorted((Path(k).name, float(v)) for k, v in callback.best_k_models.items()),
+        "last": Path(callback.last_model_path).name,
+    }
+
+
+def trained(folder: Path, plugins: list[Any], *callbacks: Any) -> Any:
+    pl.seed_everything(0, verbose=False)
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        logger=False,
+        callbacks=list(callbacks),
+        plugins=plugins,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        default_root_dir=folder,
+    )
+    trainer.fit(Net())
+    return trainer
+
+
+def ckpts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.ckpt"))
+
+
+def links(folder: Path) -> Any:
+    io = DeltaCheckIO()
+    io.save_checkpoint({"global_step": 0, "w": torch.zeros(1)}, folder / "best.ckpt")
+    for link in ("last.ckpt", "gone.ckpt"):
+        (folder / link).symlink_to("best.ckpt")
+    io.save_checkpoint({"global_step": 1, "w": torch.ones(1)}, folder / "last.ckpt")
+    io.remove_checkpoint(folder / "gone.ckpt")
+    io.teardown()
+    return {path.name: load(path)["w"].tolist() for path in ckpts(folder)}
+
+
+class Killing(pl.Callback):  # type: ignore[misc]
+    """Ends the process right after it has saved."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            for name in ("hpc_ckpt_1.ckpt", "mine.ckpt"):
+                trainer.save_checkpoint(Path(trainer.default_root_dir, name))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_after_a_save(folder: Path) -> Any:
+    process = forked(lambda: trained(folder, [DeltaCheckIO()], Killing()) and None)
+    steps = {path.name: load(path)["global_step"] for path in ckpts(folder)}
+    return {"process": process, "steps": steps}
+
+
+def outside(folder: Path) -> Any:
+    trainer = trained(folder, [DeltaCheckIO()])
+    trainer.save_checkpoint(folder / "after.ckpt")
+    own = [t.name for t in threading.enumerate() if t.name.startswith("deltacheck-")]
+    # The process-wide reader serves every root.
+    own = [name for name in own if name not in ("deltacheck-reader", "deltacheck-grace")]
+    with Engine(folder / "deltacheck") as engine:
+        return {"threads": own, "steps": engine.steps()}
+
+
+def continued(folder: Path) -> Any:
+    weights = torch.randn(40_000)
+    for step in (1, 2):
+        io = DeltaCheckIO()
+        path = folder / f"{step}.ckpt"
+        content = {"global_step": step, "w": weights, "b": torch.full((4,), float(step))}
+        if step == 2:
+            content = {**io.load_checkpoint(folder / "1.ckpt"), **content}
+        before = stored_bytes(folder)
+        io.save_checkpoint(content, path)
+        io.teardown()
+        written = stored_bytes(folder) - before
+        if step == 1:
+            whole = written
+    return {
+        "whole": whole,
+        "written": written,
+        "equal": torch.equal(load(folder / "2.ckpt")["w"], weights),
+    }
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def data_position(folder: Path) -> Any:
@@ -217,5 +346,10 @@ if __name__ == "__main__":
         "foreign",
         "failing",
         "logged",
+        "same_names",
+        "links",
+        "killed_after_a_save",
+        "outside",
+        "continued",
     )
     run_all({name: globals()[name] for name in names}, Path(sys.argv[1]))

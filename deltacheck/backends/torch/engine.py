@@ -26,6 +26,7 @@ from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import History
+from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
@@ -580,6 +581,14 @@ class Engine:
         self._arrival = arrival
         self.restored_step = manifest.step
         return state if arrival is None else RestoreHandle(state, arrival)
+
+    def _continue_from(self, reader: StepReader) -> None:
+        """Let the next save continue a step of the root that was read before the engine was made.
+
+        Args:
+            reader: Has read the whole step. Its arrays belong to the engine from now on.
+        """
+        self._session._adopt(self._root, reader.manifest, reader.chains, reader.stored)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the saves under way and give the root back. A second call does nothing.

@@ -3,40 +3,57 @@
 Lightning names files, looks for them and removes them. So each path that it saves to becomes a
 *pointer* (``pointer.py``), which appears when the step is committed. Removing or replacing the file
 deletes the step that it points to.
+
+Only ``ModelCheckpoint`` saves in the background. It looks for files to choose the next name, so its
+method for that also knows the saves and removals under way. All else that saves gets its file
+before the call returns: a program may end right after it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.backends.torch.files import pointer
-from deltacheck.backends.torch.files.load import load
+from deltacheck.backends.torch.files import pointer, torch_import
+from deltacheck.backends.torch.files.load import ReadStep, load, read_to_continue
 from deltacheck.backends.torch.state import rng
+from deltacheck.errors import StepNotFound
 from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
 
-# Both distributions of Lightning have one, and each Trainer tests for its own.
-_INTERFACES = (
-    "lightning.fabric.plugins.io.checkpoint_io",
-    "lightning_fabric.plugins.io.checkpoint_io",
-)
+# The two distributions of Lightning, and the packages of their interface ``CheckpointIO``. Each
+# Trainer tests for its own.
+_DISTRIBUTIONS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _RNG = "deltacheck.rng"  # permanent: key of the random states in a checkpoint
+
+
+class _Task(NamedTuple):
+    """A change of a file that is under way. ``leaves_file``: the file exists after it."""
+
+    path: Path
+    leaves_file: bool
+    future: Future[None]
 
 
 @typed
 class DeltaCheckIO:
     """A ``CheckpointIO`` for Lightning.
 
-    ``save_checkpoint`` returns while the checkpoint is written. The next call, or the end of the
-    training, raises its failure.
+    A save of ``ModelCheckpoint`` returns while the checkpoint is written. The next call, or the end
+    of the training, raises its failure. Any other save (``trainer.save_checkpoint``, the
+    checkpoints of Slurm, of ``OnExceptionCheckpoint`` and of ``Fabric``) returns when its file is
+    there. Outside of a training it also gives the root back.
 
     Args:
         root: The root of the steps. Default: ``deltacheck`` beside the first file that is saved.
@@ -66,7 +83,12 @@ class DeltaCheckIO:
         self._options = engine
         self._engine: Engine | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []
+        self._under_way: deque[_Task] = deque()
+        # The file that ``ModelCheckpoint`` is saving, and whether a training runs.
+        self._in_background: Path | None = None
+        self._is_running = False
+        # What was loaded, until a save continues from it.
+        self._loaded: ReadStep | None = None
 
     def save_checkpoint(
         self,
@@ -74,7 +96,7 @@ class DeltaCheckIO:
         path: str | os.PathLike[str],
         storage_options: object = None,
     ) -> None:
-        """Begin to save a checkpoint.
+        """Save a checkpoint; for ``ModelCheckpoint``, begin to save it.
 
         Args:
             checkpoint: The checkpoint as Lightning made it.
@@ -85,7 +107,7 @@ class DeltaCheckIO:
             UnsupportedLeaf: A value cannot be kept exactly, such as a hyperparameter that is an
                 object.
             TypeError: ``storage_options`` is given.
-            SaveFailed: An earlier save failed.
+            SaveFailed: This save failed, or an earlier one.
         """
         if storage_options is not None:
             raise TypeError(
@@ -97,11 +119,14 @@ class DeltaCheckIO:
         target = place.local(path, "DeltaCheckIO").absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
-            self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
+            self._engine = self._open(target)
         # A new dict, because Lightning's own dict must stay as it is.
         content = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
         handle = self._engine.save(int(checkpoint.get("global_step", 0)), content)
-        self._enqueue(_publish, self._engine, handle, target)
+        self._enqueue(target, True, functools.partial(_publish, self._engine, handle, target))
+        # A signal handler may save another file while ``ModelCheckpoint`` saves.
+        if target != self._in_background:
+            self._settle()
 
     def load_checkpoint(
         self,
@@ -109,26 +134,36 @@ class DeltaCheckIO:
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint. No code of it is run.
+        """Load a checkpoint, also one that Lightning has written itself. No code of it is run.
+
+        The next save to the same root is written as changes to it.
 
         Args:
-            path: The file that points to the step.
+            path: The file that points to the step, or a file of ``torch.save``.
             map_location: The device of the tensors, as for ``torch.load``. Default: the host.
-            weights_only: Ignored: no checkpoint holds code.
+            weights_only: Ignored: no code of a checkpoint is run.
 
         Returns:
             The checkpoint.
 
         Raises:
             FileNotFoundError: There is no such file.
-            NotACheckpointRoot: ``DeltaCheckIO`` did not make the file.
-            Damaged: The step is damaged.
+            Damaged: The step is damaged, or the file cannot be read without running code from it.
+            StepNotFound: The root no longer has the step.
         """
         # The path may belong to a save under way, whose pointer is not written yet.
         self._settle()
-        if not Path(path).exists():
-            raise FileNotFoundError(f"there is no checkpoint {path}")
-        checkpoint: dict[str, Any] = load(path, map_location=map_location)
+        file = Path(path)
+        if not file.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        self._loaded = None
+        checkpoint: dict[str, Any]
+        if not pointer.is_pointer(file):
+            checkpoint = torch_import.read_torch(file, map_location)
+        elif self._engine is None:
+            self._loaded, checkpoint = read_to_continue(file, map_location)
+        else:
+            checkpoint = load(path, map_location=map_location)
         # Removed even if it is not used, because Lightning does not know the key.
         states = checkpoint.pop(_RNG, None)
         if self._rng and states is not None:
@@ -137,6 +172,9 @@ class DeltaCheckIO:
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a file and the step that it points to, once the saves under way are done.
+
+        Of a symbolic link only the link is deleted. A file or folder of another origin is deleted,
+        too: Lightning has made it.
 
         Args:
             path: The file.
@@ -147,8 +185,10 @@ class DeltaCheckIO:
         self._settle(wait=False)
         target = Path(path).absolute()
         if self._engine is not None:
-            self._enqueue(_remove, self._engine, target)
-        elif target.exists():
+            self._enqueue(target, False, functools.partial(_remove, self._engine, target))
+        elif not pointer.is_pointer(target) or target.is_symlink():
+            _remove(None, target)
+        else:
             # No engine is open before the first save and after the end of a training.
             with Engine(pointer.read(target).root, **self._options) as engine:
                 _remove(engine, target)
@@ -161,6 +201,7 @@ class DeltaCheckIO:
         """
         # Cleared first, so that a second call does nothing and a later save opens the root again.
         worker, engine, self._worker, self._engine = self._worker, self._engine, None, None
+        self._loaded = None
         try:
             self._settle()
         finally:
@@ -170,37 +211,172 @@ class DeltaCheckIO:
             if engine is not None:
                 engine.close()
 
-    def _enqueue(self, action: Callable[..., None], *arguments: object) -> None:
+    def _open(self, target: Path) -> Engine:
+        """Open the root, and continue from the loaded step if it is one of it."""
+        engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.root == _root(engine):
+            # If the step was deleted since, the save writes whole leaves.
+            with contextlib.suppress(StepNotFound, FileNotFoundError):
+                if pointer.opened(loaded.path)[1] == loaded.reader.manifest:
+                    engine._continue_from(loaded.reader)
+        return engine
+
+    # --- for the methods of Lightning that are wrapped --------------------------------------------
+
+    @contextlib.contextmanager
+    def _saving_in_background(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        before, self._in_background = self._in_background, Path(path).absolute()
+        try:
+            yield
+        finally:
+            self._in_background = before
+
+    @contextlib.contextmanager
+    def _running(self, *, continues: bool) -> Iterator[None]:
+        """Return a context in which the root stays open. ``continues``: this process will save."""
+        if not continues:
+            self._loaded = None
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _saved_outside(self) -> None:
+        """Give the root back if nobody would do it later."""
+        if not self._is_running and self._in_background is None:
+            self.teardown()
+
+    def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
+        """Return whether a file is there after all changes under way; ``None``: none is of it."""
+        for file in (Path(path).absolute(), Path(path).resolve()):
+            for task in reversed(self._under_way):
+                if task.path == file and not task.future.done():
+                    return task.leaves_file
+        return None
+
+    # --- changes of files -------------------------------------------------------------------------
+
+    def _enqueue(self, path: Path, leaves_file: bool, action: Callable[[], None]) -> None:
         """Run an action behind the training, after all earlier ones."""
         if self._worker is None:
             # One thread, so that files appear and disappear in the order of Lightning's calls.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
-        self._under_way.append(self._worker.submit(action, *arguments))
+        self._under_way.append(_Task(path, leaves_file, self._worker.submit(action)))
 
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
-        # A task leaves the list once it has ended, so that no failure is raised twice.
-        ended_tasks = [task for task in self._under_way if wait or task.done()]
-        self._under_way = [task for task in self._under_way if task not in ended_tasks]
-        errors = [error for task in ended_tasks if (error := task.exception()) is not None]
-        if errors:
-            raise errors[0]
+        errors = []
+        # Each is taken out before it is looked at, so that no failure is raised twice, also if a
+        # signal handler saves in between.
+        while self._under_way and (wait or self._under_way[0].future.done()):
+            task = self._under_way.popleft()
+            errors.append(task.future.exception())
+        for error in filter(None, errors):
+            raise error
 
 
-def _register(kind: type) -> None:
+def _register(kind: type[DeltaCheckIO]) -> None:
     """Register a ``CheckpointIO`` with every imported Lightning, or with the installed one."""
-    if not any(name in sys.modules for name in _INTERFACES):
-        for name in _INTERFACES:
-            try:
-                importlib.import_module(name)
-                break
-            except ModuleNotFoundError:
-                continue
-        else:
-            raise ModuleNotFoundError("DeltaCheckIO needs Lightning: pip install lightning")
-    for name in _INTERFACES:
-        if name in sys.modules:
-            sys.modules[name].CheckpointIO.register(kind)
+    imported = [
+        names for names in _DISTRIBUTIONS.items() if any(name in sys.modules for name in names)
+    ]
+    found = False
+    for trainer, fabric in imported or _DISTRIBUTIONS.items():
+        try:
+            interface = importlib.import_module(f"{fabric}.plugins.io.checkpoint_io")
+        except ModuleNotFoundError:
+            continue
+        interface.CheckpointIO.register(kind)
+        found = True
+        # Fabric may be installed without the Trainer.
+        with contextlib.suppress(ModuleNotFoundError):
+            package = importlib.import_module(trainer)
+            _wrap(package.callbacks.ModelCheckpoint, "_save_checkpoint", _save_in_background)
+            _wrap(package.callbacks.ModelCheckpoint, "file_exists", _file_exists)
+            _wrap(package.Trainer, "save_checkpoint", _save_and_close)
+            _wrap(package.Trainer, "_run_stage", _run_stage)
+            _wrap(package.Trainer, "_teardown", _teardown)
+        if not imported:
+            break
+    if not found:
+        raise ModuleNotFoundError("DeltaCheckIO needs Lightning: pip install lightning")
+
+
+def _wrap(kind: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Let a function replace a method of Lightning, once.
+
+    A version without a method only loses speed: every save then waits for its file.
+    """
+    original = getattr(kind, name, None)
+    if original is None or getattr(original, "_deltacheck", False):
+        return
+
+    @functools.wraps(original)
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(functools.partial(original, owner), owner, *args, **kwargs)
+
+    method._deltacheck = True  # type: ignore[attr-defined]
+    setattr(kind, name, method)
+
+
+def _plugin_of(trainer: Any) -> DeltaCheckIO | None:
+    """Return the plugin of a trainer, which may be inside another one, such as an asynchronous."""
+    plugin = getattr(getattr(trainer, "strategy", None), "_checkpoint_io", None)
+    # Plugins inside plugins are rare, and a mock has any attribute.
+    for _ in range(4):
+        if isinstance(plugin, DeltaCheckIO):
+            return plugin
+        plugin = getattr(plugin, "_checkpoint_io", None)
+    return None
+
+
+def _save_in_background(
+    original: Callable[..., Any], callback: Any, trainer: Any, filepath: str
+) -> Any:
+    """Replace ``ModelCheckpoint._save_checkpoint``."""
+    plugin = _plugin_of(trainer)
+    with contextlib.nullcontext() if plugin is None else plugin._saving_in_background(filepath):
+        return original(trainer, filepath)
+
+
+def _file_exists(original: Callable[..., Any], callback: Any, filepath: str, trainer: Any) -> Any:
+    """Replace ``ModelCheckpoint.file_exists``, which decides for all ranks."""
+    plugin = _plugin_of(trainer)
+    expected = None if plugin is None else plugin._will_exist(filepath)
+    if expected is None:
+        return original(filepath, trainer)
+    return trainer.strategy.reduce_boolean_decision(expected, all=False)
+
+
+def _save_and_close(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Trainer.save_checkpoint``, which nothing follows outside of a training."""
+    result = original(*args, **kwargs)
+    plugin = _plugin_of(trainer)
+    if plugin is not None:
+        plugin._saved_outside()
+    return result
+
+
+def _run_stage(original: Callable[..., Any], trainer: Any) -> Any:
+    """Replace ``Trainer._run_stage``, which ``teardown`` follows, also after an error."""
+    plugin = _plugin_of(trainer)
+    if plugin is None:
+        return original()
+    continues = trainer.is_global_zero and trainer.state.fn == "fit"
+    with plugin._running(continues=continues):
+        return original()
+
+
+def _teardown(original: Callable[..., Any], trainer: Any) -> Any:
+    """Replace ``Trainer._teardown``: a plugin around this one may forget it."""
+    plugin = _plugin_of(trainer)
+    try:
+        return original()
+    finally:
+        if plugin is not None:
+            plugin.teardown()
 
 
 def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
@@ -214,8 +390,10 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
         return
     # With a memory tier: a file must not point to a step that a power cut would take.
     engine.persist()
-    # A file of another origin at the path is replaced, but no step belongs to it.
-    before = pointer.read(path) if pointer.is_pointer(path) else None
+    # A file of another origin at the path is replaced, and so is a link, but no step belongs to it.
+    before = pointer.read(path) if pointer.is_pointer(path) and not path.is_symlink() else None
+    if path.is_symlink():
+        path.unlink()
     pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
     # The old step is deleted after the new pointer is durable. A crash in between leaves a step
     # without a file, never a file without its step.
@@ -223,11 +401,14 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
         _delete(engine, before)
 
 
-def _remove(engine: Engine, path: Path) -> None:
-    if path.exists():
-        target = pointer.read(path)
-        # The file first, for the same reason as in ``_publish``.
-        path.unlink()
+def _remove(engine: Engine | None, path: Path) -> None:
+    target = pointer.read(path) if pointer.is_pointer(path) and not path.is_symlink() else None
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    # The file first, for the same reason as in ``_publish``.
+    if target is not None and engine is not None:
         _delete(engine, target)
 
 

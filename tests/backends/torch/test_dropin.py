@@ -120,6 +120,25 @@ def test_a_folder_with_its_root_can_be_moved(tmp_path: Path) -> None:
     assert_same(state(1), drop_in.load(tmp_path / "there" / "a.pt"))
 
 
+def test_a_link_in_another_folder_is_read_and_written_as_its_target(tmp_path: Path) -> None:
+    for folder in ("run/checkpoints", "other/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+    for step in (1, 2):
+        drop_in.save(state(step), tmp_path / f"run/checkpoints/{step}.pt")
+    os.symlink("checkpoints/2.pt", tmp_path / "run/best.pt")
+    os.symlink(tmp_path / "run/best.pt", tmp_path / "other/deep/last.pt")
+    os.symlink(tmp_path / "run/checkpoints", tmp_path / "other/folder")
+    for link in ("run/best.pt", "other/deep/last.pt", "other/folder/2.pt"):
+        assert_same(state(2), drop_in.load(tmp_path / link))
+    drop_in.save(state(3), tmp_path / "other/deep/last.pt")
+    assert (tmp_path / "run/best.pt").is_symlink()
+    assert_same(state(3), drop_in.load(tmp_path / "run/checkpoints/2.pt"))
+    # The same root as through the folder itself, which this process still holds.
+    drop_in.save(state(4), tmp_path / "other/folder/4.pt")
+    (tmp_path / "run/checkpoints").rename(tmp_path / "moved")
+    assert_same(state(4), drop_in.load(tmp_path / "moved/4.pt"))
+
+
 def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     drop_in.save(state(1), tmp_path / "a.pt")
     with pytest.raises(errors.UnsupportedLeaf, match=r"'model/loss' is of type .*MSELoss"):

@@ -61,6 +61,32 @@ def test_what_lightning_removes_is_a_step_no_more(told: dict[str, Any]) -> None:
     assert len(files) == len(told["removed"]["steps"]) == 2
 
 
+def test_names_are_those_of_lightning_although_saves_are_under_way(told: dict[str, Any]) -> None:
+    for case, (stock, ours) in told["same_names"].items():
+        assert ours == stock, case
+
+
+def test_a_link_that_is_removed_or_replaced_leaves_the_step_of_its_target(
+    told: dict[str, Any],
+) -> None:
+    assert told["links"] == {"last.ckpt": [1.0], "best.ckpt": [0.0]}
+
+
+def test_a_save_of_anybody_else_is_there_when_it_returns(told: dict[str, Any]) -> None:
+    assert told["killed_after_a_save"]["process"] == {"killed": 9}
+    assert told["killed_after_a_save"]["steps"] == {"hpc_ckpt_1.ckpt": 2, "mine.ckpt": 2}
+
+
+def test_a_save_after_the_training_gives_the_root_back(told: dict[str, Any]) -> None:
+    assert told["outside"]["threads"] == []
+    assert told["outside"]["steps"] == [12]
+
+
+def test_the_first_save_after_a_resume_writes_changes(told: dict[str, Any]) -> None:
+    assert told["continued"]["written"] < 20_000 < told["continued"]["whole"]
+    assert told["continued"]["equal"]
+
+
 def test_a_checkpoint_comes_back_as_lightning_made_it(told: dict[str, Any]) -> None:
     found = told["content"]
     assert found["parameters"] == {"width": 8, "extra": {"list": [1, 2.5, None], "text": "a"}}
@@ -81,8 +107,13 @@ def test_a_hyperparameter_that_is_an_object_is_refused_by_name(told: dict[str, A
     assert "'hyper_parameters/extra/folder' is of type pathlib." in told["refused"]
 
 
-def test_a_file_of_lightning_itself_is_not_read(told: dict[str, Any]) -> None:
-    assert "deltacheck import ROOT foreign.ckpt" in told["foreign"]
+def test_a_file_of_lightning_itself_is_read_without_running_its_code(told: dict[str, Any]) -> None:
+    found = told["foreign"]
+    assert found["read"] == [1.0, 1.0]
+    assert found["replaced"] == [0.0, 0.0]
+    assert found["removed"]
+    assert "cannot be read without running code from it" in found["refused"]
+    assert not found["unpickled"]
 
 
 def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(

@@ -101,7 +101,9 @@ def save(
             "pickle_module has no meaning here, since nothing is pickled; leave it out, or use"
             " torch.save"
         )
-    path = storage.local(f, "a file in torch.save's place").absolute()
+    # As ``torch.save`` does, a link is followed: its target is written. A folder that is reached in
+    # two ways has one root.
+    path = storage.local(f, "a file in torch.save's place").resolve()
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory; save to a file name in it, or use Engine({str(path)!r})"
@@ -126,7 +128,7 @@ def release(f: str | os.PathLike[str] | None = None) -> None:
         f: A file of the series; ``None``: all series.
     """
     with _lock:
-        for root in list(_open) if f is None else [series_of(Path(f).absolute()).root]:
+        for root in list(_open) if f is None else [series_of(Path(f).resolve()).root]:
             engine = _open.pop(root, None)
             if engine is not None:
                 engine.close()

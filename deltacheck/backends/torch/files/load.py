@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.external_errors import typed
@@ -98,6 +99,45 @@ def load(  # noqa: PLR0913 - one argument per option
         # No save continues from this read, so no bytes are kept for it.
         loaded = StepReader(opened, manifest, max_bytes=max_bytes, keep=False).whole()
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
+
+
+class ReadStep(NamedTuple):
+    """The step of a file that was read, from which a save can continue.
+
+    Attributes:
+        path: The file.
+        root: The root, without links.
+        reader: Has the chains, and the bytes of their last content.
+    """
+
+    path: Path
+    root: Path
+    reader: StepReader
+
+
+def read_to_continue(path: Path, map_location: MapLocation | None) -> tuple[ReadStep, Any]:
+    """Return the step that a file points to, and its content as ``load`` returns it.
+
+    Args:
+        path: The file.
+        map_location: As in ``load``.
+
+    Raises:
+        NotACheckpointRoot, StepNotFound, Damaged, ChainBroken, UnsupportedLeaf: As ``load`` raises
+            them.
+    """
+    opened, manifest = pointer.opened(path)
+    require_leaves(opened, manifest)
+    with damage.named(opened, manifest):
+        reader = StepReader(opened, manifest, codec=TorchCodec())
+        loaded = reader.whole()
+    content = leaves.tree_of(
+        manifest.tree,
+        loaded,
+        lambda tensor: moved(tensor, map_location),
+        stored=reader.stored,
+    )
+    return ReadStep(path.resolve(), pointer.read(path).root, reader), content
 
 
 def moved(tensor: torch.Tensor, map_location: MapLocation | None) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Frameworks expect one file for each checkpoint. A pointer is JSON,
 ``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``. ``root`` is relative to the
-folder of the file, so a folder with both can be moved. The file is written after the commit, whole
-and synced or not at all. It has no content, so renaming or removing it does not affect the step.
+folder of the file, so a folder with both can be moved. The folder is that of the file itself, not
+that of a symbolic link to it. The file is written after the commit, whole and synced or not at all.
+It has no content, so renaming or removing it does not affect the step.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class Pointer(NamedTuple):
 
 def write(path: Path, target: Pointer) -> None:
     """Write a pointer to a committed checkpoint; replace the file if it exists."""
+    # Links on the way to the root are followed. The root itself may be one that is kept.
+    root = target.root.parent.resolve() / target.root.name
     content = {
         "deltacheck": _KIND,
         # Relative, so that the folder of the file and the root can be moved together.
-        "root": os.path.relpath(target.root, path.parent),
+        "root": os.path.relpath(root, path.parent.resolve()),
         "step": target.step,
         "seq": target.seq,
     }
@@ -60,7 +63,7 @@ def read(path: Path) -> Pointer:
         content = json.loads(raw) if len(raw) <= _MOST_BYTES else None
         if isinstance(content, dict) and content.get("deltacheck") == _KIND:
             return Pointer(
-                (path.absolute().parent / content["root"]).resolve(),
+                (path.resolve().parent / content["root"]).resolve(),
                 int(content["step"]),
                 int(content["seq"]),
             )

@@ -5,6 +5,7 @@ No code of a file is run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -105,13 +106,20 @@ def read(path: Path, *, tie: bool = False) -> object:
 
 
 def _file(path: Path) -> object:
-    try:
+    with _as_damage(path):
         if path.suffix == SAFETENSORS:
             from safetensors.torch import load_file
 
             # In a fixed order, so that the trees of all steps are the same.
             return dict(sorted(load_file(path).items()))
         return _torch(path)
+
+
+@contextlib.contextmanager
+def _as_damage(path: Path) -> Iterator[None]:
+    """Return a context in which a file that cannot be read is ``Damaged``."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"reading {path.name} needs safetensors: pip install safetensors"
@@ -120,7 +128,8 @@ def _file(path: Path) -> object:
         raise Damaged(
             f"{path} cannot be read without running code from it: {type(error).__name__}:"
             f" {refusal(error)}."
-            " Where you trust the file, load it yourself and save what it holds with Engine"
+            " If you trust the file, name its classes with torch.serialization.add_safe_globals, or"
+            " load it yourself and save what it holds with Engine"
         ) from error
 
 
@@ -155,6 +164,21 @@ def _tie(weights: dict[str, Any], files: dict[str, Any]) -> None:
     inputs = [name for name in weights if name.endswith(_INPUT_EMBEDDINGS)]
     if computes_logits and len(inputs) == 1:
         weights.setdefault(_OUTPUT_EMBEDDINGS, weights[inputs[0]])
+
+
+def read_torch(path: Path, map_location: Any = None) -> Any:
+    """Return the content of a file of ``torch.save``, whatever its name is.
+
+    Args:
+        path: The file.
+        map_location: As for ``torch.load``; ``None``: the host.
+
+    Raises:
+        Damaged: The file cannot be read, or not without running code from it. The message names it.
+    """
+    # Not mapped: a training keeps tensors of it, and may replace the file.
+    with _as_damage(path):
+        return numpy_pickle.load(path, map_location=map_location or "cpu")
 
 
 def _torch(path: Path) -> object:
