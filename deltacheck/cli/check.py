@@ -297,7 +297,8 @@ def repair(
     from deltacheck.store.files import storage
     from deltacheck.store.files.containment import inside
     from deltacheck.store.files.storage import take_lease
-    from deltacheck.store.root import MANAGER_STORE, open_root
+    from deltacheck.store.manager_steps import MANAGER_STORE
+    from deltacheck.store.root import open_root
 
     # The path is used before any root is opened: the root's own document may be what is damaged.
     path = storage.local(parse(words).root, "a repair")

@@ -477,7 +477,7 @@ def _refuse_swapped(root: Path, source: Path) -> None:
 
 
 def _is_root(path: Path) -> bool:
-    from deltacheck.store.root import MANAGER_STORE
+    from deltacheck.store.manager_steps import MANAGER_STORE
 
     return (path / "zarr.json").exists() or (path / MANAGER_STORE).is_dir()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -111,9 +111,9 @@ def collect(
     for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
         inside(root.path, store / name)
     candidates = set(root.store.segment_ids())
-    last, needed_ids = _needed(root)
+    last, needed_ids, steps = _needed(root)
     if writer_is_dead and not dry_run and _remove_unfinished(root):
-        last, needed_ids = _needed(root)
+        last, needed_ids, steps = _needed(root)
     newest_seq = max(last, newest)
     unneeded = {
         name
@@ -138,7 +138,7 @@ def collect(
     if dry_run:
         return Collected(tuple(due), waiting, sum(sizes.values()))
     if due and is_current:
-        _sync_deletions(root)
+        _sync_deletions(root, steps)
     removed: list[str] = []
     in_use: list[str] = []
     failed: list[OSError] = []
@@ -160,27 +160,21 @@ def collect(
     return Collected(tuple(removed), waiting, sum(sizes[name] for name in removed), tuple(in_use))
 
 
-def _needed(root: Root) -> tuple[int, set[str]]:
-    """Return the newest committed sequence number, and the segments that any manifest needs."""
+def _needed(root: Root) -> tuple[int, set[str], Collection[Place]]:
+    """Return the newest sequence number, the segments that are needed, and all manifests."""
     briefs, damaged = root.briefs()
     try:
         newest = max((brief.seq for brief in briefs.values()), default=-1)
         segment_ids = {name for brief in briefs.values() for name in brief.segments}
         for error in damaged.values():
             raise error
-        for path in root.other_manifest_paths():
+        for path in root.other_manifest_paths(briefs.keys()):
             try:
                 segment_ids |= {ref.id for ref in read_manifest(path).segments}
             except FileNotFoundError:
                 continue  # deleted since it was listed
-            except StorageFailed:
-                raise
-            except DeltacheckError:
-                if layout.ATTRIBUTE.encode() in arrays.read_file(
-                    path, documents.MAX_DOCUMENT_BYTES
-                ):
-                    raise
-                # else: another format's zarr.json
+            except Damaged:
+                continue  # another format's zarr.json
     except StorageFailed:
         raise
     except DeltacheckError as error:
@@ -188,7 +182,7 @@ def _needed(root: Root) -> tuple[int, set[str]]:
             "nothing is collected while a manifest cannot be read, since what it needs is unknown:"
             f" {error}"
         ) from error
-    return newest, segment_ids
+    return newest, segment_ids, briefs.keys()
 
 
 def _remove_unfinished(root: Root) -> bool:
@@ -231,22 +225,18 @@ def _document_folders(store: Place) -> list[Place]:
     return folders
 
 
-def _sync_deletions(root: Root) -> None:
+def _sync_deletions(root: Root, steps: Collection[Place]) -> None:
     """Make the deletion of steps durable before that of their segments.
 
     Otherwise a power cut may bring back a step without its segments. The process that deleted the
     steps may not have synced: Orbax does not, and a process may be killed before it does.
     """
-    folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
-    steps = [entry for entry in subdirectories(folder) if entry != root.store.path]
-    inner = (
-        [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
+    for directory in root.unwritten_folders(steps):
+        with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+            root.store.durability.sync_directory(directory)
+    root.store.durability.sync_directory(
+        root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
     )
-    for directory in (*inner, *steps):
-        if not storage_of(directory / "zarr.json").name_exists():
-            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-                root.store.durability.sync_directory(directory)
-    root.store.durability.sync_directory(folder)
 
 
 def _remove(path: Place, durability: Durability) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -190,9 +189,9 @@ def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checke
     """
     name = path.parent.parent.name if is_manager_step else path.parent.name
     # Without a number at the end, the name of a step directory says nothing about the step.
-    number = re.search(r"[0-9]+\Z", name)
+    step = layout.step_name(name)
     if (
-        (number is not None and int(number[0]) != manifest.step)
+        (step is not None and step[1] != manifest.step)
         if is_manager_step
         else name != layout.checkpoint_id(manifest.seq)
     ):

@@ -27,10 +27,16 @@ TAGS = "tags"  # below control/
 # In a manager root: keeps Orbax's clean-up of unfinished steps away from our directory.
 COMMIT_MARK = "commit_success.txt"
 LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
+# Orbax gives an unfinished directory this ending; older releases append a number.
+UNFINISHED_STEP = ".orbax-checkpoint-tmp"
+# The name under which Orbax records the writer of an item. It is permanent.
+ITEM_HANDLER = "deltacheck.DeltaCheckpointHandler"
 
 # With ``\Z`` and not ``$``, which would accept a line feed at the end of a name.
 _SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
 _CHECKPOINT_ID = re.compile(r"c[0-9]{10}\Z")
+# A prefix such as ``checkpoint_`` may precede the digits, as Orbax's name formats allow.
+_STEP = re.compile(r"(.*[^0-9])?([0-9]+)\Z", re.DOTALL)
 # The lookahead refuses numbers: in the place of a step, a number is a training step.
 _TAG = re.compile(r"(?![0-9]+\Z)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
@@ -59,6 +65,17 @@ def is_segment_id(name: str) -> bool:
 def is_checkpoint_id(name: str) -> bool:
     """Return whether ``checkpoint_id`` may have made the name."""
     return _CHECKPOINT_ID.match(name) is not None
+
+
+def step_name(name: str) -> tuple[str, int] | None:
+    """Return the prefix and the step number in the name of a manager's step directory.
+
+    ``None``: it is no such name, or that of an unfinished step.
+    """
+    match = _STEP.match(name)
+    if match is None or UNFINISHED_STEP in name:
+        return None
+    return match[1] or "", int(match[2])
 
 
 def is_array_name(name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from deltacheck.errors import (
     StorageFailed,
     UnsupportedFormat,
 )
-from deltacheck.store import documents, layout, tags
+from deltacheck.store import documents, layout, manager_steps, tags
 from deltacheck.store.compact import LaneTables
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
@@ -37,14 +37,14 @@ from deltacheck.store.files.arrays import Spent, StreamWriter
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
-from deltacheck.store.files.local_storage import list_directory, may_exist
+from deltacheck.store.files.local_storage import list_directory
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore, existing
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
+from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.manifest_cache import ManifestCache
 from deltacheck.store.segment import Segment, SegmentWriter, TableRead, digests_spec, start_table
 
-MANAGER_STORE = "deltacheck"  # our directory in a manager root
 # Of decoded zarr chunks while reading: packed leaves share chunks.
 _CACHE_BYTES = 64 << 20
 
@@ -91,9 +91,16 @@ class Store:
 
     @classmethod
     def create(
-        cls, path: Place, threads: int | None = None, durability: Durability = Durability.POWER
+        cls,
+        path: Place,
+        threads: int | None = None,
+        durability: Durability = Durability.POWER,
+        *,
+        is_managers: bool = False,
     ) -> Store:
         """Create the directories of a store, unless they exist, and sync the way to them.
+
+        ``is_managers``: it is the store in a manager root, which no other caller may write to.
 
         Raises:
             OSError: The path cannot be written.
@@ -102,6 +109,8 @@ class Store:
             Damaged: The path holds segments and has lost its own ``zarr.json``.
             StorageFailed: An object store does not answer or honours no conditional writes.
         """
+        if not is_managers:
+            refuse_manager_store(path)
         if not is_root_or_fresh(path):
             _make_folders(path, durability)
             attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
@@ -292,25 +301,31 @@ class Root:
         """Return every committed manifest file, readable or not."""
         if not self.is_manager_root:
             return storage_of(self.path / layout.CHECKPOINTS).manifests(self._cache.known())
-        return [*_manager_manifests(Path(str(self.path)), self._item)]
+        known = {_local(path) for path in self._cache.known()}
+        return [*manager_steps.step_manifests(_local(self.path), self._item, known)]
 
-    def other_manifest_paths(self) -> list[Place]:
-        """Return the manifests of a manager root that belong to no committed step.
+    def other_manifest_paths(self, own: Collection[Place]) -> list[Place]:
+        """Return files of a manager root that may be manifests and belong to no step of it.
 
-        They are of saves under way or killed, or of steps that Orbax has set aside
-        (``todelete_subdir``, ``_SNAPSHOTS``). Their segments may still be needed.
+        Their segments may still be needed; see ``manager_steps.other_manifests``.
+
+        Args:
+            own: The manifests of its steps.
         """
         if not self.is_manager_root:
             return []
-        own_paths = set(self.manifest_paths())
-        folders = [e for e in subdirectories(self.path) if e.name != MANAGER_STORE]
-        inner = [e for folder in folders for e in subdirectories(folder)]
-        innermost = [e for folder in inner for e in subdirectories(folder)]
-        return sorted(
-            p
-            for f in (*inner, *innermost)
-            if (p := f / "zarr.json").is_file() and p not in own_paths
-        )
+        return [*manager_steps.other_manifests(_local(self.path), [_local(path) for path in own])]
+
+    def unwritten_folders(self, own: Collection[Place]) -> list[Place]:
+        """Return the folders of steps that have no manifest, as a deletion leaves them.
+
+        Args:
+            own: The manifests of the steps.
+        """
+        if not self.is_manager_root:
+            folders = subdirectories(self.path / layout.CHECKPOINTS)
+            return [e for e in folders if not storage_of(e / "zarr.json").name_exists()]
+        return [*manager_steps.unwritten_folders(_local(self.path), [_local(path) for path in own])]
 
     def checkpoints(self) -> list[StepRef]:
         """Return the checkpoints with an undamaged manifest, ascending by sequence number.
@@ -559,6 +574,7 @@ def open_root(
     missing = storage_of(directory).missing_directory()
     if missing:
         raise NotACheckpointRoot(f"{directory} {missing}")
+    refuse_manager_store(directory)
     for store in (directory, directory / MANAGER_STORE):
         if store != directory:
             storage_of(store).check_directory()
@@ -572,6 +588,11 @@ def open_root(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has"
         f" {MANAGER_STORE}/ in it"
     )
+
+
+def _local(path: Place) -> Path:
+    """Return a path of a manager root, which is always local."""
+    return path if isinstance(path, Path) else Path(str(path))
 
 
 def _make_folders(path: Place, durability: Durability) -> None:
@@ -625,7 +646,11 @@ def check_root(path: Place) -> None:
 def create_manager_store(
     root: Path, threads: int | None = None, durability: Durability = Durability.POWER
 ) -> Store:
-    """Create the store beside the steps of a ``CheckpointManager``, unless it exists."""
+    """Create the store beside the steps of a ``CheckpointManager``, unless it exists.
+
+    Raises what ``Store.create`` and ``refuse_engine_root`` raise.
+    """
+    refuse_engine_root(root)
     path = root / MANAGER_STORE
     storage_of(path).check_directory()
     path.mkdir(parents=True, exist_ok=True)
@@ -637,7 +662,36 @@ def create_manager_store(
         if error.errno != errno.ELOOP:
             raise
         raise Damaged(f"{mark} is a link; remove it", file=mark) from error
-    return Store.create(path, threads, durability)
+    return Store.create(path, threads, durability, is_managers=True)
+
+
+def refuse_engine_root(root: Path) -> None:
+    """Raise ``NotACheckpointRoot`` if a directory for a manager is or has an engine root.
+
+    Two writers that do not know of each other's steps would delete each other's segments.
+    """
+    engine_root = root
+    if not _is_root(root):
+        engine_root = root / MANAGER_STORE
+        steps = list_directory(engine_root / layout.CHECKPOINTS) if _is_root(engine_root) else []
+        if not any(layout.is_checkpoint_id(entry.name) for entry in steps):
+            return
+    raise NotACheckpointRoot(
+        f"{engine_root} is the root of an Engine, with whose segments a CheckpointManager in {root}"
+        " would interfere. Give the manager another directory"
+    )
+
+
+def refuse_manager_store(path: Place) -> None:
+    """Raise ``NotACheckpointRoot`` if a path is the store in a manager root.
+
+    Its steps lie beside it: as a root of its own it has none, and needs none of its segments.
+    """
+    if path.name == MANAGER_STORE and storage_of(path / layout.COMMIT_MARK).name_exists():
+        raise NotACheckpointRoot(
+            f"{path} holds the segments of a CheckpointManager, whose root is {path.parent}: give"
+            " that, or another directory"
+        )
 
 
 def describe_steps(steps: list[int]) -> str:
@@ -728,31 +782,9 @@ def _age(manifest_path: Place) -> tuple[int, str]:
     return int(name.lstrip("c") or 0), name
 
 
-def _manager_manifests(root: Path, item: str | None) -> list[Path]:
-    """Return the manifests in the step directories of a manager root.
-
-    A file or link in a step's or an item's place is returned too: damage must be reported, and not
-    be missing silently.
-    """
-    steps = [
-        entry
-        for entry in list_directory(root)
-        # Orbax gives unfinished steps this name, and renames them to commit.
-        if entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
-    ]
-    links = [Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()]
-    plain = [entry for entry in steps if entry.is_dir(follow_symlinks=False)]
-    return sorted([*(path for entry in plain for path in _item_manifests(entry, item)), *links])
-
-
-def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
-    items = [e for e in list_directory(Path(step.path)) if item is None or e.name == item]
-    candidates = {
-        Path(e.path) / "zarr.json": e
-        for e in items
-        if e.is_symlink() or e.is_dir(follow_symlinks=False)
-    }
-    return [p for p, entry in candidates.items() if entry.is_symlink() or may_exist(p)]
+def _is_root(path: Place) -> bool:
+    attributes = _group_attributes(path)
+    return attributes is not None and attributes.get("format") == layout.FORMAT
 
 
 def _group_attributes(path: Place) -> dict[str, Any] | None:

@@ -39,10 +39,11 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
+from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root, way_out, whole_steps
+from deltacheck.store.root import Root, open_root, refuse_engine_root, way_out, whole_steps
 
 
 @typed
@@ -89,6 +90,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
+        NotACheckpointRoot: The root is that of an ``Engine``.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -112,6 +114,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
         self._is_eager = capture == "eager"
         self._root = None if root is None else Path(root).absolute()
+        if self._root is not None:
+            refuse_engine_root(self._root)
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
             host_cache_bytes=host_cache_bytes,
@@ -271,7 +275,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         Returns:
             The name.
         """
-        return "deltacheck.DeltaCheckpointHandler"
+        return layout.ITEM_HANDLER
 
     # --- internal ---------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ def manager(  # noqa: PLR0913 - one argument per option
 
     Raises:
         StorageFailed: ``root`` is an address of an object store.
+        NotACheckpointRoot: ``root`` is the root of an ``Engine``.
         ValueError: An option has a value that it cannot have, the options name another primary
             host or a subset of the processes, or ``on_error="log"`` in a run of several processes.
     """

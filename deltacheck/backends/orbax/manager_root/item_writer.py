@@ -15,7 +15,8 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
-from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store
+from deltacheck.store.manager_steps import MANAGER_STORE
+from deltacheck.store.root import Root, Store, create_manager_store
 
 log = logging.getLogger("deltacheck")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import time
 from dataclasses import dataclass
@@ -20,16 +19,14 @@ import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.store.deadline import Deadline
-from deltacheck.store.root import MANAGER_STORE
+from deltacheck.store.layout import UNFINISHED_STEP, step_name
+from deltacheck.store.manager_steps import MANAGER_STORE
 
-_TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
 _COMMIT_FILE = "commit_success.txt"
 # Orbax writes it when it creates the directory of a step.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 # The item of a step that is saved without a name for it.
 _DEFAULT = "default"
-# A prefix such as ``checkpoint_`` may precede the digits, as Orbax's name formats allow.
-_STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +72,12 @@ class ItemPlace:
         """
         place = cls.of(directory)
         if root is None:
-            if _TEMPORARY in place.directory.name and _TEMPORARY not in place.directory.parent.name:
-                match = _STEP.match(_final_name(place.directory))
-                number = match[1] if match else "0"
+            if (
+                UNFINISHED_STEP in place.directory.name
+                and UNFINISHED_STEP not in place.directory.parent.name
+            ):
+                step = step_name(_final_name(place.directory))
+                number = str(step[1]) if step else "0"
                 return cls(place.directory / number / _DEFAULT, is_ours=True, has_own_root=True)
         elif _is_same(place.directory.parent, root):
             place = cls(place.directory / _DEFAULT, is_ours=True)
@@ -118,15 +118,15 @@ class ItemPlace:
         Raises ``ValueError`` if it has none: then this is no step of a ``CheckpointManager``.
         """
         name = _final_name(self.directory.parent)
-        match = _STEP.match(name)
-        if match is None:
+        step = step_name(name)
+        if step is None:
             raise ValueError(
                 f"{self.directory} does not lie in a step of a CheckpointManager ({name!r} ends in"
                 " no step number): which directory is the root, and where the segments go, cannot"
                 " be known. Save through deltacheck.backends.orbax.manager(root), or to a name such"
                 " as step_0"
             )
-        return int(match[1])
+        return step[1]
 
     def is_committed(self) -> bool:
         """Return whether Orbax has committed the step, even if it has deleted it since.
@@ -183,7 +183,7 @@ def remove_unused(directory: str | os.PathLike[str], awaited_seconds: float = 0.
             step on a thread. Without the directory, that thread would fail.
     """
     path = Path(os.fspath(directory))
-    temporary = [place for place in (path, path.parent) if _TEMPORARY in place.name]
+    temporary = [place for place in (path, path.parent) if UNFINISHED_STEP in place.name]
     if not temporary or jax.process_index() != 0 or "://" in str(path):
         return
     description = temporary[-1] / _STEP_METADATA
@@ -224,4 +224,4 @@ def _is_same(path: Path, root: Path) -> bool:
 
 
 def _final_name(path: Path) -> str:
-    return path.name.partition(_TEMPORARY)[0]
+    return path.name.partition(UNFINISHED_STEP)[0]
