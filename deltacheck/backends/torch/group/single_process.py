@@ -331,6 +331,10 @@ class SingleProcessSession:
             # Threads that still write need the lease, so the last of them releases it.
             self.saver.when_stopped(self.release)
 
+    def abandon(self) -> None:
+        """Record that nobody refers to the engine, so that another may wait for its root."""
+        self.writer.abandon()
+
     def release(self) -> None:
         """Give the root back. No save is under way."""
         self.writer.release()
