@@ -32,6 +32,7 @@ from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
+from deltacheck.save.step_numbers import step_number, step_or_tag
 from deltacheck.store import tags
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage as place
@@ -303,9 +304,7 @@ class Engine:
         ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the
         leaves of the tree from all of these.
         """
-        # bool is a subclass of int, and ``True`` would become step 1.
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, not {step!r}")
+        step = step_number(step)
         self._open.await_arrival()
         begin = time.perf_counter()
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
@@ -445,7 +444,7 @@ class Engine:
             StepNotFound: There is no such step.
             RootBusy: Another step has the tag.
         """
-        self._session.tag(step, name, move=move)
+        self._session.tag(step_or_tag(step), name, move=move)
 
     def untag(self, name: str) -> None:
         """Remove a tag.
@@ -477,7 +476,7 @@ class Engine:
             StepTagged: The step has a tag.
         """
         self._open.await_arrival()
-        self._session.delete(step)
+        self._session.delete(step_number(step))
 
     def restore(  # noqa: PLR0913 - one argument per option
         self,
@@ -545,7 +544,7 @@ class Engine:
         if self._open.arrival is not None:
             self._open.arrival.join()
         request = RestoreRequest(
-            step,
+            step_or_tag(step),
             into,
             contract,
             optimizer,

@@ -266,6 +266,8 @@ class SingleProcessSession:
             return _some_leaves(root, manifest, request, request.leaves)
         require_contract(manifest, request.contract)
         target = None if request.target is None else leaves.flatten(request.target)
+        if target is not None:
+            leaves.require_writable(target.arrays)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
         arrays = {} if target is None else tree.array_nodes(target.skeleton)
         require_leaves(root, manifest, None if target is None else arrays)
