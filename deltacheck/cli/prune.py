@@ -140,10 +140,17 @@ def _parse_best(text: str) -> KeepBest:
         ) from None
 
 
-def delete(words: RootStep = None, as_json: Json = False) -> None:
+def delete(
+    words: RootStep = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete the step even if it is the only one.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Delete a step. The other steps stay whole.
 
-    Refused if the step has a tag, and while a training writes to the root.
+    Refused if the step has a tag, while a training writes to the root, and without --force if no
+    other step is left to restore.
     """
     from deltacheck.save import root_writer
 
@@ -153,6 +160,11 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
     if not isinstance(step, int):
         raise typer.BadParameter("name the step to delete by its number")
     with _open_for_writing([selection.root]) as (root, lease):
+        if not force and root.steps() == [step]:
+            raise typer.BadParameter(
+                f"step {step} is the only one of {root.path}, and nothing could be restored without"
+                " it; delete it with --force"
+            )
         deleted = root_writer.delete(root, step, still_ours=lease.check)
     if as_json:
         output.print_json(

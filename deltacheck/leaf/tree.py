@@ -33,6 +33,8 @@ NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"
 # Permanent prefix of the tag of a leaf that is stored 1-D; the shape follows, as in "flat:32,16".
 _FLAT = "flat:"
 _NONE: Node = {"t": "none"}
+# Methods by which objects of the frameworks return what can be saved of them.
+_STATES = ("state_dict",)
 _OBJECTS = ("object", "tensor")  # containers that cannot be built without one of their arrays
 # Nested containers, refused beyond this when saving and restoring: the walks are recursive.
 MAX_DEPTH = 128
@@ -205,8 +207,12 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     if level is None:
         raise UnsupportedLeaf(
             f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which"
-            " cannot be kept exactly; turn it into arrays, numbers, text, bytes or None, or leave"
-            " it out"
+            " cannot be kept exactly; "
+            + (
+                f"save its {' or '.join(methods)}"
+                if (methods := [f"{name}()" for name in _STATES if hasattr(value, name)])
+                else "turn it into arrays, numbers, text, bytes or None, or leave it out"
+            )
         )
     if len(set(names)) < len(names):
         raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")

@@ -293,6 +293,10 @@ class Tier:
         state = self.drain.state
         state.await_copies(lambda: state.has_ended, timeout)
 
+    def abandon(self) -> None:
+        """Record that nobody refers to the engine, which gives the memory root back."""
+        self._writer.abandon()
+
     def release(self) -> None:
         """Give the memory root back. The drain has ended, or was never started."""
         self._writer.release()

@@ -43,6 +43,8 @@ class Saves(Protocol):
 # The owning process, the place for messages, and the seconds at exit. Weak keys: a registration
 # must not keep an engine alive.
 _open: WeakKeyDictionary[Saves, tuple[int, str, float]] = WeakKeyDictionary()
+# Failures of saves whose owner nobody refers to, with the process that they are of.
+_unseen: list[tuple[int, str]] = []
 # Processes with an exit hook: this one, or those that it was forked from.
 _hooked: set[int] = set()
 
@@ -74,6 +76,17 @@ def forget(saves: Saves) -> None:
     _open.pop(saves, None)
 
 
+def close_unattended(saves: Saves) -> None:
+    """Close ``saves`` that nobody refers to any more. A failure is reported at exit."""
+    _, place, _ = _open.get(saves, (0, "", 0.0))
+    try:
+        saves.close()
+    except BaseException as error:  # noqa: BLE001 - the log has it, and nobody else can see it
+        _unseen.append((os.getpid(), _lost(place, error)))
+    finally:
+        forget(saves)
+
+
 def fail(message: str) -> None:
     """Report a failure on stderr, and let the ending process end with ``STATUS``."""
     _write_message(f"{message}. The exit status is {STATUS}")
@@ -102,7 +115,14 @@ def _finish_all() -> None:
         try:
             saves.close(Deadline(begin + seconds).left)
         except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, too, ends this wait only
-            fail(f"{place}: the last save did not become a checkpoint. {_description(error)}")
+            fail(_lost(place, error))
+    for owner, message in _unseen:
+        if owner == os.getpid():
+            fail(message)
+
+
+def _lost(place: str, error: BaseException) -> str:
+    return f"{place}: the last save did not become a checkpoint. {_description(error)}"
 
 
 def _saves_of_process() -> list[tuple[Saves, str, float]]:

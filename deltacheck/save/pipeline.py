@@ -206,6 +206,14 @@ class Pipeline:
                 return
         callback()
 
+    def end_unattended(self, callback: Callable[[], None]) -> None:
+        """Let the threads end after the saves under way, the last of them with ``callback``.
+
+        A garbage collection may call this on any thread, so it takes no lock and starts no thread.
+        """
+        self._stopped = callback
+        self._to_encode.put(None)
+
     # --- the threads ------------------------------------------------------------------------------
 
     # A thread that ended with an exception would let the training loop wait forever, so every loop
@@ -257,6 +265,8 @@ class Pipeline:
         self._to_check.put(None)
         with self._lock:
             callback, self._threads = self._stopped, []
+        # No save goes on from the shadow any more, and the owner of this object may live on.
+        self._chains.drop()
         if callback is not None:
             callback()
 

@@ -212,6 +212,11 @@ class RootWriter:
             still_ours=None if self.lease is None else self.lease.check,
         )
 
+    def abandon(self) -> None:
+        """Record that nobody refers to the owner, which gives the root back after its saves."""
+        if self.lease is not None:
+            self.lease.holding.is_abandoned = True
+
     def release(self) -> None:
         """Give the root back. The caller has ended its saves; a second call does nothing."""
         if self.lease is not None:

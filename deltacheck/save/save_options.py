@@ -105,6 +105,13 @@ class SaveOptions:
     def __post_init__(self) -> None:
         # Checked here, so that every public constructor refuses the same values with the same
         # words.
+        if not isinstance(self.policy, Policy):
+            remedy = (
+                f"Policy.{self.policy}()"
+                if isinstance(self.policy, str) and hasattr(Policy, self.policy)
+                else "Policy.exact(), or another of the presets of Policy"
+            )
+            raise TypeError(f"policy must be a Policy, not {self.policy!r}: give {remedy}")
         if self.shadow not in SHADOWS:
             raise ValueError(f"shadow must be one of {', '.join(SHADOWS)}, not {self.shadow!r}")
         if self.on_busy not in ON_BUSY:

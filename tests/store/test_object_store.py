@@ -589,6 +589,20 @@ def test_a_writer_that_died_here_or_that_wrote_a_copied_directory_is_not_waited_
     lease.release()
 
 
+def test_an_engine_that_nobody_refers_to_gives_its_prefix_back(address: str) -> None:
+    Engine(address, storage=STORAGE).save(1, {"x": torch.ones(3)})
+    with Engine(address, storage=STORAGE) as engine:
+        assert engine.steps() == [1]
+        with pytest.raises(RootBusy, match=f"opened at {re.escape(__file__)}"):
+            take_lease(engine._root.path)
+
+
+def test_a_lease_that_this_process_dropped_is_not_waited_for(address: str) -> None:
+    root = place.of(address, ObjectStore(retries=2, deadline_seconds=10, lease_seconds=3000))
+    take_lease(root)
+    take_lease(root).release()
+
+
 @pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
 def test_a_lease_is_kept_through_a_fault_of_its_renewal(
     address: str, s3_server: S3, kind: str

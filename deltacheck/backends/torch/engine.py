@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +14,11 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from deltacheck.backends.torch.capture.capture import Capture
-from deltacheck.backends.torch.capture.guard import Guard, Guarded
+from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
+from deltacheck.backends.torch.group.open_session import OpenSession
 from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
@@ -32,6 +33,7 @@ from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
+from deltacheck.save.step_numbers import step_number, step_or_tag
 from deltacheck.store import tags
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage as place
@@ -49,7 +51,8 @@ class Engine:
 
     ``engine.restored_step`` is the training step of the last ``restore``, or ``None``. The guide
     ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/memory-tier.md`` the
-    memory tier and ``docs/how-to/several-ranks.md`` process groups.
+    memory tier and ``docs/how-to/several-ranks.md`` process groups. An engine that nobody refers to
+    any more closes itself, and the saves that it has begun are finished.
 
     Args:
         root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist.
@@ -224,24 +227,22 @@ class Engine:
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
         self._is_eager = capture == "eager"
-        # Only an exact policy reads each leaf once and in order, so that leaves can be copied
-        # ahead.
-        self._capture = Capture(options)
-        # ``_settle_reads`` needs the saver, which does not exist yet. The session calls it only in
-        # a restore.
-        self._session = _session(path, options, self._settle_reads, memory, capture, process_group)
-        self._saver = self._session.saver
+        # It must not refer to the engine: torch's global hook refers to it.
+        self._open = OpenSession(
+            options,
+            lambda settle_reads: _session(
+                path, options, settle_reads, memory, capture, process_group
+            ),
+        )
+        self._session, self._saver = self._open.session, self._open.saver
         self._root, self._writer = self._session.root, self._session.writer
         self._base = None if base is None else self._begin_from(os.fspath(base))
         self.restored_step: int | None = None
-        # The rest of an overlapped restore, also after it has failed.
-        self._arrival: Arrival | None = None
         # The hook is global in torch. It is registered after everything that may raise, because
         # nobody could remove it from an engine that was not made.
-        self._guard = Guard(self.before_update)
-        # ``exits`` refers to it weakly, so it must live as long as the engine.
-        self._ending = _Ending(self)
-        exits.finish_at_exit(self._ending, str(path), exit_timeout_seconds)
+        self._guard = self._open.watch()
+        exits.finish_at_exit(self._open, str(path), exit_timeout_seconds)
+        weakref.finalize(self, self._open.end_unattended).atexit = False
 
     def _begin_from(self, base: str) -> BaseModel | None:
         try:
@@ -280,7 +281,7 @@ class Engine:
             ValueError: ``step`` is not an integer of at least 0.
         """
         # It writes to the state, whose version counters are read with its structure.
-        self._await_arrival()
+        self._open.await_arrival()
         begin = time.perf_counter()
         flat = self._session.flatten(state)
         flattening_seconds = time.perf_counter() - begin
@@ -304,10 +305,8 @@ class Engine:
         ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the
         leaves of the tree from all of these.
         """
-        # bool is a subclass of int, and ``True`` would become step 1.
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, not {step!r}")
-        self._await_arrival()
+        step = step_number(step)
+        self._open.await_arrival()
         begin = time.perf_counter()
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         is_whole = not extra_sources and replay is None
@@ -319,7 +318,7 @@ class Engine:
             # If nothing is guarded, every leaf is read or copied before ``save`` returns.
             tensors = attempt.flat.tensors if isinstance(attempt.flat, KnownFlat) else None
             guarded = Guarded() if self._is_eager else self._guard.guarded(tensors)
-            sources = self._capture.sources(
+            sources = self._open.capture.sources(
                 attempt.flat,
                 guarded,
                 # Ranks that save together, and a gradient log, need the chains of this save at
@@ -364,23 +363,7 @@ class Engine:
         Raises:
             Damaged: An overlapped restore has failed, with this or another error of ``restore``.
         """
-        # Its hooks stay, because this may be called by a hook.
-        if self._arrival is not None:
-            self._arrival.wait()
-        self._settle_reads()
-
-    def _await_arrival(self, timeout: float | None = None) -> None:
-        """Wait for an overlapped restore. Each call raises its failure, until the next restore."""
-        if self._arrival is not None:
-            self._arrival.wait(timeout)
-            self._arrival.release()
-            self._arrival = None
-
-    def _settle_reads(self) -> None:
-        if self._saver.settle_reads():
-            # The training's stream waits for the reads, which does not block the host.
-            self._capture.hold()
-        self._guard.announced()
+        self._open.before_update()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -420,7 +403,7 @@ class Engine:
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
         deadline = Deadline.after(timeout)
-        self._await_arrival(timeout)
+        self._open.await_arrival(timeout)
         self._session.wait(deadline.left)
 
     def persist(self, timeout: float | None = None) -> None:
@@ -435,7 +418,7 @@ class Engine:
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
         deadline = Deadline.after(timeout)
-        self._await_arrival(timeout)
+        self._open.await_arrival(timeout)
         self._session.persist(deadline.left)
 
     def steps(self) -> list[int]:
@@ -462,7 +445,7 @@ class Engine:
             StepNotFound: There is no such step.
             RootBusy: Another step has the tag.
         """
-        self._session.tag(step, name, move=move)
+        self._session.tag(step_or_tag(step), name, move=move)
 
     def untag(self, name: str) -> None:
         """Remove a tag.
@@ -493,8 +476,8 @@ class Engine:
             StepNotFound: There is no such step.
             StepTagged: The step has a tag.
         """
-        self._await_arrival()
-        self._session.delete(step)
+        self._open.await_arrival()
+        self._session.delete(step_number(step))
 
     def restore(  # noqa: PLR0913 - one argument per option
         self,
@@ -559,10 +542,10 @@ class Engine:
             raise ValueError("leaves= cannot be given with into=, optimizer= or overlap=True")
         names = (leaves,) if isinstance(leaves, str) else leaves
         # A failed one is the usual reason for another restore.
-        if self._arrival is not None:
-            self._arrival.join()
+        if self._open.arrival is not None:
+            self._open.arrival.join()
         request = RestoreRequest(
-            step,
+            step_or_tag(step),
             into,
             contract,
             optimizer,
@@ -576,9 +559,9 @@ class Engine:
             manifest, state, arrival = self._session.restore_overlapped(request)
         else:
             manifest, state = self._session.restore(request)
-        if self._arrival is not None:
-            self._arrival.release()
-        self._arrival = arrival
+        if self._open.arrival is not None:
+            self._open.arrival.release()
+        self._open.arrival = arrival
         self.restored_step = manifest.step
         return state if arrival is None else RestoreHandle(state, arrival)
 
@@ -595,7 +578,9 @@ class Engine:
 
         If the time runs out, the saves go on as long as the process lives, and the root is given
         back after them. An overlapped restore is waited for first; if the time runs out then, the
-        engine stays open. In a forked child the saves of the parent are not touched.
+        engine stays open. In a forked child the saves of the parent are not touched. An engine that
+        is dropped without this call does the same behind the program; a failure that nobody has
+        seen then sets the exit status of the process to 120.
 
         Args:
             timeout: The longest wait, in seconds. Default: as long as the saves get on.
@@ -605,19 +590,7 @@ class Engine:
             TimeoutError: The time ran out.
             StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        deadline = Deadline.after(timeout)
-        arrival = self._arrival if self._saver.is_ours() else None
-        if arrival is not None:
-            arrival.join(timeout)
-            self._arrival = None
-        # Before the saves, of which one may fail: torch's global hook would keep the engine alive.
-        self._guard.close()
-        exits.forget(self._ending)
-        # A forked child has neither the threads nor the lease of its parent.
-        if self._saver.is_ours():
-            self._session.close(deadline.left)
-        if arrival is not None:
-            arrival.finish()
+        self._open.end(timeout)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         # A copy would write to the root under the same lease, and reuse sequence numbers.
@@ -643,23 +616,6 @@ class Engine:
             if error is None:
                 raise
             log.exception("a save failed while another error ended the training")
-
-
-class _Ending:
-    """The end of an engine at interpreter exit: steps that are only in memory are copied too."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = Deadline.after(timeout)
-        self._engine._await_arrival(timeout)
-        self._engine._session.finish(deadline.left)
-        self._engine._saver.failures.raise_lost()
-
-    def close(self, timeout: float | None = None) -> None:
-        self._engine.close(timeout)
-        self._engine._saver.failures.raise_lost()
 
 
 def _session(

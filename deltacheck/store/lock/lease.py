@@ -15,18 +15,26 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from deltacheck.errors import Damaged, RootBusy
 from deltacheck.store import layout
+from deltacheck.store.lock.holding import Holding
 
 _held: weakref.WeakSet[LocalLease] = weakref.WeakSet()
 
 
 class Lease(Protocol):
-    """The right to write to a root, as ``storage.take_lease`` gives it."""
+    """The right to write to a root, as ``storage.take_lease`` gives it.
+
+    A lease that nobody refers to is given back.
+    """
+
+    holding: Holding
 
     def check(self) -> None:
         """Raise ``RootBusy`` if the right has been lost."""
@@ -48,6 +56,7 @@ class LocalLease:
 
     def __init__(self, root: Path) -> None:
         self._descriptor = -1
+        self.holding = Holding()
         self._root, self._path = root, root / layout.CONTROL / "zarr.json"
         # The file is written to: never through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -70,14 +79,16 @@ class LocalLease:
         _held.add(self)
 
     def _take(self, root: Path) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(os.pread(self._descriptor, 4096, 0))
-            raise RootBusy(
-                f"{root} is being written by {holder}. Wait for it to close, or write to another"
-                " directory"
-            ) from None
+        if not self._is_locked():
+            own = self._own_holding()
+            # Another owner of this process may have been dropped without being closed.
+            if own is None or not own.await_release(root) or not self._is_locked():
+                content = os.pread(self._descriptor, 4096, 0)
+                holder = _holder(content) if own is None or own.released.is_set() else own
+                raise RootBusy(
+                    f"{root} is being written by {holder}. Wait for it to close, or write to"
+                    " another directory"
+                )
         # The holder is for people. The nonce lets ``check`` recognise the file as this writer's
         # own.
         attributes = {
@@ -87,6 +98,23 @@ class LocalLease:
         self._content = content = layout.group_json({layout.ATTRIBUTE: attributes})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
+
+    def _is_locked(self) -> bool:
+        """Take the lock; return false if another open file has it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _own_holding(self) -> Holding | None:
+        """Return the holding of the lease of this process on the same file, if there is one."""
+        file = os.fstat(self._descriptor)
+        for lease in list(_held):
+            with contextlib.suppress(OSError):  # it is released meanwhile
+                if os.path.samestat(file, os.fstat(lease._descriptor)):
+                    return lease.holding
+        return None
 
     def check(self) -> None:
         """Raise ``RootBusy`` if the right has been lost.
@@ -112,11 +140,17 @@ class LocalLease:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
+            self.holding.released.set()
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Globals may be gone while the interpreter ends, after which the kernel frees the lock.
+        if not _is_finalizing():
+            self.release()
 
 
 def _holder(content: bytes) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltacheck.errors import RootBusy, StorageFailed
 from deltacheck.store import layout
+from deltacheck.store.lock.holding import Holding
 
 if TYPE_CHECKING:
     from deltacheck.store.files.object_path import ObjectPath
@@ -49,6 +50,7 @@ class ObjectLease:
     """
 
     def __init__(self, root: ObjectPath) -> None:
+        self.holding = Holding()
         self._root = root
         self._object = root / layout.CONTROL / "zarr.json"
         self._seconds = root.store.lease_seconds
@@ -58,9 +60,11 @@ class ObjectLease:
         self._lost = ""
         self._released = threading.Event()
         lease = _held.get(str(root))
+        own = None if lease is None or not lease.holds() else lease.holding
+        del lease
         # Without this check, the process would wait for a sign of life from itself.
-        if lease is not None and lease.holds():
-            raise _busy(root, f"process {os.getpid()}, this one")
+        if own is not None and not own.await_release(root):
+            raise _busy(root, str(own))
         generation, epoch = self._wait_until_free()
         self.epoch = epoch + 1
         self._claim: dict[str, Any] = {
@@ -151,6 +155,7 @@ class ObjectLease:
         # A lost lease is another writer's, and that of a parent process stays the parent's.
         if not self.holds():
             self._released.set()
+            self.holding.released.set()
             return
         with self._lock:
             self._released.set()
@@ -160,6 +165,7 @@ class ObjectLease:
                     layout.group_json({layout.ATTRIBUTE: {**self._claim, "released": True}}),
                     self._generation,
                 )
+        self.holding.released.set()
 
     def _settle(self) -> bytes | None:
         """Resolve a renewal that met other content.
@@ -274,7 +280,10 @@ def _machine() -> str:
 
 
 def _is_dead(claim: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that has ended."""
+    """Return whether the holder was a process of this machine that has ended.
+
+    The caller knows that no lease of this process holds the root.
+    """
     number = claim.get("process")
     if (
         not claim.get("machine")
@@ -283,6 +292,8 @@ def _is_dead(claim: dict[str, Any]) -> bool:
         or number <= 0
     ):
         return False
+    if number == os.getpid():  # its owner was dropped, which gives nothing back
+        return True
     try:
         # Signal 0 only asks if the process exists.
         os.kill(number, 0)

@@ -19,6 +19,7 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.capture import guard
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
@@ -471,14 +472,12 @@ def test_closing_finishes_what_is_under_way_and_gives_the_root_back(tmp_path: Pa
 
 
 def test_threads_and_hooks_are_gone_after_close(tmp_path: Path) -> None:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-    hooks, threads = len(_global_optimizer_pre_hooks), threading.active_count()
+    hooks, threads = len(guard._guards), threading.active_count()
     for _ in range(3):
         with Engine(tmp_path) as engine:
             engine.save(0, {"x": torch.zeros(2)})
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == hooks
+    assert len(guard._guards) == hooks
     assert threading.active_count() <= threads  # those of earlier tests may have ended since
 
 

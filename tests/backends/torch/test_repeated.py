@@ -214,7 +214,7 @@ def test_a_save_is_described_after_an_overlapped_restore_has_arrived(tmp_path: P
         engine.guard(run.optimizer)
         for number in range(2):
             engine.save(number, run.state()).wait()
-        engine._arrival = Arrival()  # type: ignore[assignment]
+        engine._open.arrival = Arrival()  # type: ignore[assignment]
         engine.save(2, run.state()).wait()
 
 

@@ -15,6 +15,8 @@ by a fingerprint of the content.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -100,9 +102,10 @@ class Guard:
         # A bound method is a new object at each access, and it is removed by identity.
         self._watcher = self._on_data
         data_property.add(self._watcher)
-        self._hook = register_optimizer_step_pre_hook(self._on_step)
+        _add(self)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register an optimizer that is about to step, and wait for the saves that read it."""
         self._optimizers.add(optimizer)
         self._before_step()
 
@@ -224,8 +227,38 @@ class Guard:
         }
 
     def close(self) -> None:
-        self._hook.remove()
+        """End. A thread may call this while another one trains."""
+        _remove(self)
         data_property.remove(self._watcher)
+
+
+_guards: tuple[Guard, ...] = ()
+_lock = threading.Lock()
+
+
+@functools.cache
+def _register() -> None:
+    # It stays for ever: torch walks through its table of hooks in every step, and a thread that
+    # removed one then would fail the training.
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for guard in _guards:
+        guard.on_step(optimizer)
+
+
+def _add(guard: Guard) -> None:
+    global _guards
+    _register()
+    with _lock:
+        _guards = (*_guards, guard)
+
+
+def _remove(guard: Guard) -> None:
+    global _guards
+    with _lock:
+        _guards = tuple(other for other in _guards if other is not guard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,10 @@ class RankGroup(Group):
             target: The state is the target of a restore, which also fills replicas of objects.
         """
         with self.sharing_failure():
-            return leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
+            flat = leaves.flatten(descriptors.by_key(state, replicas=target), shards.describe)
+            if target:
+                leaves.require_writable(flat.arrays)
+            return flat
 
     def begin(
         self,

@@ -169,6 +169,12 @@ class MemoryFirstSession(SingleProcessSession):
             if not self.saver.pending():
                 self._tier.await_end(deadline.left)
 
+    def abandon(self) -> None:
+        """Record that nobody refers to the engine, so that another may wait for its roots."""
+        super().abandon()
+        if self.tier is not None:
+            self.tier.abandon()
+
     def release(self) -> None:
         """Give both roots back."""
         if self.tier is not None:

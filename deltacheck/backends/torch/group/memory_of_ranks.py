@@ -241,6 +241,12 @@ class MemoryOfRanksSession(ProcessGroupSession):
         else:
             self.tier.stop(self.release)
 
+    def abandon(self) -> None:
+        """Record that nobody refers to the engine, so that another may wait for its roots."""
+        super().abandon()
+        if self.tier is not None:
+            self.tier.abandon()
+
     def release(self) -> None:
         """Give the groups back, and on rank 0 both roots."""
         if self.tier is not None:

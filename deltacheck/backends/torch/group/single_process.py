@@ -266,6 +266,8 @@ class SingleProcessSession:
             return _some_leaves(root, manifest, request, request.leaves)
         require_contract(manifest, request.contract)
         target = None if request.target is None else leaves.flatten(request.target)
+        if target is not None:
+            leaves.require_writable(target.arrays)
         # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
         arrays = {} if target is None else tree.array_nodes(target.skeleton)
         require_leaves(root, manifest, None if target is None else arrays)
@@ -330,6 +332,10 @@ class SingleProcessSession:
         finally:
             # Threads that still write need the lease, so the last of them releases it.
             self.saver.when_stopped(self.release)
+
+    def abandon(self) -> None:
+        """Record that nobody refers to the engine, so that another may wait for its root."""
+        self.writer.abandon()
 
     def release(self) -> None:
         """Give the root back. No save is under way."""

@@ -58,6 +58,7 @@ class TwoStages:
         self._places = list(places)
         self._settle_reads = settle_reads
         self._target = leaves.flatten(expanded(target, self._places, manifest))
+        leaves.require_writable(self._target.arrays)
         self._arrays = tree.array_nodes(self._target.skeleton)
         saved_paths = match_targets(manifest, self._target, self._arrays)
         check_budget(max_bytes, sum(spec.raw_bytes for spec in manifest.specs.values()))

@@ -222,6 +222,48 @@ def empty(spec: LeafSpec, tag: str | None, device: torch.device) -> torch.Tensor
     return torch.empty(spec.shape, dtype=_dtype_of(spec, tag), device=device)
 
 
+def require_writable(values: Mapping[str, object]) -> None:
+    """Raise ``UnsupportedLeaf`` if a leaf of a restore target cannot hold any content.
+
+    Args:
+        values: The leaves of the target, by path.
+    """
+    for path, value in values.items():
+        local = local_of(value)
+        if not isinstance(local, torch.Tensor):
+            continue
+        if local.is_inference() and not torch.is_inference_mode_enabled():
+            raise UnsupportedLeaf(
+                f"leaf {path!r} of the target is an inference tensor, which may not be written to"
+                " here. Restore within torch.inference_mode(), or give its clone()"
+            )
+        if not local.is_contiguous() and _has_overlap(local):
+            raise UnsupportedLeaf(
+                f"leaf {path!r} of the target, of shape {tuple(local.shape)} and strides"
+                f" {local.stride()}, has several elements at one place in memory (an expanded"
+                " tensor or a view). Give its clone()"
+            )
+
+
+def _has_overlap(tensor: torch.Tensor) -> bool:
+    """Return true if two elements of a tensor are at one place in memory."""
+    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    if not tensor.numel():
+        return False
+    last = 0
+    for stride, size in axes:
+        if stride <= last:
+            break
+        last += stride * (size - 1)
+    else:
+        return False
+    # Rare strides, such as interleaved ones, need a look at each element.
+    offsets = np.zeros((), np.int64)
+    for stride, size in axes:
+        offsets = offsets[..., np.newaxis] + stride * np.arange(size)
+    return len(np.unique(offsets)) < tensor.numel()
+
+
 def fill(value: torch.Tensor, item: Loaded) -> None:
     """Fill a tensor in place with a loaded leaf, which has its shape and dtype."""
     restored = tensor_of(item, _form_of(value.dtype)[1])
