@@ -26,6 +26,8 @@ from deltacheck.store.manager_steps import MANAGER_STORE
 _COMMIT_FILE = "commit_success.txt"
 # Orbax writes it when it creates the directory of a step.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+# The item of a step that is saved without a name for it.
+DEFAULT_ITEM = "default"
 
 
 @dataclass(frozen=True, slots=True)
