@@ -37,6 +37,7 @@ from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
+from deltacheck.store.interrupts import Turn
 from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")
@@ -220,6 +221,8 @@ class Engine:
             on_error=on_error,
             max_failures=max_failures,
         )
+        # Two threads, or a handler of a signal, may call at the same time.
+        self._turn = Turn()
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
         self._is_eager = capture == "eager"
@@ -280,13 +283,14 @@ class Engine:
         """
         # It writes to the state, whose version counters are read with its structure.
         self._await_arrival()
-        begin = time.perf_counter()
-        flat = self._session.flatten(state)
-        flattening_seconds = time.perf_counter() - begin
-        handle = self._save(step, flat, metrics)
-        # The handle did not exist yet when the state was flattened.
-        progress_of(handle).add_blocking(flattening_seconds)
-        return handle
+        with self._turn.of("save", postpones=True):
+            begin = time.perf_counter()
+            flat = self._session.flatten(state)
+            flattening_seconds = time.perf_counter() - begin
+            handle = self._save(step, flat, metrics)
+            # The handle did not exist yet when the state was flattened.
+            progress_of(handle).add_blocking(flattening_seconds)
+            return handle
 
     def _save(
         self,
@@ -364,15 +368,15 @@ class Engine:
             Damaged: An overlapped restore has failed, with this or another error of ``restore``.
         """
         # Its hooks stay, because this may be called by a hook.
-        if self._arrival is not None:
-            self._arrival.wait()
+        if (arrival := self._arrival) is not None:
+            arrival.wait()
         self._settle_reads()
 
     def _await_arrival(self, timeout: float | None = None) -> None:
         """Wait for an overlapped restore. Each call raises its failure, until the next restore."""
-        if self._arrival is not None:
-            self._arrival.wait(timeout)
-            self._arrival.release()
+        if (arrival := self._arrival) is not None:
+            arrival.wait(timeout)
+            arrival.release()
             self._arrival = None
 
     def _settle_reads(self) -> None:
@@ -557,9 +561,6 @@ class Engine:
         if leaves is not None and (into is not None or optimizer is not None or overlap):
             raise ValueError("leaves= cannot be given with into=, optimizer= or overlap=True")
         names = (leaves,) if isinstance(leaves, str) else leaves
-        # A failed one is the usual reason for another restore.
-        if self._arrival is not None:
-            self._arrival.join()
         request = RestoreRequest(
             step,
             into,
@@ -570,16 +571,21 @@ class Engine:
             expected_digest,
             None if names is None else tuple(names),
         )
-        arrival: Arrival | None = None
-        if overlap:
-            manifest, state, arrival = self._session.restore_overlapped(request)
-        else:
-            manifest, state = self._session.restore(request)
-        if self._arrival is not None:
-            self._arrival.release()
-        self._arrival = arrival
-        self.restored_step = manifest.step
-        return state if arrival is None else RestoreHandle(state, arrival)
+        # The next save goes on from this step, so no other thread may begin one meanwhile.
+        with self._turn.of("restore"):
+            # A failed one is the usual reason for another restore.
+            if (earlier := self._arrival) is not None:
+                earlier.join()
+            arrival: Arrival | None = None
+            if overlap:
+                manifest, state, arrival = self._session.restore_overlapped(request)
+            else:
+                manifest, state = self._session.restore(request)
+            if earlier is not None:
+                earlier.release()
+            self._arrival = arrival
+            self.restored_step = manifest.step
+            return state if arrival is None else RestoreHandle(state, arrival)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the saves under way and give the root back. A second call does nothing.
@@ -603,10 +609,15 @@ class Engine:
             self._arrival = None
         # Before the saves, of which one may fail: torch's global hook would keep the engine alive.
         self._guard.close()
+        try:
+            # A forked child has neither the threads nor the lease of its parent.
+            if self._saver.is_ours():
+                self._session.close(deadline.left)
+        except Exception:
+            exits.forget(self._ending)
+            raise
+        # Not after Ctrl-C, or after ``sys.exit`` in a handler: the exit then finishes the saves.
         exits.forget(self._ending)
-        # A forked child has neither the threads nor the lease of its parent.
-        if self._saver.is_ours():
-            self._session.close(deadline.left)
         if arrival is not None:
             arrival.finish()
 
