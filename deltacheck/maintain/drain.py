@@ -205,6 +205,7 @@ class Drain:
         patience_seconds: float,
     ) -> None:
         self.lock, self.retention_lock = threading.RLock(), threading.RLock()
+        self._is_trim_due = False
         self.state = DrainState(str(durable.root.path), patience_seconds)
         # The claim may discard a stale memory, so it comes before the saver can continue from it.
         self.newest = pairing.claim()
@@ -315,13 +316,16 @@ class Drain:
             with self.lock:
                 yield
         finally:
-            self.state.wake()  # the thread may have found the lock held
+            if self._is_trim_due:
+                self.state.wake()
 
     def _trim(self) -> None:
         # If a restore reads from memory, the next round removes.
+        self._is_trim_due = True
         if not self.lock.acquire(blocking=False):
             return
         try:
+            self._is_trim_due = False
             # The lock is held from the list to the last deletion, so a caller that holds it sees no
             # step vanish.
             briefs = self._briefs()

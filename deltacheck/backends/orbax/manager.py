@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from deltacheck.save import exits
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
+from deltacheck.store.interrupts import postponed
 from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
@@ -191,6 +192,19 @@ def _require_own(args: Any, own: type, *others: type) -> None:
     )
 
 
+def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Postpone the handlers of signals during a call: Orbax holds locks in it."""
+
+    @functools.wraps(call)
+    def undisturbed(*args: Any, **kwargs: Any) -> Any:
+        with postponed():
+            return call(*args, **kwargs)
+
+    return undisturbed
+
+
+for _call in ("save", "wait_until_finished", "delete", "close"):
+    setattr(_Manager, _call, _undisturbed(getattr(_Manager, _call)))
 for _call in ("save", "restore", "wait_until_finished", "delete", "reload", "all_steps", "close"):
     setattr(_Manager, _call, typed(getattr(_Manager, _call)))
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from deltacheck.backends.torch.state import rng
 from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
+from deltacheck.store.files.background import Background, Task
 
 # Both distributions of Lightning have one, and each Trainer tests for its own.
 _INTERFACES = (
@@ -65,8 +66,8 @@ class DeltaCheckIO:
         self._rng = rng
         self._options = engine
         self._engine: Engine | None = None
-        self._worker: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []
+        self._worker: Background | None = None
+        self._under_way: list[Task] = []
 
     def save_checkpoint(
         self,
@@ -166,7 +167,7 @@ class DeltaCheckIO:
         finally:
             # The worker ends before the engine, which its last actions still use.
             if worker is not None:
-                worker.shutdown()
+                worker.close()
             if engine is not None:
                 engine.close()
 
@@ -174,8 +175,8 @@ class DeltaCheckIO:
         """Run an action behind the training, after all earlier ones."""
         if self._worker is None:
             # One thread, so that files appear and disappear in the order of Lightning's calls.
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
-        self._under_way.append(self._worker.submit(action, *arguments))
+            self._worker = Background(1, "deltacheck-files")
+        self._under_way.append(self._worker.start(partial(action, *arguments)))
 
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
