@@ -102,6 +102,9 @@ class DeltaCheckIO:
         # A new dict, because Lightning's own dict must stay as it is.
         content = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
         handle = self._engine.save(int(checkpoint.get("global_step", 0)), content)
+        if target.name.startswith("hpc_ckpt"):
+            # By Lightning's handler for SLURM, which may have interrupted an optimizer's step.
+            handle.wait("captured")
         self._enqueue(_publish, self._engine, handle, target)
 
     def load_checkpoint(
