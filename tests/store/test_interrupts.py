@@ -53,7 +53,7 @@ def test_ctrl_c_ends_a_block_but_not_the_hold_of_a_lock() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         events: list[str] = []
-        with pytest.raises(KeyboardInterrupt), postponed():
+        with pytest.raises(KeyboardInterrupt), postponed():  # noqa: PT012
             with Lock():
                 os.kill(os.getpid(), signal.SIGINT)
                 events.append("locked")
@@ -72,7 +72,7 @@ def test_the_error_of_a_handler_leaves_no_other_signal_behind(handler: Install) 
     handler(fail)
     before = signal.signal(signal.SIGUSR2, lambda *_: events.append("second"))
     try:
-        with pytest.raises(RuntimeError, match="worker is killed"), postponed():
+        with pytest.raises(RuntimeError, match="worker is killed"), postponed():  # noqa: PT012
             send()
             os.kill(os.getpid(), signal.SIGUSR2)
         assert events == ["second"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -14,9 +15,8 @@ import pytest
 import torch
 
 from deltacheck.backends.torch import Engine
-from deltacheck.save import exits
+from deltacheck.save import exits, pipeline
 from deltacheck.save.job import early_copies, save_job
-from deltacheck.store.files import arrays
 from deltacheck.store.interrupts import Event
 
 
@@ -78,49 +78,40 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
 def test_the_wait_at_the_end_survives_what_another_handler_raises(
     tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, is_interrupted = arrays.create_file, Event()
     ends: list[str] = []
+    waits, is_interrupted = Event(), Event()
+    commit, shielded = pipeline.Pipeline._commit, exits.shielded
 
-    def handle() -> None:
+    def fail() -> None:
         is_interrupted.set()
         raise RuntimeError("DataLoader worker is killed by signal")
 
-    def create_late(*arguments: Any) -> Any:
+    def commit_late(self: Any, job: Any) -> None:
+        assert waits.wait(60)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert is_interrupted.wait(60)
-        return create(*arguments)
+        commit(self, job)
 
-    engine = Engine(tmp_path)
+    @contextlib.contextmanager
+    def then_wait() -> Any:
+        with shielded() as errors:
+            waits.set()
+            yield errors
+
+    monkeypatch.setattr(pipeline.Pipeline, "_commit", commit_late)
+    monkeypatch.setattr(exits, "shielded", then_wait)
     before = signal.signal(signal.SIGTERM, lambda *_: ends.append("earlier handler"))
-    undo = exits.finish_on_signal(signal.SIGTERM)
-    try:
-        on_usr1(handle)
-        monkeypatch.setattr(arrays, "create_file", create_late)
-
-        def begin_late(*arguments: Any) -> Any:
-            assert may_begin.wait(60)
-            return capture(*arguments)
-
-        may_begin, capture = Event(), save_job.SaveJob.capture
-        monkeypatch.setattr(save_job.SaveJob, "capture", begin_late)
-        wait = exits.shielded
-
-        def shielded_wait() -> Any:
-            may_begin.set()
-            return wait()
-
-        monkeypatch.setattr(exits, "shielded", shielded_wait)
-        weight = torch.nn.Parameter(torch.ones(100))
-        engine.guard(torch.optim.SGD([weight], lr=0.1))
-        engine.save(0, {"x": weight})
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ends == ["earlier handler"]
-        assert engine.steps() == [0]
-    finally:
-        undo()
-        signal.signal(signal.SIGTERM, before)
-        monkeypatch.undo()
-        engine.close()
+    with Engine(tmp_path) as engine:
+        on_usr1(fail)
+        undo = exits.finish_on_signal(signal.SIGTERM)
+        try:
+            engine.save(0, {"x": torch.ones(100)})
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ends == ["earlier handler"]
+            assert engine.steps() == [0]
+        finally:
+            undo()
+            signal.signal(signal.SIGTERM, before)
 
 
 def test_load_state_dict_waits_for_the_save(tmp_path: Path, trained: Any) -> None:
