@@ -5,9 +5,10 @@ A step leaves memory once it is on the disk, or was never to go there, and is no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from deltacheck.errors import SaveFailed, StorageTimeout
@@ -17,6 +18,7 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.store import collect, layout
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import check_place, read_manifest
+from deltacheck.store.interrupts import Change, Lock
 from deltacheck.store.manifest import Brief
 
 log = logging.getLogger("deltacheck")
@@ -82,11 +84,12 @@ class DrainState:
         self.is_idle = True
         self.has_ended = False
         self.pulse = Pulse(patience_seconds)
-        self.changed = threading.Condition()
+        self.changed, self._change = Lock(), Change()
         self._durable_name = durable_name
         self._is_woken = False
         self._error: SaveFailed | None = None
         self._on_end: Callable[[], None] | None = None
+        self._notices = 0
 
     def wake(self) -> None:
         """Let the thread look for work."""
@@ -94,12 +97,12 @@ class DrainState:
             # A waiter that looks at once must not see the drain idle before the thread has begun. A
             # thread that has ended never becomes busy again.
             self._is_woken, self.is_idle = True, self.has_ended
-            self.changed.notify_all()
+        self.notify()
 
     def notify(self) -> None:
         """Let waiters look again."""
-        with self.changed:
-            self.changed.notify_all()
+        self._notices += 1
+        self._change.notify()
 
     def stop(self, on_end: Callable[[], None]) -> None:
         """Let the thread end after its work; ``on_end`` is the last call that it makes."""
@@ -122,10 +125,11 @@ class DrainState:
                 f"{purpose} nothing has happened in {self._durable_name} for"
                 f" {self.pulse.patience_seconds:g} s; it may hang"
             )
-        with self.changed:
-            self.changed.wait(
-                _LOOK_SECONDS if seconds_left is None else min(seconds_left, _LOOK_SECONDS)
-            )
+        notices = self._notices
+        self._change.wait_until(
+            lambda: self._notices != notices,
+            _LOOK_SECONDS if seconds_left is None else min(seconds_left, _LOOK_SECONDS),
+        )
 
     def await_copies(self, is_done: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``is_done``, and raise what failed the drain.
@@ -149,9 +153,8 @@ class DrainState:
 
     def await_work(self) -> bool:
         """Wait until the thread is woken, and return whether this is its last work."""
+        self._change.wait_until(lambda: self._is_woken)
         with self.changed:
-            while not self._is_woken:
-                self.changed.wait()
             # This is reset before the work, so that a step that is committed meanwhile causes
             # another round.
             self._is_woken = False
@@ -174,7 +177,7 @@ class DrainState:
         with self.changed:
             self.is_idle = ends or not self._is_woken
             self.has_ended = ends
-            self.changed.notify_all()
+        self.notify()
         return ends
 
 
@@ -182,7 +185,8 @@ class Drain:
     """The drain of one memory root.
 
     ``lock``: while it is held, nothing leaves memory. ``retention_lock``: while it is held, the
-    retention deletes nothing from the durable root.
+    retention deletes nothing from the durable root. The thread of the drain never waits for them:
+    the handler of a signal may have interrupted their holder, and wait for the drain.
 
     Args:
         memory: The memory root. The thread needs a ``Root`` of its own.
@@ -200,8 +204,8 @@ class Drain:
         rules: DrainRules,
         patience_seconds: float,
     ) -> None:
-        self.lock = threading.Lock()
-        self.retention_lock = threading.Lock()
+        self.lock, self.retention_lock = threading.RLock(), threading.RLock()
+        self._is_trim_due = False
         self.state = DrainState(str(durable.root.path), patience_seconds)
         # The claim may discard a stale memory, so it comes before the saver can continue from it.
         self.newest = pairing.claim()
@@ -305,8 +309,23 @@ class Drain:
         finally:
             self.retention_lock.release()
 
+    @contextlib.contextmanager
+    def without_trimming(self) -> Iterator[None]:
+        """Return a context in which nothing leaves memory."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            if self._is_trim_due:
+                self.state.wake()
+
     def _trim(self) -> None:
-        with self.lock:
+        # If a restore reads from memory, the next round removes.
+        self._is_trim_due = True
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._is_trim_due = False
             # The lock is held from the list to the last deletion, so a caller that holds it sees no
             # step vanish.
             briefs = self._briefs()
@@ -323,6 +342,8 @@ class Drain:
             # No grace period: memory is scarce, and readers hold a lock on the segments that they
             # have open.
             self._memory.collect(grace_seconds=0, newest=self.newest)
+        finally:
+            self.lock.release()
         self.state.notify()
 
     def _briefs(self) -> list[Brief]:

@@ -250,8 +250,8 @@ class Tier:
         Raises what ``RootWriter.delete`` raises; then nothing was deleted.
         """
         state, lock = self.drain.state, self.drain.lock
-        with lock:
-            # The drain may be copying the step; it needs the lock to end its round.
+        with self.drain.without_trimming():
+            # The drain may be copying the step, and removes what it has copied.
             while not state.is_idle:
                 lock.release()
                 try:

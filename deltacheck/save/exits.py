@@ -15,12 +15,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.interrupts import exempt, shielded, when_free
 
 # Python's own status if its clean-up fails, whatever the status would have been.
 STATUS = 120
@@ -113,7 +114,8 @@ def _finish_all() -> None:
     for saves, place, seconds in _saves_of_process():
         _open.pop(saves, None)
         try:
-            saves.close(Deadline(begin + seconds).left)
+            with shielded():
+                saves.close(Deadline(begin + seconds).left)
         except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, too, ends this wait only
             fail(_lost(place, error))
     for owner, message in _unseen:
@@ -194,29 +196,6 @@ def finish_on_signal(*signals: int, grace_seconds: float = 25.0) -> Callable[[],
     return _Finisher(signals or (signal.SIGTERM,), grace_seconds).remove
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Postpone the signal handler of ``finish_on_signal`` to the end of this block.
-
-    A save that the main thread has half begun is then finished, too.
-    """
-    global _depth
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-        while not _depth and _deferred:
-            _deferred.pop()()
-
-
-_depth = 0  # the number of ``undisturbed`` blocks that the main thread is in
-_deferred: list[Callable[[], None]] = []
-
-
 class _Finisher:
     """The handler of some signals, and a thread that ends the process if the handler hangs."""
 
@@ -248,6 +227,7 @@ class _Finisher:
         self._finished.set()
         self._arrived.set()
 
+    @exempt
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A second signal ends the process at once. So does a first one in a forked child, which has
         # no thread that could finish a save.
@@ -257,15 +237,16 @@ class _Finisher:
         self._number = number
         self._deadline = Deadline.after(self._grace_seconds)
         self._arrived.set()
-        if _depth:
-            _deferred.append(lambda: self._finish(number, frame))
-        else:
-            self._finish(number, frame)
+        # A save that the main thread has half begun is finished, too.
+        when_free(lambda: self._finish(number, frame))
 
     def _finish(self, number: int, frame: FrameType | None) -> None:
         for saves, place, _ in _saves_of_process():
             try:
-                saves.wait(self._deadline.left)
+                # The group of a terminal or of a scheduler gets the signal as a whole: torch's
+                # handler of SIGCHLD then raises the end of a worker, and this wait goes on.
+                with shielded():
+                    saves.wait(self._deadline.left)
             except Exception as error:  # noqa: BLE001 - the process ends, and the message says why
                 _write_message(
                     f"{place}: ended by {_name(number)} before the last save became a checkpoint."

@@ -14,8 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,9 @@ from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.files.background import Background
+from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
+from deltacheck.store.interrupts import Lock, postponed
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Store
 
@@ -77,7 +76,7 @@ class Pipeline:
         # else can be saved, since it would wait behind them.
         self.stuck: set[Progress] = set()
         self._chains = chains
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
@@ -85,7 +84,7 @@ class Pipeline:
         self._disk = Background(1, "deltacheck-disk")
         self._base = BaseCheck()
         self._look = Background(1, "deltacheck-look")
-        self._looking: Future[None] | None = None
+        self._looking: Task | None = None
         loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
         if options.verify == "receipt":
             loops["deltacheck-receipts"] = self._receipt_loop
@@ -135,7 +134,7 @@ class Pipeline:
                 store.renew_folders()
 
         self._looking = self._look.start(look)
-        return missing if wait_for([self._looking], _LOOK_SECONDS).done else []
+        return missing if self._looking.wait(_LOOK_SECONDS) else []
 
     def give_up(self, progress: Progress, error: BaseException) -> None:
         """Fail a save that makes no progress, so that training does not stop with it."""
@@ -190,10 +189,12 @@ class Pipeline:
         """Let the threads end after the saves under way. ``join``: wait for that."""
         self._to_encode.put(None)
         if join:
-            for thread in self._threads:
-                thread.join(_JOIN_SECONDS)
-            if self._chains.compactor is not None:
-                self._chains.compactor.close(_JOIN_SECONDS)
+            # The threads have nothing left to do. A join within a join would wait for itself.
+            with postponed():
+                for thread in self._threads:
+                    thread.join(_JOIN_SECONDS)
+                if self._chains.compactor is not None:
+                    self._chains.compactor.close(_JOIN_SECONDS)
 
     def when_stopped(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once the threads have ended: now, or from the last of them.
@@ -350,7 +351,7 @@ class Pipeline:
         results: list[_Result] = []
         seconds = _PATIENCE * job.setup.options.io_timeout_seconds
         pending = self._disk.start(lambda: results.append(action()))
-        if not wait_for([pending], seconds).done:
+        if not pending.wait(seconds):
             # The old thread hangs in the call. Later saves must not wait behind it.
             self._disk = Background(1, "deltacheck-disk")
             raise _GaveUp(
@@ -375,7 +376,7 @@ class Pipeline:
                 removal = self._disk.start(
                     partial(remove_tree, job.setup.store.path, job.writer.path, ignore_errors=True)
                 )
-                wait_for([removal], _MOST_REMOVAL_SECONDS)
+                removal.wait(_MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GaveUp):
                 self._chains.protect_uncertain(job)
             # Else the manifest may exist and need the segment; a collection decides by what it

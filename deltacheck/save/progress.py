@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,8 @@ from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.external_errors import is_external, remedy
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
-from deltacheck.store.deadline import Deadline, Pulse
+from deltacheck.store.deadline import Pulse
+from deltacheck.store.interrupts import Change, Lock
 
 # The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is
 # up to date. durable: every byte survives a power cut. committed: the step exists.
@@ -48,7 +48,7 @@ class Progress:
         self._pulse = pulse or Pulse(math.inf)
         self._pulse.beat()
         self._owner = os.getpid()
-        self._changed = threading.Condition()
+        self._lock, self._changed = Lock(), Change()
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -76,20 +76,15 @@ class Progress:
                 f"the save of step {self.step} belongs to process {self._owner}; a forked child"
                 " cannot wait for it"
             )
-        deadline = Deadline.after(timeout)
-        with self._changed:
-            # The pulse is read again after every wait: any save of this saver may have renewed it.
-            while not condition():
-                seconds_left, patience = deadline.left, self._pulse.left
-                if seconds_left == 0:
-                    return False
-                if seconds_left is None and patience <= 0:
-                    raise StorageTimeout(
-                        f"the save of step {self.step} is {self.state}, and nothing has happened"
-                        f" for {self._pulse.patience_seconds:g} s; the storage may hang"
-                    )
-                limit = patience if seconds_left is None else seconds_left
-                self._changed.wait(min(limit, threading.TIMEOUT_MAX))
+        if timeout is not None:
+            return self._changed.wait_until(condition, timeout)
+        # The pulse is read again after every wait: any save of this saver may have renewed it.
+        while not self._changed.wait_until(condition, max(0.0, self._pulse.left)):
+            if self._pulse.left <= 0:
+                raise StorageTimeout(
+                    f"the save of step {self.step} is {self.state}, and nothing has happened"
+                    f" for {self._pulse.patience_seconds:g} s; the storage may hang"
+                )
         return True
 
     def wait_for_end(self, timeout: float | None) -> None:
@@ -133,64 +128,63 @@ class Progress:
 
     def raise_error(self) -> None:
         """Raise the error of the save, if it failed; it then counts as seen."""
-        with self._changed:
-            if self.error is not None:
-                self.has_unseen_error = False
-                raise self.error
+        if self.error is not None:
+            self.has_unseen_error = False
+            raise self.error
 
     def take_unseen_error(self) -> Exception | None:
         """Return the error if nobody has seen it yet; it then counts as seen."""
-        with self._changed:
+        with self._lock:
             error = self.error if self.has_unseen_error else None
             self.has_unseen_error = False
             return error
 
     def unsee_error(self) -> None:
         """Let the saver raise the error once more, if there is one."""
-        with self._changed:
-            self.has_unseen_error = self.error is not None
+        self.has_unseen_error = self.error is not None
 
     # --- the saver's side -------------------------------------------------------------------------
 
     def advance(self, state: str, report: SaveReport | None = None) -> None:
         """Enter a state, unless the save was given up before."""
         self._pulse.beat()
-        with self._changed:
+        with self._lock:
             # A save that was given up stays failed, although its thread may still finish it.
             if self.error is None:
-                self.state = state
+                # Before the state: whoever sees that the save is committed must find the report.
                 self.report = report or self.report
-                self._changed.notify_all()
+                self.state = state
+        self._changed.notify()
 
     def fail(self, error: Exception) -> None:
         """End the save with an error, unless it has ended already."""
-        with self._changed:
+        with self._lock:
             # A committed step exists, whatever fails afterwards.
             if not self.done():
-                self.state = "failed"
+                # Before the state: whoever sees that the save has failed must find the error.
                 self._set_error(error)
+                self.state = "failed"
             self.awaits_receipt = False
-            self._changed.notify_all()
+        self._changed.notify()
 
     def give_receipt(self, receipt: Receipt | Exception) -> None:
         """Record that the step was read back, or why a committed step could not be."""
         self._pulse.beat()
-        with self._changed:
-            self.awaits_receipt = False
+        with self._lock:
             if isinstance(receipt, Exception):
                 self._set_error(receipt)
             else:
                 self.receipt = receipt
-            self._changed.notify_all()
+            self.awaits_receipt = False
+        self._changed.notify()
 
     def _set_error(self, error: Exception) -> None:
         self.error, self.has_unseen_error = error, True
 
     def mark_reads_enqueued(self) -> None:
         """Record that every read of the state is enqueued on its device."""
-        with self._changed:
-            self.reads_enqueued = True
-            self._changed.notify_all()
+        self.reads_enqueued = True
+        self._changed.notify()
 
     def mark_own(self) -> None:
         """Record that the save reads nothing but copies of its own: nothing waits for it."""

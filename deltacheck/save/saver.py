@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +21,6 @@ from deltacheck.leaf.tree import Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
-from deltacheck.save.exits import undisturbed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
@@ -38,6 +36,7 @@ from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
+from deltacheck.store.interrupts import Event, postponed, shielded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Store
 
@@ -75,15 +74,14 @@ class Saver:
             else None
         )
         self._chains = ChainState(numbers, compactor)
-        self._handles: list[SaveHandle] = []
+        # In order. No lock guards it: each change is one operation of the dictionary.
+        self._handles: dict[SaveHandle, None] = {}
         # Longer than the deadlines of storage calls, so that a hanging save fails by itself first.
         self._pulse = Pulse(2 * options.io_timeout_seconds)
-        # Reentrant: a signal handler may interrupt its holder and ask for what is pending.
-        self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
         # Clear while a save is planned on the encoder thread.
-        self._planned = threading.Event()
+        self._planned = Event()
         self._planned.set()
         # A remark on a lost base, for the report of the next save.
         self._loss = ""
@@ -142,8 +140,8 @@ class Saver:
         self.check_usable()
         abandon = None if agreed is None else agreed.abandon
         request = SaveRequest(step, tree, commit, metrics or {}, replay, note, abandon)
-        # The handler of a signal waits for saves, and would not find one that is only half begun.
-        with undisturbed():
+        # The handler of a signal may wait for saves, and would not find one that is half begun.
+        with postponed():
             return self._save(request, sources, agreed)
 
     def _save(self, request: SaveRequest, sources: Sources, agreed: Agreed | None) -> SaveHandle:
@@ -168,7 +166,7 @@ class Saver:
             return handle
         # Before the handle is known: if a thread cannot start, nobody may wait for this save.
         self._setup.store.start_threads()
-        self._handles.append(handle)
+        self._handles[handle] = None
         if isinstance(sources, LaterSources):
             self._start_later(request, sources, handle)
         else:
@@ -188,7 +186,7 @@ class Saver:
             job = self._plan(request, sources, agreed, handle)
         except BaseException:
             # The caller gets the error and no handle.
-            self._handles.remove(handle)
+            self._handles.pop(handle, None)
             raise
         try:
             job.capture_eager()
@@ -378,16 +376,13 @@ class Saver:
 
     def pending(self) -> list[SaveHandle]:
         """Return the saves under way, oldest first."""
-        with self._lock:
-            # Failed saves stay in the list until `raise_unseen` reports them.
-            self._handles = [
-                handle
-                for handle in self._handles
-                if not handle.done()
-                or progress_of(handle).error is not None
-                or progress_of(handle).awaits_receipt
-            ]
-            return [handle for handle in self._handles if not handle.done()]
+        handles = list(self._handles)
+        for handle in handles:
+            # Failed saves stay until `raise_unseen` reports them.
+            progress = progress_of(handle)
+            if progress.done() and progress.error is None and not progress.awaits_receipt:
+                self._handles.pop(handle, None)
+        return [handle for handle in handles if not handle.done()]
 
     def settle(self) -> None:
         """Block the training thread until no save is under way; the next call raises failures."""
@@ -405,15 +400,19 @@ class Saver:
         """
         if not self.is_ours():  # a forked child trains on a copy that no save reads
             return False
-        pending = self.pending()
-        if pending and not self._planned.is_set() and not progress_of(pending[-1]).reads_enqueued:
-            begin = time.perf_counter()
-            # The wait for a save that is planned can be shortened (``Progress.while_awaited``).
-            self._planned.wait(self.options.io_timeout_seconds)
-            progress_of(pending[-1]).add_blocking(time.perf_counter() - begin)
-        for handle in pending:
-            self._block_until(handle, "captured", or_enqueued=True)
-        return not all(progress_of(handle).is_own for handle in pending)
+        read: set[SaveHandle] = set()
+        # The handler of a signal may begin another save during the waits.
+        while pending := [handle for handle in self.pending() if handle not in read]:
+            newest = progress_of(pending[-1])
+            if not self._planned.is_set() and not newest.reads_enqueued:
+                begin = time.perf_counter()
+                # The wait for a save that is planned can be shortened (``while_awaited``).
+                self._planned.wait(self.options.io_timeout_seconds)
+                newest.add_blocking(time.perf_counter() - begin)
+            for handle in pending:
+                self._block_until(handle, "captured", or_enqueued=True)
+            read.update(pending)
+        return not all(progress_of(handle).is_own for handle in read)
 
     def _block_until(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:
         """Block the training thread for a save; give the save up if it makes no progress."""
@@ -424,13 +423,11 @@ class Saver:
 
     def raise_unseen(self) -> None:
         """Raise the oldest unseen failure, unless ``on_error`` leaves it to the log."""
-        with self._lock:
-            failed = [p for p in map(progress_of, self._handles) if p.error is not None]
-            self._handles = [
-                handle
-                for handle in self._handles
-                if not handle.done() or progress_of(handle).awaits_receipt
-            ]
+        handles = list(self._handles)
+        failed = [p for p in map(progress_of, handles) if p.error is not None]
+        for handle in handles:
+            if handle.done() and not progress_of(handle).awaits_receipt:
+                self._handles.pop(handle, None)
         for progress in failed:
             unseen = progress.take_unseen_error()
             error = None if unseen is None else self.failures.to_raise(unseen)
@@ -456,10 +453,7 @@ class Saver:
         """
         self._check_owner()
         deadline = Deadline.after(timeout)
-        self.pending()  # forget the saves that have ended well
-        with self._lock:
-            handles = list(self._handles)
-        for progress in map(progress_of, handles):
+        for progress in map(progress_of, list(self._handles)):
             if progress.error is None:
                 progress.wait_for_end(deadline.left)
         self.raise_unseen()
@@ -498,12 +492,21 @@ class Saver:
         if self._closed or not self.is_ours():
             return
         try:
-            self.wait(timeout)
-        finally:
-            # Also after an error, since the threads stop in any case.
-            self._closed = True
-            # If a save is stuck or still pending, its thread may hang, and so would a join.
-            self._pipeline.stop(join=not self._pipeline.stuck and not self.pending())
+            # Else the error of a handler would end this wait.
+            with shielded() as errors:
+                self.wait(timeout)
+        except Exception:
+            self._stop()
+            raise
+        # After Ctrl-C or ``sys.exit`` in a handler, the saver stays open: the exit finishes saves.
+        self._stop()
+        if errors:
+            raise errors[0]
+
+    def _stop(self) -> None:
+        self._closed = True
+        # If a save is stuck or still pending, its thread may hang, and so would a join.
+        self._pipeline.stop(join=not self._pipeline.stuck and not self.pending())
 
     @property
     def is_closed(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -46,6 +45,7 @@ from deltacheck.store.documents import Written, encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
+from deltacheck.store.interrupts import Event, Lock
 from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.manifest import Manifest, SavedSharding
 
@@ -504,8 +504,8 @@ class Gate:
         self.timeout_seconds = timeout_seconds
         # Orbax opens the gate on one of its threads, ``close`` and ``cancel`` abandon it on the
         # training thread, and the committer thread waits for the first of them.
-        self._changed = threading.Event()
-        self._lock = threading.Lock()
+        self._changed = Event()
+        self._lock = Lock()
         self._verdict = ""  # the first decision; "" until then
 
     @classmethod

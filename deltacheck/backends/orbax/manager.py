@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from deltacheck.save import exits
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
+from deltacheck.store.interrupts import postponed
 from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
@@ -271,6 +272,19 @@ def _require_own(args: Any, own: type, *others: type) -> None:
     )
 
 
+def _undisturbed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Postpone the handlers of signals during a call: Orbax holds locks in it."""
+
+    @functools.wraps(call)
+    def undisturbed(*args: Any, **kwargs: Any) -> Any:
+        with postponed():
+            return call(*args, **kwargs)
+
+    return undisturbed
+
+
+for _call in ("save", "wait_until_finished", "delete", "close"):
+    setattr(_Manager, _call, _undisturbed(getattr(_Manager, _call)))
 for _call in (
     "save",
     "restore",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
+from deltacheck.store.interrupts import Event, Lock
 
 __all__ = ["context"]
 
@@ -134,7 +134,7 @@ class _Session:
     def __init__(self, delta: DeltaCheckpointHandler, cast: bool) -> None:
         self.delta = delta
         self.cast = cast
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._pending: set[_Save] = set()
 
     def begin(self, directory: Any, checkpointable: Any) -> _Finish:
@@ -206,7 +206,7 @@ class _Save:
     commit: Commit
     directory: Any
     is_of_manager: bool
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Event = field(default_factory=Event)
 
     def wait(self, timeout: float) -> None:
         """Wait until Orbax has committed the step or given it up, ``timeout`` seconds at most."""

@@ -40,6 +40,7 @@ from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
+from deltacheck.store.interrupts import Turn
 from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")
@@ -224,6 +225,8 @@ class Engine:
             on_error=on_error,
             max_failures=max_failures,
         )
+        # Two threads, or a handler of a signal, may call at the same time.
+        self._turn = Turn()
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
         self._is_eager = capture == "eager"
@@ -282,13 +285,14 @@ class Engine:
         """
         # It writes to the state, whose version counters are read with its structure.
         self._open.await_arrival()
-        begin = time.perf_counter()
-        flat = self._session.flatten(state)
-        flattening_seconds = time.perf_counter() - begin
-        handle = self._save(step, flat, metrics)
-        # The handle did not exist yet when the state was flattened.
-        progress_of(handle).add_blocking(flattening_seconds)
-        return handle
+        with self._turn.of("save", postpones=True):
+            begin = time.perf_counter()
+            flat = self._session.flatten(state)
+            flattening_seconds = time.perf_counter() - begin
+            handle = self._save(step, flat, metrics)
+            # The handle did not exist yet when the state was flattened.
+            progress_of(handle).add_blocking(flattening_seconds)
+            return handle
 
     def _save(
         self,
@@ -541,9 +545,6 @@ class Engine:
         if leaves is not None and (into is not None or optimizer is not None or overlap):
             raise ValueError("leaves= cannot be given with into=, optimizer= or overlap=True")
         names = (leaves,) if isinstance(leaves, str) else leaves
-        # A failed one is the usual reason for another restore.
-        if self._open.arrival is not None:
-            self._open.arrival.join()
         request = RestoreRequest(
             step_or_tag(step),
             into,
@@ -554,16 +555,21 @@ class Engine:
             expected_digest,
             None if names is None else tuple(names),
         )
-        arrival: Arrival | None = None
-        if overlap:
-            manifest, state, arrival = self._session.restore_overlapped(request)
-        else:
-            manifest, state = self._session.restore(request)
-        if self._open.arrival is not None:
-            self._open.arrival.release()
-        self._open.arrival = arrival
-        self.restored_step = manifest.step
-        return state if arrival is None else RestoreHandle(state, arrival)
+        # The next save goes on from this step, so no other thread may begin one meanwhile.
+        with self._turn.of("restore"):
+            # A failed one is the usual reason for another restore.
+            if (earlier := self._open.arrival) is not None:
+                earlier.join()
+            arrival: Arrival | None = None
+            if overlap:
+                manifest, state, arrival = self._session.restore_overlapped(request)
+            else:
+                manifest, state = self._session.restore(request)
+            if earlier is not None:
+                earlier.release()
+            self._open.arrival = arrival
+            self.restored_step = manifest.step
+            return state if arrival is None else RestoreHandle(state, arrival)
 
     def _continue_from(self, reader: StepReader) -> None:
         """Let the next save continue a step of the root that was read before the engine was made.

@@ -114,6 +114,10 @@ class GradientLog:
         Raises:
             UnsupportedLeaf, SaveFailed, StorageTimeout: As ``Engine.save`` raises them.
         """
+        with self._engine._turn.of("save", postpones=True):
+            return self._save(step, state, metrics)
+
+    def _save(self, step: int, state: object, metrics: Mapping[str, float] | None) -> SaveHandle:
         begin = time.perf_counter()
         engine, book = self._engine, self._book
         self._depth = 0  # a step that raised did not reach the hook that resets this

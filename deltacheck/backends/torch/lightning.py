@@ -19,7 +19,6 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from deltacheck.errors import StepNotFound
 from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
+from deltacheck.store.files.background import Background, Task
 
 # The two distributions of Lightning, and the packages of their interface ``CheckpointIO``. Each
 # Trainer tests for its own.
@@ -43,7 +43,7 @@ class _Task(NamedTuple):
 
     path: Path
     leaves_file: bool
-    future: Future[None]
+    work: Task
 
 
 @typed
@@ -82,7 +82,7 @@ class DeltaCheckIO:
         self._rng = rng
         self._options = engine
         self._engine: Engine | None = None
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: Background | None = None
         self._under_way: deque[_Task] = deque()
         # The file that ``ModelCheckpoint`` is saving, and whether a training runs.
         self._in_background: Path | None = None
@@ -207,7 +207,7 @@ class DeltaCheckIO:
         finally:
             # The worker ends before the engine, which its last actions still use.
             if worker is not None:
-                worker.shutdown()
+                worker.close()
             if engine is not None:
                 engine.close()
 
@@ -252,7 +252,7 @@ class DeltaCheckIO:
         """Return whether a file is there after all changes under way; ``None``: none is of it."""
         for file in (Path(path).absolute(), Path(path).resolve()):
             for task in reversed(self._under_way):
-                if task.path == file and not task.future.done():
+                if task.path == file and not task.work.done():
                     return task.leaves_file
         return None
 
@@ -262,17 +262,17 @@ class DeltaCheckIO:
         """Run an action behind the training, after all earlier ones."""
         if self._worker is None:
             # One thread, so that files appear and disappear in the order of Lightning's calls.
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
-        self._under_way.append(_Task(path, leaves_file, self._worker.submit(action)))
+            self._worker = Background(1, "deltacheck-files")
+        self._under_way.append(_Task(path, leaves_file, self._worker.start(action)))
 
     def _settle(self, wait: bool = True) -> None:
         """Raise the first failure, once. ``wait``: wait for the actions under way first."""
         errors = []
         # Each is taken out before it is looked at, so that no failure is raised twice, also if a
         # signal handler saves in between.
-        while self._under_way and (wait or self._under_way[0].future.done()):
+        while self._under_way and (wait or self._under_way[0].work.done()):
             task = self._under_way.popleft()
-            errors.append(task.future.exception())
+            errors.append(task.work.exception())
         for error in filter(None, errors):
             raise error
 

@@ -8,7 +8,6 @@ be committed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.effort import Effort
+from deltacheck.store.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
 
 
@@ -40,7 +40,7 @@ class Numbers:
         self.next = next_seq
         self.spare: int | None = None
         self._shared = shared or self
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -88,8 +88,7 @@ class ChainState:
         self._segments_under_way: set[str] = set()
         self._uncertain: set[str] = set()
         self._unchecked: dict[int, Manifest] = {}
-        # Reentrant: a signal handler may interrupt its holder and ask for what is protected.
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     # --- between saves ----------------------------------------------------------------------------
 

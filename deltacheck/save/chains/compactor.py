@@ -25,6 +25,7 @@ from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
+from deltacheck.store.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 
@@ -204,7 +205,7 @@ class Compactor:
         self._policy = policy
         self._after = after
         self._io_timeout_seconds = io_timeout_seconds
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._running = _Running()
         self._written_bytes = 0
         self._stop = threading.Event()

@@ -32,21 +32,30 @@ class EarlyCopies:
         self._sources = sources
         self._bytes_left = most_bytes
         self._copies: deque[LeafSource] = deque()
-        self._lock = threading.Lock()
+        # Held by the one thread that copies. Nobody waits for it: a handler of a signal that has
+        # interrupted a copy leaves the rest to the encoder.
+        self._copying = threading.Lock()
 
     def make(self) -> None:
-        """Copy leaves until none is left, memory is used up, or one is no view of host memory."""
-        with self._lock:
+        """Copy leaves until none is left, memory is used up, or one is no view of host memory.
+
+        Do nothing if copies are being made already.
+        """
+        if not self._copying.acquire(blocking=False):
+            return
+        try:
             while self._make_one():
                 pass
+        finally:
+            self._copying.release()
 
     def take(self) -> deque[LeafSource]:
-        """Return the copied leaves, in the order of the queue, once no copy is under way.
+        """Return the copied leaves, in the order of the queue.
 
-        The caller has emptied the queue, and may have captured the first of them itself.
+        The caller has emptied the queue, and may have captured the first of them itself. A copy
+        that is still under way is of such a leaf: each leaves the queue after it is complete.
         """
-        with self._lock:
-            return self._copies
+        return self._copies.copy()
 
     def _make_one(self) -> bool:
         try:

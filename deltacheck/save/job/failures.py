@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 from deltacheck.errors import ReceiptFailed, SaveFailed
+from deltacheck.store.interrupts import Lock
 
 
 class FailureCount:
@@ -21,7 +20,7 @@ class FailureCount:
         self._max_failures = max_failures
         self._in_a_row = 0
         self._newest: Exception | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def in_a_row(self) -> int:

@@ -10,7 +10,6 @@ the first failure, before its own save is done.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +39,7 @@ from deltacheck.save.ranks.rules import (
 from deltacheck.save.treatment.signals import Signals, combined
 from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
+from deltacheck.store.interrupts import Lock
 from deltacheck.store.manifest import (
     LeafRecord,
     Manifest,
@@ -226,7 +226,7 @@ class Attempt:
         self._copies = copies
         # The mapping itself, which is filled later.
         self._contents: Mapping[str, str] = {} if contents is None else contents
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_reported = False
 
     def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:

@@ -9,19 +9,66 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
 
-_Task = tuple[Future[None], Callable[[], None]]
+from deltacheck.store.interrupts import Change
 
 _MOST_NICENESS = 19
 # The longest wait without progress, at the end of the process, for tasks that nobody waits for.
 _EXIT_SECONDS = 5.0
 
 # The tasks of this process that are not finished.
-_under_way: set[Future[None]] = set()
+_under_way: set[Task] = set()
+_ends = Change()
 os.register_at_fork(after_in_child=_under_way.clear)
+
+
+class Task:
+    """Work of another thread, as a future, without a lock (``interrupts``).
+
+    Args:
+        work: Called on the thread.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self._end = Change()
+
+    def done(self) -> bool:
+        """Return true if the work has ended."""
+        return self._work is None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; return false if ``timeout`` seconds have passed before."""
+        return self._end.wait_until(self.done, timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, and return the error of the work. Raises ``TimeoutError``."""
+        if not self.wait(timeout):
+            raise TimeoutError
+        return self._error
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end. Raises the error of the work, or ``TimeoutError``."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+
+    def carry_out(self) -> None:
+        """Do the work on the calling thread."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the end is waited for
+            self._error = error
+        finally:
+            # The memory that the work refers to must not live as long as the task.
+            self._work = None
+            _under_way.discard(self)
+            self._end.notify()
+            _ends.notify()
 
 
 class Background:
@@ -40,7 +87,7 @@ class Background:
     """
 
     def __init__(self, threads: int, name: str, niceness: int = 0) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._threads = [
             Thread(target=_serve, args=(self._tasks, niceness), name=name, daemon=True)
             for _ in range(threads)
@@ -55,13 +102,12 @@ class Background:
         # Not at exit: the saves under way may be finished after that.
         weakref.finalize(self, _end, self._tasks).atexit = False
 
-    def start(self, work: Callable[[], None]) -> Future[None]:
-        """Call ``work`` on one of the threads; return a future of its end."""
-        future: Future[None] = Future()
-        _under_way.add(future)
-        future.add_done_callback(_under_way.discard)
-        self._tasks.put((future, work))
-        return future
+    def start(self, work: Callable[[], None]) -> Task:
+        """Call ``work`` on one of the threads; return the task."""
+        task = Task(work)
+        _under_way.add(task)
+        self._tasks.put(task)
+        return task
 
     def close(self) -> None:
         """End after the tasks that were handed over; none may be added.
@@ -73,13 +119,11 @@ class Background:
             thread.join(1.0)
 
 
-def _serve(tasks: SimpleQueue[_Task | None], niceness: int) -> None:
+def _serve(tasks: SimpleQueue[Task | None], niceness: int) -> None:
     if niceness:
         lower_priority(niceness)
     while (task := tasks.get()) is not None:
-        carry_out(*task)
-        # The memory that the work refers to must not live until the next task comes.
-        del task
+        task.carry_out()
     _end(tasks)
 
 
@@ -98,24 +142,14 @@ def lower_priority(niceness: int) -> None:
             )
 
 
-def carry_out(future: Future[None], work: Callable[[], None]) -> None:
-    """Call ``work`` and set the future's result or exception."""
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+def carried_out(work: Callable[[], None]) -> Task:
+    """Call ``work`` on the calling thread; return a task that has ended."""
+    task = Task(work)
+    task.carry_out()
+    return task
 
 
-def carried_out(work: Callable[[], None]) -> Future[None]:
-    """Call ``work`` on the calling thread; return a future that is done."""
-    future: Future[None] = Future()
-    carry_out(future, work)
-    return future
-
-
-def _end(tasks: SimpleQueue[_Task | None]) -> None:
+def _end(tasks: SimpleQueue[Task | None]) -> None:
     # One mark is enough: the first thread that gets it passes it on.
     tasks.put(None)
 
@@ -130,5 +164,5 @@ def _finish() -> None:
     """
     # A busy machine may need long for all of them; only storage that hangs ends the wait.
     while pending := list(_under_way):
-        if not wait(pending, _EXIT_SECONDS).done:
+        if not _ends.wait_until(lambda: any(task.done() for task in pending), _EXIT_SECONDS):
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.codec.extension import extension, required
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.files import chunk_files
-from deltacheck.store.files.background import Background, carried_out
+from deltacheck.store.files.background import Background, Task, carried_out
 from deltacheck.store.files.chunk_files import Cells, Piece
 from deltacheck.store.files.storage import Place
 
@@ -169,8 +168,8 @@ def _opened(path: str, name: str, cells: Cells) -> int:
         ) from None
 
 
-def start(work: Callable[[], None]) -> Future[None]:
-    """Call ``work`` on a reader thread; return a future of its end."""
+def start(work: Callable[[], None]) -> Task:
+    """Call ``work`` on a reader thread; return the task."""
     try:
         return _readers(os.getpid()).start(work)
     except RuntimeError:

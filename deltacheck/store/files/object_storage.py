@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +15,7 @@ from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.store import layout
 from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
 from deltacheck.store.files.storage_interface import Storage
+from deltacheck.store.interrupts import Lock
 from deltacheck.store.lock import object_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.lock.object_lease import ObjectLease
@@ -245,7 +245,7 @@ class _WriteCounter:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._before = 0
 
     def take(self) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltacheck.errors import RootBusy, StorageFailed
 from deltacheck.store import layout
+from deltacheck.store.interrupts import postponed
 from deltacheck.store.lock.holding import Holding
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ObjectLease:
         self._object = root / layout.CONTROL / "zarr.json"
         self._seconds = root.store.lease_seconds
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._beat = 0
         self._lost = ""
         self._released = threading.Event()
@@ -132,7 +133,7 @@ class ObjectLease:
         If another writer has taken the lease, this is noted for ``check``.
         """
         # The thread and ``seconds_left`` may renew at the same moment.
-        with self._lock:
+        with postponed(), self._lock:
             if not self.holds():
                 return
             begin = time.monotonic()
@@ -157,7 +158,7 @@ class ObjectLease:
             self._released.set()
             self.holding.released.set()
             return
-        with self._lock:
+        with postponed(), self._lock:
             self._released.set()
             # Marked and not deleted, so that the epochs go on counting.
             with contextlib.suppress(StorageFailed):

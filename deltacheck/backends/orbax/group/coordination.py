@@ -7,7 +7,6 @@ training's collectives.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,13 +18,14 @@ from deltacheck.backends.orbax.manager_root.jax_internals import coordination_cl
 from deltacheck.errors import RankFailed
 from deltacheck.save.ranks.channel import Ranks
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.interrupts import Lock
 
 # Size of the parts of a message. The service holds them in memory, and limits its own messages.
 _PART_BYTES = 1 << 20
 # A wait in the service cannot be interrupted, so no single wait is longer than this.
 _SLICE_SECONDS = 10.0
 
-_lock = threading.Lock()
+_lock = Lock()
 # Numbers the channels of a name, so that a second one does not read the keys of the first.
 _names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import weakref
-from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
+from deltacheck.store.interrupts import postponed
 from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.root import Root, Store, create_manager_store
 
@@ -24,7 +24,7 @@ log = logging.getLogger("deltacheck")
 # The writers of this process, by root, because a process can hold the lease of a root once. The
 # lock also guards the users of every writer.
 _writers: dict[Path, Writer] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Holder(Protocol):
@@ -68,9 +68,7 @@ class Writer:
         A failure is only logged, and a hanging storage is not waited for: a step is about to be
         committed, and unneeded segments can wait.
         """
-        if not wait(
-            [self._collector.start(partial(self._collect, grace_seconds))], timeout_seconds
-        ).done:
+        if not self._collector.start(partial(self._collect, grace_seconds)).wait(timeout_seconds):
             # The hanging collection may continue at any time: a segment that no step needs now, no
             # later step will need.
             self._collector = Background(1, "deltacheck-collector")
@@ -103,7 +101,7 @@ class Writer:
 
     def release(self, user: object) -> None:
         """Release the share of a user. The last release gives the root back."""
-        with _lock:
+        with postponed(), _lock:
             self._users.discard(user)
             if not self._users:
                 # The lease goes last: until the threads have ended, they may write and delete.
@@ -141,7 +139,7 @@ def writer_of(path: Path, user: object, durability: Durability = Durability.POWE
         UnsupportedFormat: A newer version wrote the root.
         ValueError: Another handler of this process writes to it with another durability.
     """
-    with _lock:
+    with postponed(), _lock:
         writer = _writers.get(path)
         if writer is None:
             writer = _writers[path] = Writer(path, durability)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,8 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.handlers.compatibility import (
     CompatibilityCheckpointHandler,
 )
+
+from deltacheck.store.interrupts import Lock
 
 
 def active_context() -> Any:
@@ -44,7 +45,7 @@ def with_handler(registry: Any, handler: type) -> Any:
 _TREE_NAMES = (f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}",)
 # The handlers of the open contexts, in the order of their beginning.
 _active_handlers: list[type] = []
-_lock = threading.Lock()
+_lock = Lock()
 
 
 @contextlib.contextmanager

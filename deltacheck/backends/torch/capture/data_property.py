@@ -1,4 +1,6 @@
-"""Announce writes through ``.data`` of parameters, which no version counter of torch shows.
+"""Announce writes through ``.data`` of parameters, and those of ``Module.load_state_dict``.
+
+No version counter of torch shows the former. Both are usual outside of an optimizer.
 
 Loops that swap weights for their moving averages, and adapters that are merged, write to
 ``parameter.data``. While an engine exists, ``torch.nn.Parameter.data`` is therefore a property that
@@ -10,18 +12,22 @@ property when they are first seen (``cover``). Compiled code does not use it: To
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 
+from deltacheck.store.interrupts import Lock
+
 Watcher = Callable[[torch.Tensor], None]
 
 _DATA: Any = torch.Tensor.data
+_LOAD_STATE_DICT: Any = torch.nn.Module.load_state_dict
 _watchers: tuple[Watcher, ...] = ()
 _covered: set[type] = set()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def _get(parameter: torch.Tensor) -> torch.Tensor:
@@ -36,8 +42,16 @@ def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
     _DATA.__set__(parameter, value)
 
 
+@functools.wraps(_LOAD_STATE_DICT)
+def _load_state_dict(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for tensor in chain(module.parameters(), module.buffers()):
+        for watcher in _watchers:
+            watcher(tensor)
+    return _LOAD_STATE_DICT(module, *args, **kwargs)
+
+
 def add(watcher: Watcher) -> None:
-    """Call ``watcher`` before each access to ``.data`` of a parameter.
+    """Call ``watcher`` before each access to ``.data`` of a parameter, and before a module loads.
 
     Args:
         watcher: Called with the parameter, on the thread of the access.
@@ -45,6 +59,8 @@ def add(watcher: Watcher) -> None:
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
+        if torch.nn.Module.load_state_dict is _LOAD_STATE_DICT:
+            torch.nn.Module.load_state_dict = _load_state_dict  # type: ignore[assignment,method-assign]
     cover(torch.nn.Parameter)
 
 
@@ -74,3 +90,5 @@ def remove(watcher: Watcher) -> None:
             for kind in _covered:
                 del kind.data  # type: ignore[attr-defined]
             _covered.clear()
+            if torch.nn.Module.load_state_dict is _load_state_dict:
+                torch.nn.Module.load_state_dict = _LOAD_STATE_DICT  # type: ignore[method-assign]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -45,6 +44,7 @@ from deltacheck.save.treatment.treatment import leaf_groups
 from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
+from deltacheck.store.interrupts import Lock
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone, remove_unused
 from deltacheck.store.root import Root, Store, is_root_or_fresh
@@ -420,7 +420,7 @@ _streams: dict[str, Stream] = {}
 _restored: dict[str, Restored] = {}
 _turns: dict[str, Turns] = {}
 # ``async_save`` makes and uses writers on threads of DCP.
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def keep(path: Place, restored: Restored) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 from deltacheck.errors import SaveFailed
+from deltacheck.store.interrupts import Change, Lock
 
 # A save without a call for so long has failed between two of them, in a planner or a collective.
 _IDLE_SECONDS = 60.0
@@ -21,7 +22,7 @@ class Turns:
     """The save whose turn it is. A save has it from its first call to its end."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock, self._changed = Lock(), Change()
         self._save: object | None = None
         self._thread: threading.Thread | None = None
         self._is_in_call = False
@@ -29,12 +30,17 @@ class Turns:
 
     def begin(self, save: object) -> None:
         """Wait until no other thread has the turn, and take it."""
-        with self._changed:
-            while self._is_taken():
-                # With a limit, because the end of a thread notifies nobody.
-                self._changed.wait(0.02)
+        while not self._take(save):
+            # With a limit, because the end of a thread notifies nobody.
+            self._changed.wait_until(lambda: not self._is_taken(), 0.02)
+
+    def _take(self, save: object) -> bool:
+        with self._lock:
+            if self._is_taken():
+                return False
             self._save, self._thread = save, threading.current_thread()
             self._last_call = time.monotonic()
+            return True
 
     @contextlib.contextmanager
     def call(self, save: object, *, is_last: bool = False) -> Iterator[None]:
@@ -43,7 +49,7 @@ class Turns:
         Raises:
             SaveFailed: Another save has taken the turn.
         """
-        with self._changed:
+        with self._lock:
             if self._save is not save:
                 raise SaveFailed(
                     "another save to this root has begun meanwhile: wait for the result of"
@@ -55,11 +61,11 @@ class Turns:
             yield
             has_ended = is_last
         finally:
-            with self._changed:
+            with self._lock:
                 self._is_in_call, self._last_call = False, time.monotonic()
                 if has_ended:
                     self._save = self._thread = None
-                    self._changed.notify_all()
+            self._changed.notify()
 
     def _is_taken(self) -> bool:
         thread = self._thread

@@ -21,6 +21,7 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy.retention import Retention
 from deltacheck.store.files import storage
+from deltacheck.store.interrupts import postponed
 
 SUFFIX = ".deltacheck"
 # Most series that are open at a time. Each holds a copy of its state.
@@ -32,7 +33,7 @@ _MOST_DIGITS = 18  # of a step
 _open: dict[Path, Engine] = {}  # by root, in the order of their last use
 # Held during a whole save, so that two threads never take the same step of a series, and no engine
 # is closed while it saves.
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Series(NamedTuple):
@@ -109,7 +110,7 @@ def save(
             f"{path} is a directory; save to a file name in it, or use Engine({str(path)!r})"
         )
     series = series_of(path)
-    with _lock:
+    with postponed(), _lock:
         engine = _engine(series.root, keep_last)
         newest = max(engine.steps(), default=-1)
         step = newest + 1 if series.step is None else series.step
@@ -127,7 +128,7 @@ def release(f: str | os.PathLike[str] | None = None) -> None:
     Args:
         f: A file of the series; ``None``: all series.
     """
-    with _lock:
+    with postponed(), _lock:
         for root in list(_open) if f is None else [series_of(Path(f).resolve()).root]:
             engine = _open.pop(root, None)
             if engine is not None:

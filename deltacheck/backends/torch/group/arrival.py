@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ import torch
 
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.external_errors import typed
+from deltacheck.store.interrupts import Event
 
 # The last overlapped restore into each optimizer.
 _newest: WeakKeyDictionary[torch.optim.Optimizer, Arrival] = WeakKeyDictionary()
@@ -36,7 +38,7 @@ class Arrival:
     ) -> None:
         self.step = step
         self._owner = os.getpid()
-        self._end = threading.Event()
+        self._end = Event()
         self._error: BaseException | None = None
         self._is_seen = False
         optimizers = list(optimizers)
@@ -59,6 +61,7 @@ class Arrival:
                     # The background must not write to a state that is replaced meanwhile.
                     optimizer.register_load_state_dict_pre_hook(lambda *_: self.join()),
                     optimizer.register_load_state_dict_post_hook(self.replaced),
+                    _BeforeCopy(optimizer, self._before_step),
                 ]
             # As a daemon: an exit of the process needs the optimizer no more.
             threading.Thread(
@@ -144,6 +147,36 @@ class Arrival:
         self.join()
         if self._error is not None and id(optimizer) in self._incomplete:
             self._raise()
+
+
+class _BeforeCopy:
+    """A hook that is called before an optimizer is copied or pickled, for which torch has none.
+
+    Args:
+        optimizer: The optimizer.
+        hook: Called with it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, hook: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        inherited = type(optimizer).__getstate__
+
+        def getstate() -> Any:
+            present = self._optimizer()
+            assert present is not None
+            hook(present)
+            return inherited(present)
+
+        # ``copy`` and ``pickle`` look for it on the object, before the class.
+        self._getstate = optimizer.__dict__["__getstate__"] = getstate
+
+    def remove(self) -> None:
+        """Let the optimizer be copied as torch does it."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.__dict__.get("__getstate__") is self._getstate:
+            del optimizer.__dict__["__getstate__"]
 
 
 @typed

@@ -123,7 +123,7 @@ class MemoryFirstSession(SingleProcessSession):
 
     def _no_deletion(self) -> AbstractContextManager[object]:
         # The next save builds on the segments that are read, and the drain may trim the memory.
-        return self._tier.drain.lock
+        return self._tier.drain.without_trimming()
 
     def _roots_of(self, step: int | str | None) -> list[Root]:
         return [self.root] if isinstance(step, str) else [self.live, self.root]

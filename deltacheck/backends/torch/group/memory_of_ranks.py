@@ -214,7 +214,7 @@ class MemoryOfRanksSession(ProcessGroupSession):
         return self._roots
 
     def _no_deletion(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self.tier is None else self.tier.drain.lock
+        return contextlib.nullcontext() if self.tier is None else self.tier.drain.without_trimming()
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -49,15 +49,15 @@ class OpenSession:
     def before_update(self) -> None:
         """Wait until the saves under way have read the state, and an overlapped restore is done."""
         # Its hooks stay, because this may be called by a hook.
-        if self.arrival is not None:
-            self.arrival.wait()
+        if (arrival := self.arrival) is not None:
+            arrival.wait()
         self.settle_reads()
 
     def await_arrival(self, timeout: float | None = None) -> None:
         """Wait for an overlapped restore. Each call raises its failure, until the next restore."""
-        if self.arrival is not None:
-            self.arrival.wait(timeout)
-            self.arrival.release()
+        if (arrival := self.arrival) is not None:
+            arrival.wait(timeout)
+            arrival.release()
             self.arrival = None
 
     def settle_reads(self) -> None:
@@ -84,8 +84,11 @@ class OpenSession:
             # A forked child has neither the threads nor the lease of its parent.
             if self.saver.is_ours():
                 self.session.close(deadline.left)
-        finally:
+        except Exception:
             exits.forget(self)
+            raise
+        # Not after Ctrl-C, or after ``sys.exit`` in a handler: the exit then finishes the saves.
+        exits.forget(self)
         if arrival is not None:
             arrival.finish()
 

@@ -1,0 +1,169 @@
+"""An engine whose calls are interrupted by handlers of signals, or made from several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltacheck.backends.torch import Engine
+from deltacheck.save import exits, pipeline
+from deltacheck.save.job import early_copies, save_job
+from deltacheck.store.interrupts import Event
+
+
+@pytest.fixture
+def trained() -> Any:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+
+    step()
+    return model, optimizer, step
+
+
+@pytest.fixture
+def on_usr1() -> Iterator[Any]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handle: signal.signal(signal.SIGUSR1, lambda *_: handle())
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
+    tmp_path: Path, trained: Any, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, step = trained
+    original, capture = early_copies._copied, save_job.SaveJob.capture
+    handled: list[int] = []
+    is_copying = Event()
+
+    def copied(*arguments: Any) -> Any:
+        if not is_copying.is_set():
+            is_copying.set()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*arguments)
+
+    def capture_late(job: Any, sources: Any) -> None:
+        if job.request.step == 1:
+            assert is_copying.wait(60)
+        capture(job, sources)
+
+    with Engine(tmp_path, durability="process") as engine:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        engine.save(0, state).wait()
+        monkeypatch.setattr(early_copies, "_copied", copied)
+        monkeypatch.setattr(save_job.SaveJob, "capture", capture_late)
+
+        def handle() -> None:
+            engine.wait(60)
+            handled.extend(engine.steps())
+
+        on_usr1(handle)
+        engine.save(1, state)
+        step()
+    assert handled == [0, 1]
+
+
+def test_the_wait_at_the_end_survives_what_another_handler_raises(
+    tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    waits, is_interrupted = Event(), Event()
+    commit, shielded = pipeline.Pipeline._commit, exits.shielded
+
+    def fail() -> None:
+        is_interrupted.set()
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    def commit_late(self: Any, job: Any) -> None:
+        assert waits.wait(60)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert is_interrupted.wait(60)
+        commit(self, job)
+
+    @contextlib.contextmanager
+    def then_wait() -> Any:
+        with shielded() as errors:
+            waits.set()
+            yield errors
+
+    monkeypatch.setattr(pipeline.Pipeline, "_commit", commit_late)
+    monkeypatch.setattr(exits, "shielded", then_wait)
+    before = signal.signal(signal.SIGTERM, lambda *_: ends.append("earlier handler"))
+    with Engine(tmp_path) as engine:
+        on_usr1(fail)
+        undo = exits.finish_on_signal(signal.SIGTERM)
+        try:
+            engine.save(0, {"x": torch.ones(100)})
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ends == ["earlier handler"]
+            assert engine.steps() == [0]
+        finally:
+            undo()
+            signal.signal(signal.SIGTERM, before)
+
+
+def test_load_state_dict_waits_for_the_save(tmp_path: Path, trained: Any) -> None:
+    model, optimizer, _ = trained
+    other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
+    with Engine(tmp_path, durability="process") as engine:
+        for step in range(3):
+            engine.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            model.load_state_dict(other)
+            model.load_state_dict(before)
+        engine.wait()
+        restored = engine.restore()["model"]
+    assert all(torch.equal(restored[name], before[name]) for name in before)
+    assert torch.nn.Module.load_state_dict.__module__ == torch.nn.Module.__module__
+
+
+def test_a_restore_of_another_thread_and_saves_follow_each_other(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    has_saved = Event()
+    with Engine(tmp_path, durability="process") as engine:
+        engine.save(0, {"x": torch.zeros(1000)}).wait()
+
+        def restore() -> None:
+            try:
+                while not has_saved.is_set():
+                    engine.restore()
+            except BaseException as error:  # noqa: BLE001 - asserted
+                errors.append(error)
+
+        thread = threading.Thread(target=restore)
+        thread.start()
+        for step in range(1, 15):
+            engine.save(step, {"x": torch.full((1000,), float(step))}).wait()
+        has_saved.set()
+        thread.join()
+        assert not errors
+        assert engine.restore(14)["x"][0] == 14
+
+
+def test_a_copy_of_an_optimizer_waits_for_its_overlapped_restore(
+    tmp_path: Path, trained: Any
+) -> None:
+    model, optimizer, _ = trained
+    with Engine(tmp_path, durability="process") as engine:
+        engine.save(0, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}).wait()
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        for values in optimizer.state.values():
+            values["exp_avg"].zero_()
+        engine.restore(into={"model": model.state_dict(), "optimizer": optimizer}, overlap=True)
+        copied = copy.deepcopy(optimizer)
+        engine.wait()
+        assert "__getstate__" not in vars(optimizer)
+    for number, values in copied.state_dict()["state"].items():
+        assert torch.equal(values["exp_avg"], expected[number]["exp_avg"])
