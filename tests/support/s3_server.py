@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,9 +26,10 @@ FOREVER = 1 << 30
 
 # What a fault does. A number: that status instead of the request's effect. "after NUMBER": the
 # effect, then that status. "lost": the effect, and no reply. "dropped": neither. "truncated": the
-# first half of the reply. "hang": nothing until other faults are set, then dropped. "stale": a
-# listing without the keys that match `hidden`. "unconditional": the request without its conditions.
-# "flipped": the reply's last byte is not the stored one. "ignored": said to be done, and not done.
+# first half of the reply. "hang": nothing until other faults are set, then dropped. "late": the
+# effect after `seconds`, for benchmarks. "stale": a listing without the keys that match `hidden`.
+# "unconditional": the request without its conditions. "flipped": the reply's last byte is not the
+# stored one. "ignored": said to be done, and not done.
 KINDS = (
     "500",
     "503",
@@ -37,6 +39,7 @@ KINDS = (
     "dropped",
     "truncated",
     "hang",
+    "late",
     "stale",
     "unconditional",
     "flipped",
@@ -62,6 +65,7 @@ class Fault:
     times: int = 1
     skip: int = 0
     hidden: str = ""
+    seconds: float = 0.0  # of a "late" fault
     every: int = 1  # of the requests that match, one in so many
 
 
@@ -137,6 +141,9 @@ class _Faulty:
         lifted = self._lifted
         fault = self._due(method, path)
         if fault is None:
+            return self._pass(environ, start_response)
+        if fault.kind == "late":
+            time.sleep(fault.seconds)
             return self._pass(environ, start_response)
         if fault.kind == "unconditional":
             for name in ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"):
