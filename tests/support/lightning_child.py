@@ -4,7 +4,6 @@ tests.support.lightning_child FOLDER.
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib.util
 import logging
 import os
@@ -169,7 +168,8 @@ def failing(folder: Path) -> Any:
     io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
     with io._saving_in_background(folder / "a.ckpt"):
         io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
-    concurrent.futures.wait([task.future for task in io._under_way])
+    for task in io._under_way:
+        assert task.work.wait(120)
     raised = ""
     try:
         io.save_checkpoint({"global_step": 3, "w": torch.zeros(4)}, folder / "a.ckpt")
