@@ -105,6 +105,11 @@ def content_of(root: Any, manifest: Any) -> Any:
         told.get("compact", {}).pop(key, None)
     for key in ("stage_reason", "rates"):  # for people and later saves, and of later versions only
         told.pop(key, None)
+    for contract in told.get("contracts", {}).values():
+        # Measured errors and the limit that they are held against: tests/save/test_promises.py. The
+        # golden roots have them as measured before the encoding, not on restored values.
+        contract.pop("measured", None)
+        contract.get("terms", {}).pop("limit", None)
     told.pop(
         "lanes", None
     )  # numbers of segments, whose order within a save follows from their names
