@@ -603,6 +603,28 @@ def test_a_lease_that_this_process_dropped_is_not_waited_for(address: str) -> No
     take_lease(root).release()
 
 
+def test_a_lease_that_another_thread_is_taking_is_not_taken_over(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place.of(address, ObjectStore(lease_seconds=3000))
+    swap, refused = ObjectPath.swap, []
+
+    def swap_and_try(path: ObjectPath, *args: Any, **options: Any) -> bytes | None:
+        monkeypatch.setattr(ObjectPath, "swap", swap)
+        generation = swap(path, *args, **options)
+        # The claim is stored, and the lease is not known yet.
+        with pytest.raises(RootBusy, match=f"opened at {re.escape(__file__)}"):
+            take_lease(root)
+        refused.append(generation)
+        return generation
+
+    monkeypatch.setattr(ObjectPath, "swap", swap_and_try)
+    lease = take_lease(root)
+    assert len(refused) == 1
+    lease.check()
+    lease.release()
+
+
 @pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
 def test_a_lease_is_kept_through_a_fault_of_its_renewal(
     address: str, s3_server: S3, kind: str

@@ -34,6 +34,9 @@ log = logging.getLogger("deltacheck")
 _LONGEST_SECONDS = 3600.0  # longest wait for a lease, whatever its object claims
 # By the root's address. Weak references let a lease without users run out.
 _held: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictionary()
+# Of this process, by the nonce of their claims: all leases, and those that somebody refers to.
+_nonces: set[str] = set()
+_leases: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictionary()
 
 
 class ObjectLease:
@@ -76,11 +79,19 @@ class ObjectLease:
             "epoch": self.epoch,
             "seconds": self._seconds,
         }
+        # Known before the request: another thread may read the claim as soon as it is stored.
+        _nonces.add(self._claim["nonce"])
+        _leases[self._claim["nonce"]] = self
         # Taken before the request, so that this process never trusts its lease longer than others
         # do.
         begin = time.monotonic()
-        new_generation = self._object.swap(self._content(), generation)
+        try:
+            new_generation = self._object.swap(self._content(), generation)
+        except BaseException:
+            self._released.set()
+            raise
         if new_generation is None:
+            self._released.set()
             raise _busy(root, _holder(_parsed(self._object.read()[0])))
         self._generation, self._renewed = new_generation, begin
         _held[str(root)] = self
@@ -204,6 +215,12 @@ class ObjectLease:
         # Without an epoch it is the lock of a local directory that was copied here.
         if "epoch" not in claim or claim.get("released") is True or _is_dead(claim):
             return generation, epoch
+        if (nonce := str(claim.get("nonce"))) in _nonces:
+            lease = _leases.get(nonce)
+            # A dropped owner gives nothing back.
+            if lease is None or not lease.holds():
+                return generation, epoch
+            raise _busy(self._root, str(lease.holding))
         seconds = claim.get("seconds")
         seconds = (
             min(float(seconds), _LONGEST_SECONDS)
@@ -281,10 +298,7 @@ def _machine() -> str:
 
 
 def _is_dead(claim: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that has ended.
-
-    The caller knows that no lease of this process holds the root.
-    """
+    """Return whether the holder was a process of this machine that has ended."""
     number = claim.get("process")
     if (
         not claim.get("machine")
@@ -293,8 +307,6 @@ def _is_dead(claim: dict[str, Any]) -> bool:
         or number <= 0
     ):
         return False
-    if number == os.getpid():  # its owner was dropped, which gives nothing back
-        return True
     try:
         # Signal 0 only asks if the process exists.
         os.kill(number, 0)
