@@ -389,7 +389,9 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None)
     @rule()
     def a_second_writer_is_refused(self) -> None:
-        with pytest.raises(errors.RootBusy, match="by this process: it was opened at .*test_model.py"):
+        with pytest.raises(
+            errors.RootBusy, match="by this process: it was opened at .*test_model.py"
+        ):
             Engine(self.path)
 
     # --- tags, deletion, collection, compaction ---------------------------------------------------

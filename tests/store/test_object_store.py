@@ -511,7 +511,9 @@ def lease_of(
     root = place.of(address, ObjectStore(retries=2, lease_seconds=LEASE_SECONDS))
     assert isinstance(root, ObjectPath)
     monkeypatch.setattr(object_lease, "_machine", lambda: machine)
+    # Nothing of what this process knows about its leases.
     monkeypatch.setattr(object_lease, "_held", {})
+    monkeypatch.setattr(object_lease, "_nonces", set())
     lease = take_lease(root)
     assert isinstance(lease, ObjectLease)
     return root, lease

@@ -260,7 +260,7 @@ def write_orbax(
         if stored != expected:
             place = next(p for p in (expected | stored) if expected.get(p) != stored.get(p))
             raise UnsupportedLeaf(
-                f"the value at {place} of step {manifest.step} is {expected.get(place)}, but Orbax"
+                f"the value {place!r} of step {manifest.step} is {expected.get(place)}, but Orbax"
                 f" has stored {stored.get(place)}; leave it out with --leaves"
             )
         Durability.POWER.sync_tree(folder)
