@@ -54,7 +54,7 @@ class Client:
         self.prefix = server.url.partition(f":{self.port}")[2]
 
     def send(self, text: str) -> tuple[int, dict[str, str], bytes]:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as connection:
             connection.sendall(text.encode("latin-1"))
             answer = http.client.HTTPResponse(connection)
             answer.begin()
@@ -114,7 +114,7 @@ def test_only_get_and_head_are_answered(client: Client, method: str) -> None:
 
 def test_head_has_the_headers_of_get_without_content(client: Client) -> None:
     request = f"HEAD {client.prefix} HTTP/1.1\r\nHost: localhost:{client.port}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=120) as connection:
         connection.sendall(request.encode())
         connection.shutdown(socket.SHUT_WR)
         head = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -163,7 +163,7 @@ def test_a_request_with_content_is_refused_and_its_content_is_no_request(client:
         request = (
             f"GET {client.prefix} HTTP/1.1\r\nHost: localhost:{client.port}\r\n{header}\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=120) as connection:
             connection.sendall((request + smuggled).encode())
             received = b""
             while part := connection.recv(65536):
@@ -583,7 +583,7 @@ def test_the_command_prints_its_address_and_ends_with_an_interrupt(hostile: Path
         url = json.loads("".join(lines))["url"]
         match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]{24}/)", url)
         assert match is not None
-        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=120)
         connection.request("GET", match[2])
         assert connection.getresponse().status == 200
         # The connection stays open, and must not keep the server from ending.

@@ -121,7 +121,7 @@ class Browser:
         """End the browser."""
         os.close(self._out)
         try:
-            self._process.wait(20)
+            self._process.wait(120)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

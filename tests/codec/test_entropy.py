@@ -351,7 +351,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
     background = Background(2, "test-background")
     gate = threading.Event()
     seen: list[int] = []
-    futures = [background.start(lambda n=n: (gate.wait(10), seen.append(n))[1]) for n in range(5)]  # type: ignore[misc]
+    futures = [background.start(lambda n=n: (gate.wait(120), seen.append(n))[1]) for n in range(5)]  # type: ignore[misc]
     failing = background.start(lambda: [][0])
     assert not any(future.done() for future in futures)
     del background
@@ -359,7 +359,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
     gate.set()
     with pytest.raises(IndexError):
         failing.result(timeout=10)
-    assert [future.result(timeout=10) for future in futures] == [None] * 5
+    assert [future.result(timeout=120) for future in futures] == [None] * 5
     assert sorted(seen) == list(range(5))
     wait_until(lambda: "test-background" not in [thread.name for thread in threading.enumerate()])
 
@@ -370,7 +370,7 @@ def test_threads_that_compress_yield_to_the_training() -> None:
         seen: list[int] = []
         background.start(
             lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        ).result(timeout=10)
+        ).result(timeout=120)
         return seen[0]
 
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
@@ -385,7 +385,7 @@ def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> No
         import atexit
         from deltacheck.store.files.background import Background
         background = Background(2, "test-background")
-        atexit.register(lambda: background.start(lambda: print("done")).result(timeout=30))
+        atexit.register(lambda: background.start(lambda: print("done")).result())
     """
     told = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False

@@ -66,14 +66,14 @@ class SyncedReference(scenarios.ReferenceProtocol):
 def _unsynced(root: Path, acknowledge: Acknowledge) -> None:
     with scenarios.engine(root, durability="process") as opened:
         for step in range(2):
-            opened.save(step, scenarios.torch_state(step)).wait(timeout=30)
+            opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
             acknowledge(step)
 
 
 def _fresh(root: Path, acknowledge: Acknowledge) -> None:
     with scenarios.engine(root) as opened:
         for step in range(2):
-            opened.save(step, scenarios.torch_state(step)).wait(timeout=30)
+            opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
             acknowledge(step)
 
 

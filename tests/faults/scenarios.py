@@ -259,7 +259,7 @@ def _go_on(opened: Any) -> int:
         step = restored["step"] + 1
         found = difference(state_at(step - 1), restored)
         assert found is None, found
-    opened.save(step, torch_state(step)).wait(timeout=30)
+    opened.save(step, torch_state(step)).wait(timeout=120)
     return step
 
 
@@ -310,14 +310,14 @@ def _torch(
         if prepared:
             with engine(root, **options) as opened:
                 for step in range(prepared):
-                    opened.save(step, torch_state(step)).wait(timeout=30)
+                    opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, keep_last=keep, **options) as opened:
             if prepared:
                 opened.restore(restore)
             for step in range(prepared, prepared + saves):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
 
     return Scenario(name, TorchEngine(), prepare, act, tuple(range(prepared)), keep)
@@ -337,13 +337,13 @@ def _staggered() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(2)) as opened:
             for step in range(2):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, policy=_exact(2)) as opened:
             opened.restore()
             for step in (2, 3):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
 
     return Scenario("staggered-keyframe", TorchEngine(), prepare, act, (0, 1))
@@ -375,9 +375,9 @@ def _merge() -> Scenario:
         with engine(root, policy=policy) as opened:
             opened.restore()
             for step in (3, 4, 5):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
-                opened._saver._chains.compactor.wait(20)
+                opened._saver._chains.compactor.wait(120)
 
     made = _torch("merge", prepared=3, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
@@ -393,7 +393,7 @@ def _repair() -> Scenario:
             root, policy=_exact(0)
         ) as opened:  # whole leaves at every save: the frozen one stands in each
             for step in range(4):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
         (victim,) = (root / "segments").glob("s0000000001-*/packed/int32/c.0")
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 0xFF
@@ -471,7 +471,7 @@ def _collection() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(1)) as opened:  # short chains: there is something to remove
             for step in range(5):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
 
     return Scenario("collection", TorchEngine(), prepare, act, (0, 1, 2, 3, 4), keep=2)
 
@@ -482,13 +482,13 @@ def _keep_last() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(1), keep_last=2) as opened:
             for step in range(3):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, policy=_exact(1), keep_last=2) as opened:
             opened.restore()
             for step in (3, 4):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
 
     return Scenario("keep-last", TorchEngine(), prepare, act, (1, 2), keep=2)
@@ -503,7 +503,7 @@ def _lives() -> Scenario:
         with engine(root, keep_last=3) as opened:
             first = opened.restore()["step"] + 1 if opened.steps() else 0
             for step in range(first, first + 1000):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
 
     return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
@@ -585,13 +585,13 @@ def _tier() -> dict[str, Scenario]:
     def prepare(root: Path) -> None:
         with tiered(root) as opened:
             for step in range(2):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with tiered(root) as opened:
             opened.restore()
             for step in (2, 3, 4):
-                opened.save(step, torch_state(step)).wait(timeout=30)
+                opened.save(step, torch_state(step)).wait(timeout=120)
                 acknowledge(step)
 
     def act_persisting(root: Path, acknowledge: Acknowledge) -> None:
@@ -599,7 +599,7 @@ def _tier() -> dict[str, Scenario]:
             opened.restore()
             for step in (2, 3):
                 opened.save(step, torch_state(step))
-                opened.persist(timeout=30)
+                opened.persist(timeout=120)
                 acknowledge(step)
 
     return {

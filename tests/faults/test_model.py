@@ -278,7 +278,7 @@ class Model(RuleBasedStateMachine):
         self.wait() if self.pending else None
         self.disk.fails = True
         self.live["a"][:] += 1
-        error = self.engine.save(step, self.live).exception(20)
+        error = self.engine.save(step, self.live).exception(120)
         self.disk.fails = False
         assert isinstance(error, errors.SaveFailed)
 

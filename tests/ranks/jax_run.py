@@ -48,6 +48,7 @@ from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.ranks.channel import consult
+from tests.support.waiting import wait_until
 
 load_module = importlib.import_module(
     "deltacheck.backends.orbax.state.load"
@@ -331,20 +332,19 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
     """
     start(rank, size, port)
     on = mesh(4)
-    told: dict[str, tuple[str, float]] = {}
+    told: dict[str, str] = {}
     steps: Iterator[int] = itertools.count()
-    with manager(root, grace_seconds=0, io_timeout_seconds=60) as m:
+    with manager(root, grace_seconds=0, io_timeout_seconds=3600) as m:  # nobody may wait so long
 
         def fails(name: str, state: Any, *broken: Any) -> None:
             n = next(steps)
             with contextlib.ExitStack() as stack:
                 for one in broken:
                     stack.enter_context(one)
-                began = time.monotonic()
                 with pytest.raises(Exception) as info:  # noqa: PT011, PT012 - the caller looks at it
                     m.save(n, args=DeltaSaveArgs(state))
                     m.wait_until_finished()
-                told[name] = f"{info.typename}: {info.value}", time.monotonic() - began
+                told[name] = f"{info.typename}: {info.value}"
             n = next(steps)
             m.save(n, args=DeltaSaveArgs(made(n, on, ROWS)))
             m.wait_until_finished()
@@ -402,11 +402,10 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if rank != victim:
-                Path(root, "..", "told").write_text(f"{time.time()} {record.getMessage()}")
+                Path(root, "..", "told").write_text(record.getMessage())
 
     def die(work: SaveJob) -> None:
         time.sleep(2)  # the training goes on meanwhile
-        Path(root, "..", "died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     on = mesh(4)
@@ -433,7 +432,7 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
 
     def slow(work: SaveJob) -> Any:
         made = finish(work)
-        time.sleep(3)
+        wait_until(Path(root, "..", "collected").exists)
         return made
 
     def collected(m: Any) -> list[str]:
@@ -456,9 +455,9 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
             SaveJob.finish_segment = slow if (rank, n) == (1, 4) else finish  # type: ignore[assignment,method-assign]
             save(m, n, n, float(n))
             if rank == 0 and n == 4:
-                while len(list(segments.glob("s0000000004-*/zarr.json"))) < 2:
-                    time.sleep(0.01)
+                wait_until(lambda: len(list(segments.glob("s0000000004-*/zarr.json"))) == 2)
                 seen["under way"] = collected(m)
+                Path(root, "..", "collected").touch()
             m.wait_until_finished()
         SaveJob.finish_segment = finish  # type: ignore[method-assign]
     with manager(root, best(1), policy=policy, grace_seconds=0) as m:
@@ -514,9 +513,5 @@ def talk(rank: int, size: int, port: int) -> list[str]:
         consult(hasty, b"late", lambda got: [b"", b""])
     told.append(str(info.value))
     consult(channel, b"", lambda got: [b"", b""])
-    deadline = time.monotonic() + 20
-    while (
-        store.key_value_dir_get("deltacheck/") and time.monotonic() < deadline
-    ):  # each deletes its own
-        time.sleep(0.01)
+    wait_until(lambda: not store.key_value_dir_get("deltacheck/"))  # each deletes its own
     return [*told, *(key for key, _ in store.key_value_dir_get("deltacheck/"))]

@@ -25,6 +25,7 @@ from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import LeafPruned, SaveFailed
 from deltacheck.restore import read
 from deltacheck.restore.content import chunk_bytes
+from tests.support.waiting import wait_until
 
 WIDTH = 517  # of the hidden layers: no number of ranks divides it
 
@@ -216,20 +217,18 @@ def fail(rank: int, size: int, port: int, root: Path, where: str) -> Any:
         state = run.state(1)
         if rank == 1:
             break_it(engine, where, state)
-        began = time.monotonic()
         told = ""
         try:
             engine.save(1, state).wait("committed")
         except Exception as error:  # noqa: BLE001 - the test looks at it
             told = f"{type(error).__name__}: {error}"
-        seconds = time.monotonic() - began
         with_second = engine.steps()
         with suppress(SaveFailed):
             engine.wait()
         run.update(2)
         handle = engine.save(2, run.state(2))
         handle.wait("committed")
-        return told, seconds, with_second, whole(run.state(2)), handle.report
+        return told, with_second, whole(run.state(2)), handle.report
 
 
 def fail_then_restore(rank: int, size: int, port: int, root: Path) -> Any:
@@ -244,8 +243,7 @@ def fail_then_restore(rank: int, size: int, port: int, root: Path) -> Any:
             break_it(engine, "durable", {})
         run.update(1)
         handle = engine.save(1, run.state(1))
-        while not handle.done():
-            time.sleep(0.01)
+        wait_until(handle.done)
         told = []
         if rank == 0:
             with suppress(SaveFailed):
@@ -345,14 +343,13 @@ def killed(rank: int, size: int, port: int, root: Path) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             SaveJob.finish_segment = die  # type: ignore[method-assign]
-        began = time.monotonic()
         told = []
         for step in (1, 2):
             try:
                 engine.save(step, run.state(step)).wait("committed", timeout=60)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 told.append(f"{type(error).__name__}: {error}")
-        return told, time.monotonic() - began
+        return told
 
 
 def stages(rank: int, size: int, port: int, root: Path) -> Any:

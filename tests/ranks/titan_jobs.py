@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import deltacheck
 from tests.ranks.dcp_jobs import digests, join, stored_bytes
+from tests.support.waiting import wait_until
 
 WIDTH, STEPS = 48, 8
 
@@ -135,8 +135,7 @@ def killed(rank: int, size: int, port: int, folder: str) -> None:
         write(*args)
         # A rank that is alive would report that it lost the other.
         Path(folder, f"written-{rank}").touch()
-        while not all(Path(folder, f"written-{other}").exists() for other in range(size)):
-            time.sleep(0.01)
+        wait_until(lambda: all(Path(folder, f"written-{other}").exists() for other in range(size)))
         os.kill(os.getpid(), signal.SIGKILL)
 
     DeltaStorageWriter.write_data = write_data  # type: ignore[method-assign]

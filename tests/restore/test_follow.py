@@ -15,9 +15,11 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine, apply
+from deltacheck.restore.follow import follower
 from deltacheck.store.root import Root
 from tests.support.adam_run import AdamRun
 from tests.support.states import TORCH_DTYPES, assert_same, nudge, random_tensor, training_state
+from tests.support.waiting import ShiftedClock
 
 
 def weights(path: str) -> bool:
@@ -296,7 +298,7 @@ def test_every_dtype_and_layout_is_followed_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(
-    run: tuple[Engine, dict[str, Any]],
+    run: tuple[Engine, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, state = run
 
@@ -306,8 +308,12 @@ def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(
             nudge(state, seed=step)
 
     thread = threading.Thread(target=training)
+    clock = ShiftedClock()
+    clock.after_sleep = lambda: None if thread.is_alive() else clock.advance(36_000)
+    monkeypatch.setattr(follower, "time", clock)
     thread.start()
-    steps = [update.step for update in deltacheck.follow(engine.root, poll_seconds=0.01, timeout=2)]
+    follow = deltacheck.follow(engine.root, poll_seconds=0.01, timeout=36_000)
+    steps = [update.step for update in follow]
     thread.join()
     assert steps[-1] == 2
     assert steps == sorted(set(steps))

@@ -285,10 +285,10 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(
 
     with Engine(tmp_path, io_timeout_seconds=20) as engine:  # the fake one has always passed
         monkeypatch.setattr(arrays, "write", lambda *_: Hanging())
-        error = engine.save(0, {"x": torch.zeros(1)}).exception(30)
+        error = engine.save(0, {"x": torch.zeros(1)}).exception(120)
         assert "may hang" in str(error)
         monkeypatch.undo()
-        engine.save(1, {"x": torch.zeros(1)}).wait(timeout=30)
+        engine.save(1, {"x": torch.zeros(1)}).wait(timeout=120)
 
 
 def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
     original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
-        assert go.wait(30)
+        assert go.wait(120)
         return original(self)
 
     monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
@@ -368,7 +368,7 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
         tensor = torch.randn(300, 300)
         alive = weakref.ref(tensor)
         handle = engine.save(0, {"x": tensor})
-        handle.wait("encoded", timeout=30)
+        handle.wait("encoded", timeout=120)
         del tensor
         gc.collect()
         assert alive() is None

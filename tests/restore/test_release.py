@@ -82,7 +82,7 @@ def test_no_segment_is_open_after_a_restore(
     kept_by_other_tests = open_segments()
     with Engine(tmp_path / "run", policy=Policy.exact(derive=derive)) as engine:
         for step in range(3):
-            engine.save(step, state_at(step)).wait(timeout=30)
+            engine.save(step, state_at(step)).wait(timeout=120)
         assert bool(deltacheck.open(engine.root).manifest().derived) == derive
         restore(engine)
         assert open_segments() <= kept_by_other_tests
@@ -95,8 +95,8 @@ def test_a_memory_tier_that_is_nearly_full_saves_after_a_restore(tmp_path: Path)
     # Room for one whole state of 2 MB, and not for two.
     memory = MemoryTier(tmp_path / "memory", memory_bytes=4_500_000)
     with Engine(tmp_path / "disk", memory=memory, grace_seconds=0, io_timeout_seconds=20) as engine:
-        engine.save(0, state(0)).wait(timeout=30)
+        engine.save(0, state(0)).wait(timeout=120)
         engine.restore(into=state(9))
-        engine.save(1, state(1)).wait(timeout=30)
+        engine.save(1, state(1)).wait(timeout=120)
         engine.persist(30)
     assert deltacheck.open(tmp_path / "disk").steps() == [0, 1]

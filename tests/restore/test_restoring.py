@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.root import open_root
 from tests.support.states import bits
+from tests.support.waiting import HANG_SECONDS
 
 LEAVES, STEPS = 40, 5
 
@@ -197,15 +197,16 @@ def test_deltas_are_read_beside_the_keyframes_and_beside_the_decoder(
 def test_a_restore_that_fails_waits_for_the_reads_that_it_has_started(
     saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = threading.Event()
+    failed, ended = threading.Event(), threading.Event()
     original = JoinedRead.read
 
     def slow(self: JoinedRead, out: Any) -> None:
-        time.sleep(0.3)
+        assert failed.wait(HANG_SECONDS)
         original(self, out)
         ended.set()
 
     def damaged(_: Any) -> None:
+        failed.set()
         raise errors.Damaged("a keyframe")
 
     monkeypatch.setattr(JoinedRead, "read", slow)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from deltacheck.save.chains import compactor, whole_leaves
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same, kinds
+from tests.support.waiting import HANG_SECONDS
 
 
 def state() -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_saves_go_on_while_a_compaction_is_under_way_and_hang_from_it_afterwards
 
     go, write_whole = threading.Event(), compactor.write_whole
     monkeypatch.setattr(
-        compactor, "write_whole", lambda *a, **k: go.wait(30) and write_whole(*a, **k)
+        compactor, "write_whole", lambda *a, **k: go.wait(120) and write_whole(*a, **k)
     )
     live, states = state(), {}
     with Engine(
@@ -167,7 +167,7 @@ def test_closing_gives_up_a_compaction_under_way_and_leaves_nothing_of_it(
 
     def slowly(*of: Any) -> Any:
         for batch in batches(*of):
-            time.sleep(0.3)
+            assert engine._saver._chains.compactor._stop.wait(HANG_SECONDS)  # of ``close``
             yield batch
 
     monkeypatch.setattr(whole_leaves, "batches", slowly)
@@ -219,8 +219,8 @@ def test_a_training_that_is_killed_while_it_compacts_loses_nothing(tmp_path: Pat
             text=True,
         ) as child:
             assert child.stdout is not None
-            child.stdout.readline()
-            time.sleep(0.25 + 0.13 * kill)
+            for _ in range(4 + kill):  # a compaction begins after the third step
+                child.stdout.readline()
             child.kill()
             acknowledged = [done, *map(int, child.stdout.read().split())][-1]
         steps = deltacheck.open(tmp_path).steps()

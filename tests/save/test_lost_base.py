@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store.root import Store, open_root
 from tests.support.states import assert_same
+from tests.support.waiting import HANG_SECONDS, wait_until
+
+LONG_AGO = 1e9  # in 2001
 
 
 def oldest(root: Path) -> None:
@@ -165,16 +168,15 @@ def test_a_save_does_not_wait_for_a_storage_that_hangs(
         engine.save(0, {"weights": weights}).result(60)
         monkeypatch.setattr(pipeline, "_LOOK_SECONDS", 0.05)
         original = Store.missing_segments
-        waits = [0.5, 0.0, 0.0]
+        go = threading.Event()
 
         def hanging(self: Store, names: Any) -> list[str]:
-            time.sleep(waits.pop(0))
+            assert go.wait(HANG_SECONDS)
             return original(self, names)
 
         monkeypatch.setattr(Store, "missing_segments", hanging)
-        begin = time.monotonic()
         handle = engine.save(1, {"weights": weights})
-        assert time.monotonic() - begin < 0.4
+        go.set()
         handle.result(60)
 
 
@@ -207,7 +209,7 @@ def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
     root, weights = tmp_path / "run", torch.randn(300, 300)
     outside = tmp_path / "outside"
     outside.write_bytes(b"not ours")
-    old = time.time() - 2 * 86400
+    old = LONG_AGO
     with Engine(root, redate_after_seconds=3600) as engine:
         engine.save(0, {"weights": weights}).result(60)
         os.symlink(outside, root / "link")
@@ -216,10 +218,7 @@ def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
         # The first look was at the first save; the engine is told that it was long ago.
         engine._session.writer._redated = float("-inf")
         engine.save(1, {"weights": weights}).result(60)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and _older(root, old + 10):
-            time.sleep(0.01)
-        assert _older(root, old + 10) == []
+        _await_re_dating(root, old)
     assert outside.stat().st_mtime < old + 10
     assert torch.equal(Engine(root).restore(0)["weights"], weights)
 
@@ -256,19 +255,16 @@ def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> Non
 
 
 def _age_by_days(root: Path) -> float:
-    old = time.time() - 2 * 86400
+    old = LONG_AGO
     for path in root.rglob("*"):
         os.utime(path, (old, old))
     return old
 
 
 def _await_re_dating(root: Path, old: float) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and _older(root, old + 10):
-        time.sleep(0.01)
-    assert _older(root, old + 10) == []
+    wait_until(lambda: not _older(root, old + 10))
 
 
-def _older(root: Path, seconds: float) -> list[Path]:
+def _older(root: Path, moment: float) -> list[Path]:
     files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [path for path in files if path.stat().st_mtime < seconds]
+    return [path for path in files if path.stat().st_mtime < moment]

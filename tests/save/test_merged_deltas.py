@@ -315,7 +315,7 @@ def test_a_merge_of_another_branch_is_not_used(
     go, write_merged = threading.Event(), merged_deltas.write_merged
     monkeypatch.setattr(
         "deltacheck.save.chains.compactor.write_merged",
-        lambda *a, **k: go.wait(30) and write_merged(*a, **k),
+        lambda *a, **k: go.wait(120) and write_merged(*a, **k),
     )
     one, two, states = torch.randn(3000), torch.randn(3000), {}
     # All leaves are merged at once, also the one that has not changed for long.

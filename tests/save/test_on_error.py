@@ -25,6 +25,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 from tests.support.states import assert_same, nudge, training_state
+from tests.support.waiting import wait_until
 
 
 def full(*_: Any) -> Any:
@@ -117,21 +118,23 @@ def test_while_the_storage_hangs_every_save_fails_and_training_goes_on(
     go, finish = threading.Event(), SaveJob.finish_segment
 
     def hanging(job: SaveJob) -> Any:
-        go.wait(30)
+        go.wait(120)
         return finish(job)
 
     monkeypatch.setattr(SaveJob, "finish_segment", hanging)
     monkeypatch.setattr(pipeline, "_PATIENCE", 1000)
     state = {"x": torch.zeros(100)}
-    engine = Engine(tmp_path, on_error="log", max_failures=10, io_timeout_seconds=0.1)
+    engine = Engine(tmp_path, on_error="log", max_failures=10)
+    patience_seconds = engine._saver._pulse.patience_seconds
+    engine._saver._pulse.patience_seconds = 0.2
     handles = [engine.save(step, state) for step in range(3)]
     # The first is given up when the second waits for it, which then finds the thread stuck.
     assert [handle.state for handle in handles] == ["failed"] * 3
     assert "still hangs in the save of step 0" in str(handles[2].exception())
+    engine._saver._pulse.patience_seconds = patience_seconds
     go.set()
-    while engine._saver._pipeline.stuck:
-        go.wait(0.01)
-    report = engine.save(3, state).result(30)
+    wait_until(lambda: not engine._saver._pipeline.stuck)
+    report = engine.save(3, state).result(120)
     assert report is not None
     assert report.failed_saves == 3
     engine.close()

@@ -176,7 +176,7 @@ def run_once(path: Path, seed: int) -> dict[str, int]:
     finally:
         over.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         engine.close(30)
     for problem in problems:
         raise problem

@@ -249,14 +249,14 @@ def test_two_collectors_at_once_remove_what_one_would(
     remove, meeting = collect._remove, threading.Barrier(2)
 
     def together(*of: Any) -> bool:
-        meeting.wait(10)
+        meeting.wait(120)
         return remove(*of)
 
     monkeypatch.setattr(collect, "_remove", together)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(collect.collect, open_root(root), grace_seconds=0) for _ in range(2)]
         assert all(
-            set(one.result(30).removed) | set(one.result(30).in_use) == set(due) for one in both
+            set(one.result(120).removed) | set(one.result(120).in_use) == set(due) for one in both
         )
     assert not segments(root) & set(due)
     with Engine(root) as engine:

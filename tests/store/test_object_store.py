@@ -281,7 +281,7 @@ def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(
 
 def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_server: S3) -> None:
     engine = Engine(address, storage=STORAGE)
-    engine.save(0, {"w": torch.zeros(10)}).result(30)
+    engine.save(0, {"w": torch.zeros(10)}).result(120)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._saver, "_setup", setup_with(engine, io_timeout_seconds=0.5))
         with (
@@ -289,7 +289,7 @@ def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_
             pytest.raises(SaveFailed, match="deadline"),
         ):
             engine.save(1, {"w": torch.ones(10)}).result()
-    engine.save(2, {"w": torch.ones(10)}).result(30)
+    engine.save(2, {"w": torch.ones(10)}).result(120)
     engine.close()
     assert deltacheck.open(address, storage=STORAGE).steps() == [0, 2]
 
@@ -672,7 +672,7 @@ def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server
         assert reader.restore()["step"] == 3
         engine = Engine(address, storage=STORAGE)
         engine.restore()
-        engine.save(4, run.state).result(30)
+        engine.save(4, run.state).result(120)
         engine.close()
     assert deltacheck.open(address, storage=STORAGE).steps() == [1, 2, 3, 4]
 
@@ -703,7 +703,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
         engine._saver.forget()
         run.save()
     engine.restore(1)  # the newest step alone stands on what only the oldest has besides it
-    engine.save(4, run.saved[1]).result(30)
+    engine.save(4, run.saved[1]).result(120)
     collect.delete_checkpoint(engine._root, 0)
     engine.close()
     with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c0000000003/")):
@@ -856,7 +856,7 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
             optimizer.zero_grad()
             model(torch.randn(5, 40)).square().sum().backward()
             optimizer.step()
-            gradients.save(step, state()).result(30)
+            gradients.save(step, state()).result(120)
         weight = model.weight.detach().clone()
         assert open_root(address, storage=STORAGE).manifest(3).replay is not None
         assert torch.equal(gradients.restore(3)["model"]["weight"], weight)

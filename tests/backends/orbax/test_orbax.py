@@ -241,7 +241,7 @@ def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def late(self: SaveJob, sources: Any) -> None:
         if threading.current_thread().name == "deltacheck-encoder":
-            assert event.wait(30)
+            assert event.wait(120)
         capture(self, sources)
 
     monkeypatch.setattr(SaveJob, "capture", late)
@@ -1024,7 +1024,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(
         assert_same(mngr.restore(0), small_state(0))
     left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
     for thread in left:
-        thread.join(10)  # it may be ending just now
+        thread.join(120)  # it may be ending just now
     assert [thread.name for thread in left if thread.is_alive()] == [], (
         "they would block the program's end"
     )
@@ -1078,7 +1078,7 @@ def test_a_save_under_way_starts_no_threads(
     plan = Saver._plan_later
 
     def plan_after_the_return(self: Saver, *arguments: Any) -> Any:
-        assert has_returned.wait(30)
+        assert has_returned.wait(120)
         return plan(self, *arguments)
 
     def refused(*_: Any) -> None:

@@ -295,13 +295,13 @@ def test_an_optimizer_is_known_from_its_first_step_on(
     layer(torch.ones(1, 5)).sum().backward()
     with Engine(tmp_path) as engine:
         assert engine.save(0, layer.state_dict()).wait(
-            timeout=30
+            timeout=120
         )  # nobody owns it yet: copied eagerly, the encoder is not asked
         optimizer.step()
         handle = engine.save(1, layer.state_dict())
         assert handle.state == "started"
         slow_encoder.set()
-        handle.wait(timeout=30)
+        handle.wait(timeout=120)
 
 
 def test_tensors_of_unknown_owner_are_captured_before_save_returns(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_write_that_breaks_the_promise_of_the_guard_fails_the_save_and_not_the
         with pytest.raises(errors.SnapshotTorn, match=r"'weight'.*before_update\(\)"):
             handle.wait(timeout=30)
         assert engine.steps() == []
-        engine.save(1, layer.state_dict()).wait(timeout=30)
+        engine.save(1, layer.state_dict()).wait(timeout=120)
         assert_same(layer.state_dict(), engine.restore(1))
 
 
@@ -410,7 +410,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
-        assert go.wait(30)
+        assert go.wait(120)
         return original(self)
 
     monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
@@ -426,7 +426,7 @@ def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(
         assert skipped.state == "skipped"
         assert skipped.result() is None
         slow_disk.set()
-        engine.wait(30)
+        engine.wait(120)
         assert engine.steps() == [0]
 
 
@@ -442,7 +442,7 @@ def test_save_waits_for_room_and_the_handle_says_how_long(
         assert slow_disk.is_set()
         assert first.done()
         assert second.blocking_seconds // WAIT_SECONDS == 1
-        engine.wait(30)
+        engine.wait(120)
         assert engine.steps() == [0, 1]
 
 
@@ -454,7 +454,7 @@ def test_two_saves_may_be_under_way_and_the_later_stands_on_the_earlier(
         engine.save(0, state)
         nudge(state)
         second = engine.save(1, state)
-        second.wait("encoded", timeout=30)
+        second.wait("encoded", timeout=120)
         assert engine.steps() == []
         slow_disk.set()
         assert_same(state, engine.restore(1))

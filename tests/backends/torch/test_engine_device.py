@@ -433,7 +433,7 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
     fetch = group._fetch
 
     def slow(*rest: Any) -> Any:
-        assert go.wait(30)
+        assert go.wait(120)
         return fetch(*rest)
 
     with Engine(tmp_path) as engine:

@@ -65,12 +65,12 @@ def test_the_second_save_of_a_guarded_frozen_weight_returns_before_it_is_read(
         engine.guard(layer)
         first = engine.save(0, layer.state_dict())
         first.wait(
-            timeout=30
+            timeout=120
         )  # read before save returned: the encoder, which is held back, has nothing to read
         second, behind = begun(engine, 1, layer.state_dict())
         assert (second.state, behind) == ("started", {"weight"})
         slow_encoder.set()
-        second.wait(timeout=30)
+        second.wait(timeout=120)
         assert torch.equal(engine.restore(1)["weight"], layer.weight)
 
 
@@ -111,7 +111,7 @@ def test_a_torch_write_to_a_frozen_weight_before_its_capture_fails_the_save_and_
     layer = frozen_layer()
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=30)
+        engine.save(0, layer.state_dict()).wait(timeout=120)
         handle = engine.save(1, layer.state_dict())
         layer.weight.add_(1)
         slow_encoder.set()
@@ -130,12 +130,12 @@ def test_a_write_by_way_of_the_parameter_is_seen_where_the_state_has_an_alias_th
     assert layer.weight._version == layer.weight.data._version == 0
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, {"w": layer.weight.data}).wait(timeout=30)
+        engine.save(0, {"w": layer.weight.data}).wait(timeout=120)
         handle, behind = begun(engine, 1, {"w": layer.weight.data})
         assert behind == {"w"}
         layer.weight.add_(1)
         slow_encoder.set()
-        assert isinstance(handle.exception(30), errors.SnapshotTorn)
+        assert isinstance(handle.exception(120), errors.SnapshotTorn)
 
 
 @pytest.mark.parametrize("announce", [True, False])
@@ -147,7 +147,7 @@ def test_before_update_waits_until_frozen_weights_are_read(
     wanted = copy.deepcopy(layer.state_dict())
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=30)
+        engine.save(0, layer.state_dict()).wait(timeout=120)
         handle = engine.save(1, layer.state_dict())
         open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         if announce:
@@ -261,14 +261,14 @@ def test_a_module_that_is_gone_is_forgotten_and_a_save_under_way_is_as_it_was(
     wanted, gone = layer.weight.detach().clone(), weakref.ref(layer)
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=30)
+        engine.save(0, layer.state_dict()).wait(timeout=120)
         handle, behind = begun(engine, 1, layer.state_dict())
         assert behind == {"weight"}
         del layer
         gc.collect()
         assert gone() is None
         slow_encoder.set()
-        handle.wait(timeout=30)
+        handle.wait(timeout=120)
         assert torch.equal(engine.restore(1)["weight"], wanted)
         assert engine._guard.guarded().frozen == {}
 

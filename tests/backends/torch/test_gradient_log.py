@@ -404,7 +404,7 @@ def test_gradients_of_a_skipped_save_are_in_the_next(
     finish = save_job.SaveJob.finish_segment
 
     def slow(self: save_job.SaveJob) -> Any:
-        assert go.wait(30)
+        assert go.wait(120)
         return finish(self)
 
     with Engine(tmp_path, on_busy="skip") as engine, GradientLog(engine, run.optimizer) as log:

@@ -95,7 +95,7 @@ def held_back() -> Iterator[threading.Event]:
     go, second = threading.Event(), TwoStages.second
 
     def late(self: TwoStages) -> None:
-        assert go.wait(30)
+        assert go.wait(120)
         second(self)
 
     with pytest.MonkeyPatch.context() as patch:
