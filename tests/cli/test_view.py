@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from deltacheck.store.root import open_root
 from tests.support.forge import GOLDEN, unpack
 from tests.support.hostile import NAMES, save_hostile
 from tests.support.s3_server import S3
+from tests.support.waiting import wait_until
 
 PAGE = Path(server_module.__file__).with_name("page")
 VENDORED = ("LICENSE.fzstd", "LICENSE.hash-wasm", "crc32.mjs", "fzstd.mjs", "xxhash128.mjs")
@@ -647,10 +647,7 @@ def test_idle_connections_are_limited_and_their_places_are_given_back(server: Vi
             assert late.recv(1) == b""
         for connection in idle:
             connection.close()
-    until = time.monotonic() + 60
-    while (status := get_status(server)) is None and time.monotonic() < until:
-        pass
-    assert status == 404
+    assert wait_until(lambda: get_status(server)) == 404
 
 
 def get_status(server: ViewServer) -> int | None:

@@ -31,6 +31,7 @@ from deltacheck.cli.view.queries import Queries
 from deltacheck.cli.view.server import ViewServer
 from tests.support.forge import GOLDEN, unpack
 from tests.support.hostile import NAMES, save_hostile
+from tests.support.waiting import wait_until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WAIT_SECONDS = 30
@@ -166,10 +167,7 @@ class Browser:
 
     def wait(self, condition: str) -> None:
         """Wait until an expression is true in the page."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not self.evaluate(condition):
-            assert time.monotonic() < end, (condition, self.evaluate("document.body.innerText"))
-            time.sleep(0.03)
+        wait_until(lambda: self.evaluate(condition))
 
     def open(self, url: str, until: str = READY, errors: bool = False) -> Dom:
         """Open a page, and return its content as ``dom`` does."""

@@ -53,7 +53,58 @@ class Exemption(NamedTuple):
     reason: str
 
 
-EXCEPTIONS: tuple[Exemption, ...] = ()
+_ENDS_A_HANG = "a limit that a busy machine does not reach; it ends a hang"
+_MOMENT = "chooses a moment, which decides no verdict"
+_BUDGET = "spends a budget of time that the caller gives; no verdict"
+_PREDICTED = "compares predictions, which are computed from constants"
+
+EXCEPTIONS = (
+    Exemption(
+        "tests/backends/orbax/test_orbax_contract.py",
+        "test_v1_saves_that_overlap_are_all_saved",
+        "sleep",
+        "slow folders of saves that may overlap; they are saved at any speed",
+    ),
+    Exemption("tests/faults/trials.py", "_late", "compare", _ENDS_A_HANG),
+    Exemption(
+        "tests/faults/image.py", "mounted", "sleep", "the kernel tells nobody when it lets go"
+    ),
+    Exemption("tests/faults/image.py", "try_cuts", "sleep", _MOMENT),
+    Exemption("tests/fuzz/readers.py", "run", "compare", "a budget, and processor time as a bound"),
+    Exemption("tests/gpu_kit/part.py", "_outcome", "compare", _BUDGET),
+    Exemption(
+        "tests/gpu_kit/test_kit.py",
+        "test_a_part_that_hangs_is_ended_and_its_results_stay",
+        "sleep",
+        "the program that hangs",
+    ),
+    Exemption("tests/profile/test_planner.py", "*", "compare", _PREDICTED),
+    Exemption("tests/ranks/jax_run.py", "die_in_save", "sleep", _MOMENT),
+    Exemption("tests/ranks/jax_run.py", "talk", "sleep", "outlasts a limit of one second"),
+    Exemption("tests/ranks/jax_v1_jobs.py", "train_until_preempted", "sleep", "a step of training"),
+    Exemption("tests/ranks/launch.py", "launch", "limit", "the ranks are killed right after"),
+    Exemption(
+        "tests/restore/test_limits.py",
+        "test_forged_documents_are_answered_soon_and_in_little_memory",
+        "compare",
+        "processor time, where no limit would mean hours",
+    ),
+    Exemption("tests/save/test_schedules.py", "*", "sleep", _MOMENT),
+    Exemption("tests/suites/clock_lint.py", "_Visitor.visit_Call", "compare", "the rule itself"),
+    Exemption("tests/suites/endurance.py", "*", "compare", _BUDGET),
+    Exemption("tests/suites/endurance.py", "_live", "sleep", _MOMENT),
+    Exemption("tests/suites/flaky.py", "slow", "compare", "finds tests whose time depends on load"),
+    Exemption("tests/suites/signals.py", "run_child", "sleep", _MOMENT),
+    Exemption("tests/suites/soak.py", "soak", "compare", _BUDGET),
+    Exemption("tests/support/data_kills.py", "_generate", "sleep", _MOMENT),
+    Exemption("tests/support/exits_child.py", "fork_all", "compare", _ENDS_A_HANG),
+    Exemption("tests/support/exits_child.py", "*", "sleep", "slow work and moments of signals"),
+    Exemption("tests/support/lightning_child.py", "Net.training_step", "sleep", "polls for a file"),
+    Exemption("tests/support/s3_server.py", "_Faulty.__call__", "sleep", "a server that is late"),
+    Exemption("tests/support/waiting.py", "*", "compare", _ENDS_A_HANG),
+    Exemption("tests/support/waiting.py", "*", "sleep", "the one place that polls"),
+    Exemption("tests/cli/view_in_browser.py", "hostile", "sleep", "time for markup to act"),
+)
 
 
 class Finding(NamedTuple):
