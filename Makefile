@@ -202,6 +202,7 @@ lint: $(VENV)/.stamp-install  ## check format, style, types, the direction of im
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.suites.clock_lint
 	$(BIN)/python docs/reference/generate.py --check
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
 
