@@ -46,6 +46,7 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same
+from tests.support.waiting import wait_until
 
 RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "12"))
 STEPS = int(os.environ.get("DELTACHECK_MODEL_STEPS", "25"))
@@ -533,11 +534,14 @@ class Model(RuleBasedStateMachine):
             time.time = self.time
             shutil.rmtree(self.root)
 
-    def check_everything(self) -> None:
+    def collect_garbage(self) -> None:
         # Errors that were met hold the frames that read, and so what these have pinned
         gc.collect()
         for _ in range(2):
             collect.collect(open_root(self.path), grace_seconds=0, writer_is_dead=True)
+
+    def check_everything(self) -> None:
+        self.collect_garbage()
         newest = {save.key: seq for seq, save in sorted(self.saved.items())}
         opened = open_root(self.path)
         checkpoints = opened.checkpoints()
@@ -547,7 +551,13 @@ class Model(RuleBasedStateMachine):
         needed = {
             segment.id for ref in checkpoints for segment in opened.read(ref.manifest_path).segments
         }
-        assert set(opened.store.segment_ids()) == needed
+
+        def only_needed() -> bool:
+            self.collect_garbage()
+            return set(opened.store.segment_ids()) == needed
+
+        # Threads that are about to end hold what they have read.
+        wait_until(only_needed)
         assert deltacheck.open(self.path).verify(deep=True) == []
         assert deltacheck.open(self.path).tags().keys() == self.tags.keys()
 
