@@ -128,8 +128,6 @@ class Tier:
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
         self._writer = RootWriter(self.root, take_lease(path))
         self._durable = durable
-        # A compaction writes as much beside a save.
-        self._saves_at_once = 1 if save_options.compact_after is None else 2
         self._sizes: dict[str, int] = {}  # bytes of committed segments in memory
         try:
             pairing = Pairing(self.root, durable.root, discards_stale=options.on_stale == "discard")
@@ -198,7 +196,7 @@ class Tier:
             while True:
                 # First: a save that has ended since then has woken the drain before.
                 saves = pending_saves()
-                is_idle, needed_bytes = state.is_idle, save_bytes * (saves + self._saves_at_once)
+                is_idle, needed_bytes = state.is_idle, save_bytes * (saves + 1)
                 if self.used_bytes() + needed_bytes <= self.memory_bytes:
                     return True
                 if not wait:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -95,35 +95,3 @@ def saves_until_estimate(path: str) -> int:
     The estimate needs a copy of the leaf for one save, so the leaves take turns.
     """
     return staggered(path, _SAVES_BETWEEN_ESTIMATES)
-
-
-def due_for_reads(
-    chains: Mapping[str, Sequence[str]], reads: Mapping[str, int], limit: int | None
-) -> frozenset[str]:
-    """Return the leaves to write whole, so that a restore opens at most ``limit`` delta arrays.
-
-    The limit holds after the next save, which is assumed to need as many arrays as the largest save
-    so far.
-
-    Args:
-        chains: For each leaf path, the segments whose deltas it needs, oldest first.
-        reads: For each segment, the number of arrays that its deltas consist of, 1 by default.
-        limit: The largest number of arrays, ``None`` for no limit. Smaller: faster restores, more
-            leaves written whole; larger: the opposite.
-    """
-    if limit is None:
-        return frozenset()
-    # The names of segments ascend with the saves.
-    segments = sorted({segment for chain in chains.values() for segment in chain})
-    total = sum(reads.get(segment, 1) for segment in segments) + max(
-        (reads.get(segment, 1) for segment in segments), default=0
-    )
-    # Chains end at different times, so the oldest segments serve the fewest leaves: abandoning them
-    # writes the least.
-    abandoned: set[str] = set()
-    for segment in segments:
-        if total <= limit:
-            break
-        abandoned.add(segment)
-        total -= reads.get(segment, 1)
-    return frozenset(path for path, chain in chains.items() if abandoned & set(chain))

@@ -8,7 +8,7 @@ rarely, so that a delta is written a few times in the life of a run and a chain 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,23 +110,6 @@ def pays(merged: float, saves: float, keyframe: float, delta: float, deltas_betw
         deltas_between: Deltas between two keyframes if nothing is merged.
     """
     return merged / saves < (keyframe - delta) / max(1, deltas_between)
-
-
-def due_for_reads(
-    chains: Mapping[str, Sequence[str]], reads: Mapping[str, int], limit: int | None
-) -> bool:
-    """Decide if all leaves are to be merged, so that a restore opens at most ``limit`` arrays.
-
-    Args:
-        chains: For each leaf path, the segments whose deltas it needs.
-        reads: For each segment, the number of arrays that its deltas consist of, 1 by default.
-        limit: The largest number of arrays, ``None`` for no limit.
-    """
-    if limit is None:
-        return False
-    counts = [reads.get(name, 1) for name in {name for chain in chains.values() for name in chain}]
-    # The merge itself writes a segment, and so do the saves until it is in use.
-    return len(counts) > 2 and sum(counts) + (_SPARE_SAVES + 1) * max(counts) > limit
 
 
 def _depth_limit(policy: Policy, path: str) -> int:

@@ -76,9 +76,6 @@ class Policy:
         derive: If True, weights that are the cast of their master are not stored. A restore
             computes them and proves them by their digest: fewer bytes, but plain zarr finds no
             weights. If False (default), every weight is stored: more bytes, readable by zarr.
-        max_restore_reads: The largest number of delta arrays that a restore opens in addition to
-            the keyframes, ``None`` (default) for no limit. Smaller: faster restores, above all from
-            storage with slow requests, but more leaves written whole; larger: the opposite.
         max_restore_ratio: The largest amount that a restore decodes of a leaf's deltas, in units of
             the leaf's own bytes (default: 6). The delta that reaches it is the last of its chain. A
             delta of a leaf that changes everywhere counts as 1; if few words change, it counts as
@@ -92,7 +89,6 @@ class Policy:
     max_chain_depth: int
     hidden: Hidden | None = None
     derive: bool = False
-    max_restore_reads: int | None = None
     max_restore_ratio: float | None = RESTORE_RATIO
     merge_deltas: bool = True
 
@@ -107,7 +103,6 @@ class Policy:
         max_chain_depth: int = 32,
         *,
         derive: bool = False,
-        max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
         merge_deltas: bool = True,
     ) -> Policy:
@@ -119,8 +114,6 @@ class Policy:
                 keyframes.
             derive: Omit weights that are the cast of their master (default: False). True: fewer
                 bytes; False: plain zarr can read the weights.
-            max_restore_reads: The largest number of delta arrays that a restore opens, ``None``
-                (default) for no limit. Smaller: faster restores; larger: fewer bytes.
             max_restore_ratio: The largest amount that a restore decodes of a leaf's deltas, in
                 units of the leaf (default: 6), ``None`` for no limit. Smaller: faster restores;
                 larger: fewer bytes.
@@ -135,7 +128,7 @@ class Policy:
             ValueError: If a limit is negative, or ``max_restore_ratio`` is not positive.
         """
         return cls(
-            **_chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio),
+            **_chain_limits(max_chain_depth, max_restore_ratio),
             derive=derive,
             merge_deltas=merge_deltas,
         )
@@ -153,7 +146,6 @@ class Policy:
         stable_from: int | None = None,
         betas: tuple[float, float] | None = None,
         max_chain_depth: int = 32,
-        max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
         merge_deltas: bool = True,
     ) -> Policy:
@@ -203,7 +195,6 @@ class Policy:
             betas: The constants of Adam if the state does not hold them, as with optax. ``None``
                 (default): moments without known betas stay exact.
             max_chain_depth: As in ``Policy.exact``.
-            max_restore_reads: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
             merge_deltas: As in ``Policy.exact``.
 
@@ -225,7 +216,7 @@ class Policy:
             betas,
             rate_floor=rate_floor,
         )
-        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
+        limits = _chain_limits(max_chain_depth, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden), merge_deltas=merge_deltas)
 
     @classmethod
@@ -237,7 +228,6 @@ class Policy:
         rate_floor: float = RATE_FLOOR,
         betas: tuple[float, float] | None = None,
         max_chain_depth: int = 32,
-        max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
         """Return a policy that needs no profile and keeps a promise with the fewest bytes.
@@ -254,7 +244,6 @@ class Policy:
             rate_floor: As in ``Policy.model_exact``. ``"exact"`` ignores it.
             betas: As in ``Policy.model_exact``.
             max_chain_depth: As in ``Policy.exact``.
-            max_restore_reads: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
 
         Returns:
@@ -263,7 +252,7 @@ class Policy:
         Raises:
             ValueError: If ``promise`` is unknown or a value is out of its range.
         """
-        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
+        limits = _chain_limits(max_chain_depth, max_restore_ratio)
         if promise == "exact":
             return cls(**limits, derive=True)
         if promise != "model_exact":
@@ -287,7 +276,6 @@ class Policy:
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
         max_chain_depth: int = 32,
-        max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
         merge_deltas: bool = True,
     ) -> Policy:
@@ -322,7 +310,6 @@ class Policy:
             max_drift_octaves: As in ``Policy.model_exact``.
             max_age_steps: As in ``Policy.model_exact``.
             max_chain_depth: As in ``Policy.exact``.
-            max_restore_reads: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
             merge_deltas: As in ``Policy.exact``.
 
@@ -354,19 +341,14 @@ class Policy:
             float32_weights,
             rate_floor,
         )
-        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
+        limits = _chain_limits(max_chain_depth, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden), derive=True, merge_deltas=merge_deltas)
 
 
-def _chain_limits(
-    max_chain_depth: int, max_restore_reads: int | None, max_restore_ratio: float | None
-) -> dict[str, Any]:
+def _chain_limits(max_chain_depth: int, max_restore_ratio: float | None) -> dict[str, Any]:
     """Check the limits of a chain and return them by their names."""
-    for limit in (max_chain_depth, max_restore_reads or 0):
-        if limit < 0:
-            raise ValueError(
-                f"max_chain_depth and max_restore_reads must be at least 0, not {limit}"
-            )
+    if max_chain_depth < 0:
+        raise ValueError(f"max_chain_depth must be at least 0, not {max_chain_depth}")
     if max_restore_ratio is not None and not max_restore_ratio > 0:
         raise ValueError(
             f"max_restore_ratio must be above 0, not {max_restore_ratio}; max_chain_depth=0 writes"
@@ -374,7 +356,6 @@ def _chain_limits(
         )
     return {
         "max_chain_depth": max_chain_depth,
-        "max_restore_reads": max_restore_reads,
         "max_restore_ratio": max_restore_ratio,
     }
 

@@ -233,7 +233,6 @@ class Pipeline:
                 if copies:
                     job.capture(copies)
                 job.encode()
-                self._chains.encoded(job)
                 job.progress.advance("encoded")
             except BaseException as error:  # noqa: BLE001 - see above
                 self.fail(job, error)

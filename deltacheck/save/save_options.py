@@ -62,9 +62,6 @@ class SaveOptions:
             fewer: less disk space. Default: all stay.
         history: The leaves that older checkpoints keep. Fewer leaves: less disk space; more: more
             to go back to. Default: all.
-        compact_after: The number of deltas after which a leaf is written whole behind the saves.
-            Smaller: faster restores; larger: less reading and writing beside training. Default:
-            never.
         grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
             readers; shorter: disk space sooner.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
@@ -94,7 +91,6 @@ class SaveOptions:
     verify: str = "none"
     retention: Retention = field(default_factory=Retention)
     history: History | None = None
-    compact_after: int | None = None
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
@@ -131,8 +127,6 @@ class SaveOptions:
             raise ValueError(f"on_error must be 'raise' or 'log', not {self.on_error!r}")
         if self.max_failures < 1:
             raise ValueError(f"max_failures must be at least 1, not {self.max_failures}")
-        if self.compact_after is not None and self.compact_after < 1:
-            raise ValueError(f"compact_after must be at least 1, not {self.compact_after}")
         if self.redate_after_seconds is not None and not self.redate_after_seconds > 0:
             raise ValueError(
                 f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
@@ -154,7 +148,7 @@ class SaveOptions:
 
         Else leaves are written whole instead, or by every save that finds them changed.
         """
-        return self.compact_after is None and self.keeps_shadow and can_merge(self.policy)
+        return self.keeps_shadow and can_merge(self.policy)
 
     @property
     def numbers_of_save(self) -> int:

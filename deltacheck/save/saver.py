@@ -69,9 +69,7 @@ class Saver:
         self._setup = Setup(store, codec, options, shadow_file)
         self._treatment = Treatment(options.policy, codec.host, self._shadow)
         compactor = (
-            Compactor(store, options.policy, options.compact_after, options.io_timeout_seconds)
-            if options.compact_after is not None or options.merges
-            else None
+            Compactor(store, options.policy, options.io_timeout_seconds) if options.merges else None
         )
         self._chains = ChainState(numbers, compactor)
         # In order. No lock guards it: each change is one operation of the dictionary.
@@ -242,7 +240,6 @@ class Saver:
         )
         return self._chains.begin(
             stored_sources.keys(),
-            self.options,
             self._pipeline.effort.current,
             lambda turn: SaveJob(
                 self._setup, request, turn, stored_sources, terms, progress_of(handle)

@@ -207,7 +207,6 @@ class Model(RuleBasedStateMachine):
     @rule(
         # From 4 on, deltas are merged behind the saves.
         depth=st.sampled_from([0, 1, 2, 3, 4, 4, 5]),
-        compact_after=st.sampled_from([None, None, None, 1, 2]),
         keep=st.sampled_from(
             [
                 {},
@@ -221,14 +220,11 @@ class Model(RuleBasedStateMachine):
         ),
         go_on=st.booleans(),
     )
-    def open(
-        self, depth: int, compact_after: int | None, keep: dict[str, Any], go_on: bool
-    ) -> None:
+    def open(self, depth: int, keep: dict[str, Any], go_on: bool) -> None:
         policy = Policy.exact(max_chain_depth=depth)
         self.engine = Engine(
             self.path,
             policy=policy,
-            compact_after=compact_after,
             grace_seconds=0,
             max_pending=2,
             capture="eager",

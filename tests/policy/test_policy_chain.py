@@ -11,50 +11,10 @@ import pytest
 import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
-from deltacheck.policy.keyframes import deltas_between, due_for_reads
+from deltacheck.policy.keyframes import deltas_between
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.store.root import open_root
-
-
-def opened_arrays(root: Path, step: int) -> int:
-    """Return the number of delta arrays that a restore of a step opens."""
-    store, manifest = open_root(root), deltacheck.open(root).manifest(step)
-    chains = {leaf.spec.path: leaf for leaf in resolve_leaves(store, manifest).values()}
-    segments = {segment.id: segment for chain in chains.values() for segment, _ in chain.deltas}
-    return sum(segment.table.delta_arrays for segment in segments.values())
-
-
-def test_the_oldest_segments_are_given_up_first() -> None:
-    chains = {"a": ["s1", "s2", "s3"], "b": ["s3"], "c": ["s2", "s3"], "d": []}
-    reads = {"s1": 4, "s2": 4, "s3": 4}
-    assert due_for_reads(chains, reads, None) == frozenset()
-    assert due_for_reads(chains, reads, 16) == frozenset()
-    assert due_for_reads(chains, reads, 12) == {"a"}
-    assert due_for_reads(chains, reads, 8) == {"a", "c"}
-    assert due_for_reads(chains, reads, 0) == {"a", "b", "c"}
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_restore_opens_no_more_arrays_than_the_policy_says(tmp_path: Path, resume: bool) -> None:
-    random = np.random.default_rng(0)
-    state = {f"w{n}": random.normal(size=5000).astype(np.float32) for n in range(12)}
-    policy, limit = Policy.exact(max_restore_reads=24), 24
-    engine = Engine(tmp_path, policy=policy)
-    largest = 0
-    for step in range(30):
-        for value in state.values():
-            value[random.integers(0, 5000, 40)] += np.float32(1e-3)
-        engine.save(step, state).result()
-        largest = max(largest, opened_arrays(tmp_path, step))
-        assert largest <= limit
-        if resume and step % 7 == 3:
-            engine.close()
-            engine = Engine(tmp_path, policy=policy)
-            engine.restore()
-    engine.close()
-    assert largest > limit // 2  # deltas are written as long as there is room
-    np.testing.assert_equal(deltacheck.open(tmp_path).restore(), state)
 
 
 def decoded(root: Path, step: int) -> dict[str, float]:
@@ -133,5 +93,5 @@ def test_a_ratio_that_leaves_no_room_is_refused(wrong: float) -> None:
 
 
 def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_restore_reads must be at least 0, not -1"):
-        Policy.exact(max_restore_reads=-1)
+    with pytest.raises(ValueError, match="max_chain_depth must be at least 0, not -1"):
+        Policy.exact(max_chain_depth=-1)

@@ -5,6 +5,9 @@ and nothing uses a merge that is not proven.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from deltacheck.store import segment as columns
 from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same
+from tests.support.waiting import HANG_SECONDS
 
 WORDS = 4096
 
@@ -154,7 +158,9 @@ def state() -> dict[str, Any]:
 
 def train(live: dict[str, Any], step: int) -> dict[str, Any]:
     live["big"].view(-1).view(torch.int16)[step % 7 :: 97] += 1
-    live["wide"][torch.randint(0, 40_000, (300,))] += 1e-3
+    live["wide"][
+        torch.randint(0, 40_000, (300,), generator=torch.Generator().manual_seed(step))
+    ] += 1e-3
     live["small"][step % 40] = step
     if step % 5 == 0:
         live["seldom"][step] = step
@@ -307,19 +313,14 @@ def test_damage_of_what_is_merged_ends_the_merge_and_stays_visible(
 def test_a_merge_of_another_branch_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merge is finished after a restore of an earlier step. One of its leaves has the same chain
-    there, and another has not.
-    """
-    import threading
-
+    """A merge is finished after a restore of an earlier step."""
     go, write_merged = threading.Event(), merged_deltas.write_merged
     monkeypatch.setattr(
         "deltacheck.save.chains.compactor.write_merged",
         lambda *a, **k: go.wait(120) and write_merged(*a, **k),
     )
     one, two, states = torch.randn(3000), torch.randn(3000), {}
-    # All leaves are merged at once, also the one that has not changed for long.
-    with Engine(tmp_path, policy=Policy.exact(max_restore_reads=36)) as engine:
+    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=8)) as engine:
         for step in range(9):
             one[0], two[step] = min(step, 1), step
             states[step] = {"one": one.clone(), "two": two.clone()}
@@ -355,21 +356,103 @@ def test_keyframes_are_written_where_they_take_fewer_bytes(tmp_path: Path) -> No
     assert not any(saved["sparse"] is LeafKind.KEYFRAME for saved in found)
 
 
-def test_a_limit_of_arrays_is_met_by_merges(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    state = {f"w{n}": random.normal(size=5000).astype(np.float32) for n in range(6)}
-    limit, reports = 40, []
-    with Engine(tmp_path, policy=Policy.exact(max_restore_reads=limit)) as engine:
-        for step in range(25):
-            for value in state.values():
-                value[random.integers(0, 5000, 40)] += np.float32(1e-3)
-            reports.append(engine.save(step, state).result())
-            settle(engine)
-            chains = chains_of(tmp_path, step).values()
-            segments = {s.id: s for chain in chains for s, _ in chain.deltas}
-            assert sum(s.table.delta_arrays for s in segments.values()) <= limit
-    assert not any(LeafKind.KEYFRAME in kinds(report).values() for report in reports[1:])
-    np.testing.assert_equal(deltacheck.open(tmp_path).restore(), state)
+def test_saves_go_on_while_a_merge_is_under_way_and_use_it_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, write_merged = threading.Event(), merged_deltas.write_merged
+    monkeypatch.setattr(
+        "deltacheck.save.chains.compactor.write_merged",
+        lambda *a, **k: go.wait(HANG_SECONDS) and write_merged(*a, **k),
+    )
+    live, states = state(), {}
+    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=8)) as engine:
+        for step in range(8):
+            states[step] = train(live, step)
+            engine.save(step, live).wait()
+        assert is_merged(tmp_path, 7) is False
+        go.set()
+        settle(engine)
+        states[8] = train(live, 8)
+        engine.save(8, live).wait()
+        assert is_merged(tmp_path, 8) is True
+        for step, saved in states.items():
+            assert_same(saved, engine.restore(step))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
+def is_merged(root: Path, step: int) -> bool:
+    return any(
+        entry.since >= 0 for chain in chains_of(root, step).values() for _, entry in chain.deltas
+    )
+
+
+def test_closing_gives_up_a_merge_under_way_and_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, write_merged = threading.Event(), merged_deltas.write_merged
+
+    def write(*arguments: Any) -> Any:
+        begun.set()
+        assert engine._saver._chains.compactor._stop.wait(HANG_SECONDS)  # of ``close``
+        return write_merged(*arguments)
+
+    monkeypatch.setattr("deltacheck.save.chains.compactor.write_merged", write)
+    live = state()
+    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=4)) as engine:
+        for step in range(4):
+            train(live, step)
+            engine.save(step, live).wait()
+        assert begun.wait(HANG_SECONDS)
+    needed = {ref.id for step in range(4) for ref in open_root(tmp_path).manifest(step).segments}
+    assert set(open_root(tmp_path).store.segment_ids()) == needed
+
+
+CHILD = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from tests.save.test_merged_deltas import state, train
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+torch.set_num_threads(1)
+policy = Policy.exact(max_chain_depth=4)
+with Engine(sys.argv[1], policy=policy, keep_last=4, grace_seconds=0) as engine:
+    live, first = state(), 0
+    if engine.steps():
+        first = engine.steps()[-1] + 1
+        live = engine.restore(into=live)
+    for step in range(first, 10_000):
+        train(live, step)
+        engine.save(step, live).wait()
+        print(step, flush=True)
+"""
+
+
+def test_a_training_that_is_killed_while_it_merges_loses_nothing(tmp_path: Path) -> None:
+    expected, done = state(), -1
+    for kill in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parents[2])],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            for _ in range(4 + kill):  # a merge begins after the third step
+                child.stdout.readline()
+            child.kill()
+            acknowledged = [done, *map(int, child.stdout.read().split())][-1]
+        steps = deltacheck.open(tmp_path).steps()
+        assert acknowledged in steps or acknowledged == done
+        assert deltacheck.open(tmp_path).verify(deep=True) == []
+        for step in range(done + 1, steps[-1] + 1):
+            train(expected, step)
+        done = steps[-1]
+        with Engine(tmp_path) as engine:
+            assert_same(expected, engine.restore())
+    collect.collect(open_root(tmp_path), grace_seconds=0, writer_is_dead=True)
+    opened = open_root(tmp_path)
+    assert set(opened.store.segment_ids()) == {
+        ref.id for step in opened.steps() for ref in opened.manifest(step).segments
+    }
 
 
 # --- the format -----------------------------------------------------------------------------------

@@ -863,7 +863,7 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
 
 
 def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: str) -> None:
-    run = Run(address, verify="commit", compact_after=2, keep_last=3, grace_seconds=0)
+    run = Run(address, verify="commit", keep_last=3, grace_seconds=0)
     for _ in range(6):
         run.save()
     run.engine.close()

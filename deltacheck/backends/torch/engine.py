@@ -108,10 +108,6 @@ class Engine:
             smaller: less disk space. Not with ``memory``. Default: steps keep all leaves.
         keep_leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that steps beyond
             ``full_last`` keep, with those that these are computed from.
-        compact_after: The number of deltas after which a leaf is written whole from what is stored,
-            behind the training. Smaller: faster restores; larger: less reading and writing beside
-            training. Below half of the policy's ``max_chain_depth`` it replaces the keyframes of
-            saves. Default: saves write keyframes themselves.
         grace_seconds: The time that unneeded segments stay for readers that are about to open them.
             Longer: safer for slow readers; shorter: disk space sooner. An open segment stays.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
@@ -175,7 +171,6 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | Iterable[KeepBest] = (),
-        compact_after: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -217,7 +212,6 @@ class Engine:
             verify=verify,
             retention=retention_of(keep_last, keep_every, keep_best),
             history=None if full_last is None else History.of(full_last, keep_leaves),
-            compact_after=compact_after,
             grace_seconds=grace_seconds,
             io_timeout_seconds=io_timeout_seconds,
             exit_timeout_seconds=exit_timeout_seconds,

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from deltacheck.leaf.digest import leaf_digest
-from deltacheck.policy.keyframes import due_for_reads, saves_until_estimate
+from deltacheck.policy.keyframes import saves_until_estimate
 from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
-from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
@@ -70,9 +69,8 @@ class ChainState:
         self.leaves: dict[str, LeafState] = {}
         self.compactor = compactor
         self._numbers = numbers
-        # The segments of the newest durable save, and the number of delta arrays in each.
+        # The segments of the newest durable save.
         self._refs: dict[str, SegmentRef] = {}
-        self._delta_arrays: dict[str, int] = {}
         # The newest step that was committed, or restored since.
         self._newest: Manifest | None = None
         # The leaves that were not exact in one of these steps.
@@ -140,11 +138,6 @@ class ChainState:
             self._refs = {ref.id: ref for ref in manifest.segments}
             self._newest, self._compacted = manifest, {}
             self._promised |= manifest.contracts.keys()
-            self._delta_arrays = {
-                segment.id: segment.table.delta_arrays
-                for chain in chains.values()
-                for segment, _ in chain.deltas
-            }
             self.leaves = {
                 path: _leaf_state(chain, None if bases is None else bases.get(path))
                 for path, chain in chains.items()
@@ -193,7 +186,6 @@ class ChainState:
     def begin(
         self,
         paths: Collection[str],
-        options: SaveOptions,
         effort: Effort,
         make_job: Callable[[ChainTurn], SaveJob],
     ) -> SaveJob:
@@ -201,7 +193,6 @@ class ChainState:
 
         Args:
             paths: The leaves of the save. Chains of others end here.
-            options: The options of the saver.
             effort: The effort of the entropy stage.
             make_job: Return the save. If it raises, its sequence number is not used.
         """
@@ -209,11 +200,7 @@ class ChainState:
             for path in self.leaves.keys() - paths:
                 del self.leaves[path]
             compaction = self._take_compaction()
-            delta_segments = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
-            due = due_for_reads(
-                delta_segments, self._delta_arrays, options.policy.max_restore_reads
-            )
-            job = make_job(ChainTurn(self._numbers.next, self.epoch, self.leaves, due, effort))
+            job = make_job(ChainTurn(self._numbers.next, self.epoch, self.leaves, effort))
             if compaction is not None:
                 self._plans[job.seq] = compaction
             self._segments_under_way.add(job.writer.id)
@@ -234,10 +221,9 @@ class ChainState:
             and compacted.ref is not None
         ):
             self._compacted = {compacted.ref.id: compacted.ref}
-            self._delta_arrays[compacted.ref.id] = compacted.delta_arrays
         spare_seq, self._numbers.spare = self._numbers.spare, None
         seq = self._numbers.next if spare_seq is None else spare_seq
-        plan = self.compactor.plan(self.leaves, seq, self.epoch, self._delta_arrays)
+        plan = self.compactor.plan(self.leaves, seq, self.epoch)
         if plan is not None and spare_seq is None:
             # The compacted segment is numbered between the last save and the one that begins.
             self._numbers.next += 1
@@ -247,10 +233,6 @@ class ChainState:
         """Return the bytes of compactions that no manifest states yet."""
         written_bytes = 0 if self.compactor is None else self.compactor.written_bytes()
         return written_bytes - self._stated_bytes
-
-    def encoded(self, job: SaveJob) -> None:
-        """Record the delta arrays that a restore of this save's segment would read."""
-        self._delta_arrays[job.writer.id] = job.writer.delta_arrays
 
     def durable(self, job: SaveJob, ref: SegmentRef | None) -> dict[str, SegmentRef]:
         """Record that a save is durable, and return the segments that its step needs.
@@ -262,11 +244,6 @@ class ChainState:
         with self._lock:
             refs = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
             self._refs = {name: refs[name] for name in refs if name in job.segments}
-            # Names sort by age, and no later save needs a segment older than this one's oldest.
-            oldest = min(job.segments, default="")
-            self._delta_arrays = {
-                name: count for name, count in list(self._delta_arrays.items()) if name >= oldest
-            }
             return self._refs
 
     def await_receipt(self, job: SaveJob, manifest: Manifest) -> None:

@@ -1,6 +1,6 @@
 """Shorten long chains behind a training, between two of its saves.
 
-Deltas of a leaf are merged into one, or the leaf is written whole. No manifest is touched. The new
+Deltas of a leaf are merged into one. No manifest is touched. The new
 segment has a sequence number that was set aside between two saves, and it holds the leaves as the
 first of these saves has them. Once it is durable, the chains of the next save use it and keep the
 deltas that came later. Until then no chain refers to it. A kill at any moment therefore leaves an
@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import deltas_between
-from deltacheck.policy.merging import due_for_reads, first_merged, is_due, pays
+from deltacheck.policy.merging import first_merged, is_due, pays
 from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
-from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
@@ -42,22 +41,21 @@ class Links(NamedTuple):
     Args:
         key: The segment of the keyframe.
         deltas: The segments of all deltas, oldest first.
-        kept_deltas: The number of deltas that stay; the rest are merged. ``None``: the leaf is
-            written whole.
+        kept_deltas: The number of deltas that stay; the rest are merged.
         saves: Saves until the leaf is due again.
         raw_bytes: The size of the leaf.
     """
 
     key: str
     deltas: tuple[str, ...]
-    kept_deltas: int | None = None
-    saves: float = 1.0
-    raw_bytes: int = 0
+    kept_deltas: int
+    saves: float
+    raw_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """Leaves to write again.
+    """Leaves of which deltas are to be merged.
 
     Args:
         seq: The sequence number of the new segment, set aside right after a save.
@@ -72,7 +70,7 @@ class CompactionPlan:
 
 @dataclass(frozen=True, slots=True)
 class CompactedChains:
-    """Leaves that were written again.
+    """Leaves of which deltas were merged.
 
     Args:
         epoch: The epoch of the plan.
@@ -80,7 +78,6 @@ class CompactedChains:
         links: What the segment replaces, of each leaf by path.
         decoded_bytes: The decoded size of each merged delta, by path.
         declined: Leaves of which keyframes are to be written at the limits of their chains.
-        delta_arrays: The number of arrays of the new segment's deltas.
     """
 
     epoch: int
@@ -88,47 +85,25 @@ class CompactedChains:
     links: Mapping[str, Links]
     decoded_bytes: Mapping[str, int] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
-    delta_arrays: int = 0
 
 
-def long_chains(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
-    """Return the chains of the leaves that have at least ``after`` deltas, to write them whole."""
-    # A leaf without a base is written whole by the next save in any case.
-    return {
-        path: Links(leaf.key_segment, tuple(leaf.delta_segments))
-        for path, leaf in leaves.items()
-        if leaf.base is not None and len(leaf.delta_segments) >= after
-    }
-
-
-def deltas_to_merge(
-    leaves: Mapping[str, LeafState], policy: Policy, reads: Mapping[str, int]
-) -> dict[str, Links]:
+def deltas_to_merge(leaves: Mapping[str, LeafState], policy: Policy) -> dict[str, Links]:
     """Return the chains of the leaves of which deltas are to be merged.
 
     Args:
         leaves: The chains.
         policy: The policy that limits them.
-        reads: For each segment, the number of arrays that its deltas consist of.
     """
-    are_all_due = policy.max_restore_reads is not None and due_for_reads(
-        {path: leaf.delta_segments for path, leaf in leaves.items()},
-        reads,
-        policy.max_restore_reads,
-    )
     links: dict[str, Links] = {}
     for path, leaf in leaves.items():
         if leaf.base is None or not leaf.delta_segments:
             continue
         key, segments = leaf.key_segment, tuple(leaf.delta_segments)
-        raw_bytes, deltas = leaf.spec.raw_bytes, leaf.deltas
-        if are_all_due:
-            # Also a single delta: its segment is needed by no chain afterwards.
-            links[path] = Links(key, segments, 0, len(segments), raw_bytes)
-        elif leaf.is_merged and is_due(policy, path, deltas):
+        deltas = leaf.deltas
+        if leaf.is_merged and is_due(policy, path, deltas):
             choice = first_merged(policy, path, deltas)
             if choice is not None:
-                links[path] = Links(key, segments, *choice, raw_bytes)
+                links[path] = Links(key, segments, *choice, leaf.spec.raw_bytes)
     return links
 
 
@@ -155,17 +130,13 @@ def attach(leaves: Mapping[str, LeafState], compacted: CompactedChains) -> int:
         count += 1
         later_segments = leaf.delta_segments[len(deltas) :]
         later_bytes = leaf.delta_bytes[len(deltas) :]
-        if kept_deltas is None:
-            leaf.key_segment, leaf.merged_deltas = compacted.ref.id, 0
-            leaf.delta_segments, leaf.delta_bytes = later_segments, later_bytes
-        else:
-            leaf.merged_deltas = kept_deltas + 1
-            leaf.delta_segments = [*deltas[:kept_deltas], compacted.ref.id, *later_segments]
-            leaf.delta_bytes = [
-                *leaf.delta_bytes[:kept_deltas],
-                compacted.decoded_bytes[path],
-                *later_bytes,
-            ]
+        leaf.merged_deltas = kept_deltas + 1
+        leaf.delta_segments = [*deltas[:kept_deltas], compacted.ref.id, *later_segments]
+        leaf.delta_bytes = [
+            *leaf.delta_bytes[:kept_deltas],
+            compacted.decoded_bytes[path],
+            *later_bytes,
+        ]
     return count
 
 
@@ -192,27 +163,19 @@ class Compactor:
     Args:
         store: The segments of the root.
         policy: The policy that limits the chains.
-        after: The number of deltas from which on a leaf is written whole; ``None``: deltas are
-            merged as the policy demands. Smaller: faster restores; larger: less reading and writing
-            beside the training.
         io_timeout_seconds: The longest wait for the storage.
     """
 
-    def __init__(
-        self, store: Store, policy: Policy, after: int | None, io_timeout_seconds: float
-    ) -> None:
+    def __init__(self, store: Store, policy: Policy, io_timeout_seconds: float) -> None:
         self._store = store
         self._policy = policy
-        self._after = after
         self._io_timeout_seconds = io_timeout_seconds
         self._lock = Lock()
         self._running = _Running()
         self._written_bytes = 0
         self._stop = threading.Event()
 
-    def plan(
-        self, leaves: Mapping[str, LeafState], seq: int, epoch: int, reads: Mapping[str, int]
-    ) -> CompactionPlan | None:
+    def plan(self, leaves: Mapping[str, LeafState], seq: int, epoch: int) -> CompactionPlan | None:
         """Plan a compaction as of the save that was captured last.
 
         ``None`` if nothing is due, or a compaction is under way.
@@ -221,16 +184,11 @@ class Compactor:
             leaves: The chains.
             seq: The sequence number of the new segment.
             epoch: The epoch of the chains.
-            reads: For each segment, the number of arrays that its deltas consist of.
         """
         with self._lock:
             if self._running.thread is not None:
                 return None
-        links = (
-            deltas_to_merge(leaves, self._policy, reads)
-            if self._after is None
-            else long_chains(leaves, self._after)
-        )
+        links = deltas_to_merge(leaves, self._policy)
         return CompactionPlan(seq, epoch, links) if links else None
 
     def start(self, plan: CompactionPlan, manifest: Manifest) -> None:
@@ -309,24 +267,15 @@ class Compactor:
                 if (chain.key[0].id, tuple(chain.delta_segments)) == plan.links[path][:2]
             }
             links = {path: plan.links[path] for path in chains}
-            if self._after is not None and chains:
-                ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
-                result = CompactedChains(plan.epoch, ref, links)
-            else:
-                runs = self._runs(root, manifest, chains, links)
-                merged = (
-                    write_merged(writer, runs, self._io_timeout_seconds, self._stop.is_set)
-                    if runs
-                    else Merged(None)
-                )
-                result = CompactedChains(
-                    plan.epoch,
-                    merged.ref,
-                    links,
-                    merged.decoded_bytes,
-                    merged.declined,
-                    writer.delta_arrays,
-                )
+            runs = self._runs(root, manifest, chains, links)
+            merged = (
+                write_merged(writer, runs, self._io_timeout_seconds, self._stop.is_set)
+                if runs
+                else Merged(None)
+            )
+            result = CompactedChains(
+                plan.epoch, merged.ref, links, merged.decoded_bytes, merged.declined
+            )
             with self._lock:
                 self._written_bytes += 0 if result.ref is None else result.ref.stored_bytes
             if result.ref is None:
@@ -350,9 +299,7 @@ class Compactor:
         links: Mapping[str, Links],
     ) -> dict[str, Run]:
         """Return the deltas to merge, each with the decision about its price."""
-        before = chains_before(
-            root, manifest, chains, {p: links[p].kept_deltas or 0 for p in chains}
-        )
+        before = chains_before(root, manifest, chains, {p: links[p].kept_deltas for p in chains})
         runs: dict[str, Run] = {}
         for path, chain in chains.items():
             recent_bytes = chain.delta_bytes[-1]

@@ -48,7 +48,6 @@ class LeafCapture:
         progress: Receives a beat at every leaf.
         leaves: The leaves of the save by path.
         states: The saver's chains by path; updated in place.
-        due: Paths of leaves that must be written whole, whatever the policy says of their chains.
         parts: Takes what is encoded.
     """
 
@@ -58,7 +57,6 @@ class LeafCapture:
         progress: Progress,
         leaves: Mapping[str, LeafSave],
         states: dict[str, LeafState],
-        due: frozenset[str],
         parts: PartWriter,
     ) -> None:
         self.keyframes: list[LeafSave] = []
@@ -66,7 +64,6 @@ class LeafCapture:
         self._progress = progress
         self._leaves = leaves
         self._states = states
-        self._due = due
         self._parts = parts
         self._copy: U8 | None = None
         # Once, because a look at all methods of a protocol takes as long as a small leaf.
@@ -133,7 +130,7 @@ class LeafCapture:
             state.base = codec.copy(current, state.base)
             self._prove(leaf, spec, state.base)
             self._encode_if_changed(leaf, state, codec.host(state.base))
-        elif path in self._due or state.is_due(setup.options.policy):
+        elif state.is_due(setup.options.policy):
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)

@@ -38,14 +38,12 @@ class ChainTurn:
         epoch: Counts how often the shadow was dropped or replaced. A save of an older epoch cannot
             be committed.
         states: The chains by path; the save updates them.
-        due: Paths of leaves that must be written whole to bound the reads of a restore.
         effort: The effort of the entropy stage.
     """
 
     seq: int
     epoch: int
     states: dict[str, LeafState]
-    due: frozenset[str]
     effort: Effort
 
 
@@ -96,9 +94,7 @@ class SaveJob:
             cache_bytes,
             setup.options.io_timeout_seconds,
         )
-        self._capture = LeafCapture(
-            setup, progress, self.leaves, turn.states, turn.due, self._parts
-        )
+        self._capture = LeafCapture(setup, progress, self.leaves, turn.states, self._parts)
         self._copies = EarlyCopies(self.lazy, cache_bytes)
         progress.while_awaited = self._hasten
         self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)

@@ -14,7 +14,7 @@ from deltacheck.policy import Policy
 
 _SECTION = "deltacheck"
 # Options that belong to this adapter, or that several ranks do not support.
-_NOT_CONFIGURABLE = {"process_group", "max_pending", "compact_after", "storage", "memory"}
+_NOT_CONFIGURABLE = {"process_group", "max_pending", "storage", "memory"}
 
 # Presets that need no arguments, by the names that a configuration in JSON may give.
 _POLICIES: dict[str, Callable[[], Policy]] = {
