@@ -18,8 +18,8 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 
 # The values of the option `verify`. none: a save is not read back. commit: it is read back before
-# the step exists, on the thread that commits. receipt: after the commit, in the background.
-WHEN = ("none", "commit", "receipt")
+# the step exists, on the thread that commits.
+WHEN = ("none", "commit")
 # Leaves that are read back at a time. Larger: fewer calls; smaller: less memory beside the
 # training.
 _BATCH_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.progress import STATES, Progress
-from deltacheck.store.deadline import Deadline, Pulse
+from deltacheck.store.deadline import Pulse
 
 
 @typed
@@ -73,36 +73,9 @@ class SaveHandle:
         """The proof that the step was rebuilt from disk as it was captured.
 
         Returns:
-            The receipt; ``None`` if ``verify`` is ``"none"``, or the step is not read back yet.
+            The receipt; ``None`` if ``verify`` is ``"none"``, or before the commit.
         """
         return self._progress.receipt
-
-    def wait_for_receipt(self, timeout: float | None = None) -> Receipt | None:
-        """Wait until the step is committed and read back.
-
-        Args:
-            timeout: Seconds. ``None``: wait as long as the saver makes progress.
-
-        Returns:
-            The receipt; ``None`` if ``verify`` is ``"none"`` or the save was skipped.
-
-        Raises:
-            ReceiptFailed: The step did not come back as it was captured. The error names the leaf
-                and the file.
-            TimeoutError: ``timeout`` has passed.
-            StorageTimeout: Without a timeout, no save has made progress for twice
-                ``io_timeout_seconds``.
-            SaveFailed: The save failed, or this process is a forked child.
-        """
-        # One deadline for both waits, so that together they do not exceed `timeout`.
-        progress, deadline = self._progress, Deadline.after(timeout)
-        self.wait("committed", timeout)
-        if not progress.wait_until(lambda: not progress.awaits_receipt, deadline.left):
-            raise TimeoutError(
-                f"step {self.step} is committed, but not yet read back after {timeout} s"
-            )
-        progress.raise_error()
-        return progress.receipt
 
     def done(self) -> bool:
         """Return true if the save is committed, failed or skipped.

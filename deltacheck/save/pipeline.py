@@ -3,8 +3,7 @@
 Two threads serve a saver. The *encoder* captures lazy leaves, assembles parts and hands them to the
 store. The *committer* waits for the disk, writes the manifest and promotes the step. It waits on a
 third thread, which it leaves behind if the storage hangs. A save may be captured while the one
-before it is still on its way to disk. With ``verify="receipt"`` one more thread reads committed
-steps back.
+before it is still on its way to disk.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from deltacheck.errors import ReceiptFailed, SaveFailed
+from deltacheck.errors import SaveFailed
 from deltacheck.restore import receipt
-from deltacheck.restore.receipt import Receipt
 from deltacheck.save import freed_memory
 from deltacheck.save.adaptive_effort import EffortChoice
 from deltacheck.save.chains.base_check import SHARE, BaseCheck
@@ -33,7 +31,6 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.interrupts import Lock, postponed
-from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Store
 
 log = logging.getLogger("deltacheck")
@@ -80,14 +77,11 @@ class Pipeline:
         self._stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
-        self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
         self._base = BaseCheck()
         self._look = Background(1, "deltacheck-look")
         self._looking: Task | None = None
         loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
-        if options.verify == "receipt":
-            loops["deltacheck-receipts"] = self._receipt_loop
         self._threads = [
             threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()
         ]
@@ -258,11 +252,9 @@ class Pipeline:
                 self._commit(job)
             except BaseException as error:  # noqa: BLE001 - see above
                 self.fail(job, error)
-                self._chains.end_receipt(job)
             del job
         self._disk.close()
         self._look.close()
-        self._to_check.put(None)
         with self._lock:
             callback, self._threads = self._stopped, []
         # No save goes on from the shadow any more, and the owner of this object may live on.
@@ -272,7 +264,7 @@ class Pipeline:
 
     def _commit(self, job: SaveJob) -> None:
         """Make a save durable, then make its step exist."""
-        step, progress, verify = job.request.step, job.progress, job.setup.options.verify
+        step, progress = job.request.step, job.progress
         if job.epoch != self._chains.epoch:
             raise SaveFailed(
                 f"the save of step {step} stands on an earlier one that failed; the next writes"
@@ -290,7 +282,7 @@ class Pipeline:
         failed_saves = self.failures.in_a_row
         manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
         # Before the commit, so that no step exists whose files differ from the state.
-        if verify == "commit":
+        if job.setup.options.verify == "commit":
             store, digests = job.setup.store, job.live_digests
             progress.give_receipt(
                 self._on_disk(job, partial(receipt.rebuild, store, manifest, digests, job.entries))
@@ -305,18 +297,12 @@ class Pipeline:
                 " removed files of the root. The next save writes whole leaves"
             )
         job.may_be_committed = True
-        if verify == "receipt":
-            # Before the commit: a collection after it must not take what is still to be read.
-            self._chains.await_receipt(job, manifest)
-            progress.awaits_receipt = True
         result = self._on_disk(job, partial(job.request.commit, manifest))
         self._chains.committed(job, manifest)
         self.failures.committed(failed_saves)
         stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
         progress.advance("committed", job.report(stored_bytes, result.digest, manifest))
         self._release(job.progress)
-        if verify == "receipt":
-            self._to_check.put((job, manifest))
         if job.whole_bytes >= freed_memory.LEAST_BYTES:
             freed_memory.return_freed_memory()
 
@@ -327,18 +313,6 @@ class Pipeline:
             # What this save has just written was acknowledged by the store.
             return self._base.lost_objects(store, set(refs) - {job.writer.id})
         return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.begin))
-
-    def _receipt_loop(self) -> None:
-        while (item := self._to_check.get()) is not None:
-            job, manifest = item
-            result = _read_back(job, manifest)
-            if isinstance(result, Exception):
-                log.error("%s", str(result))
-                # No later save may go on from this step, and one under way that does must fail.
-                self._chains.drop()
-            self._chains.end_receipt(job)
-            job.progress.give_receipt(result)
-            del item, job
 
     def _on_disk(self, job: SaveJob, action: Callable[[], _Result]) -> _Result:
         """Carry out an action that waits for the storage, on a thread that can be left behind.
@@ -408,17 +382,3 @@ def _hangs_in(step: int) -> SaveFailed:
         f"the storage still hangs in the save of step {step}; nothing can be saved before it"
         " answers, or by another process"
     )
-
-
-def _read_back(job: SaveJob, manifest: Manifest) -> Receipt | Exception:
-    """Return the receipt of a committed step, or why it could not be read back."""
-    try:
-        return receipt.rebuild(job.setup.store, manifest, job.live_digests, manifest.leaves)
-    except ReceiptFailed as error:
-        return error
-    except BaseException as error:  # noqa: BLE001 - the thread must live on
-        failure = ReceiptFailed(
-            f"step {manifest.step} could not be read back: {type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        return failure

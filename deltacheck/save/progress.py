@@ -35,7 +35,6 @@ class Progress:
         self.error: Exception | None = None
         self.report: SaveReport | None = None
         self.receipt: Receipt | None = None
-        self.awaits_receipt = False
         self.blocking_seconds = 0.0
         # Shortens the wait for ``captured``; called by the thread that waits.
         self.while_awaited: Callable[[], None] | None = None
@@ -88,14 +87,12 @@ class Progress:
         return True
 
     def wait_for_end(self, timeout: float | None) -> None:
-        """Wait until the save has ended and, if it is read back, until that has ended too.
-
-        A failure is not raised here.
+        """Wait until the save has ended. A failure is not raised here.
 
         Raises:
             TimeoutError: ``timeout`` seconds have passed.
         """
-        if not self.wait_until(lambda: self.done() and not self.awaits_receipt, timeout):
+        if not self.wait_until(lambda: self.done(), timeout):
             raise TimeoutError(
                 f"the save of step {self.step} is only {self.state} after {timeout:.3g} s"
             )
@@ -164,19 +161,12 @@ class Progress:
                 # Before the state: whoever sees that the save has failed must find the error.
                 self._set_error(error)
                 self.state = "failed"
-            self.awaits_receipt = False
         self._changed.notify()
 
-    def give_receipt(self, receipt: Receipt | Exception) -> None:
-        """Record that the step was read back, or why a committed step could not be."""
+    def give_receipt(self, receipt: Receipt) -> None:
+        """Record that the step was read back."""
         self._pulse.beat()
-        with self._lock:
-            if isinstance(receipt, Exception):
-                self._set_error(receipt)
-            else:
-                self.receipt = receipt
-            self.awaits_receipt = False
-        self._changed.notify()
+        self.receipt = receipt
 
     def _set_error(self, error: Exception) -> None:
         self.error, self.has_unseen_error = error, True

@@ -56,8 +56,7 @@ class SaveOptions:
             cost of syncs; ``PROCESS``: only the end of the process, and saves end sooner.
         verify: The check of what was written. ``"none"``: none, a restore checks it;
             ``"commit"``: the files of the save are read back before its step exists, so it
-            commits later; ``"receipt"``: the whole step is read back after the commit. Both hash
-            the state at the capture and read about as much as a restore.
+            commits later, and the state is hashed at the capture.
         retention: The checkpoints that stay after each save. More rules: more to go back to;
             fewer: less disk space. Default: all stay.
         history: The leaves that older checkpoints keep. Fewer leaves: less disk space; more: more

@@ -49,8 +49,7 @@ class Saver:
     """The saves of one root in one process, one after the other. A backend makes it.
 
     If nothing at all has happened for twice ``io_timeout_seconds``, whoever waits for a save gives
-    it up, even if a thread still hangs in it. After a failed receipt the next save writes whole
-    leaves.
+    it up, even if a thread still hangs in it.
 
     Args:
         store: The segments of the root.
@@ -377,7 +376,7 @@ class Saver:
         for handle in handles:
             # Failed saves stay until `raise_unseen` reports them.
             progress = progress_of(handle)
-            if progress.done() and progress.error is None and not progress.awaits_receipt:
+            if progress.done() and progress.error is None:
                 self._handles.pop(handle, None)
         return [handle for handle in handles if not handle.done()]
 
@@ -423,7 +422,7 @@ class Saver:
         handles = list(self._handles)
         failed = [p for p in map(progress_of, handles) if p.error is not None]
         for handle in handles:
-            if handle.done() and not progress_of(handle).awaits_receipt:
+            if handle.done():
                 self._handles.pop(handle, None)
         for progress in failed:
             unseen = progress.take_unseen_error()
@@ -437,7 +436,7 @@ class Saver:
         return self._pipeline.refuse_if_stuck(progress, request.abandon)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed and, if ``verify`` asks for it, read back.
+        """Wait until every save under way is committed.
 
         Args:
             timeout: Seconds. ``None``: wait as long as saves make progress.

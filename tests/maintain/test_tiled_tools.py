@@ -524,11 +524,11 @@ def test_a_copy_with_a_wrong_bit_in_one_tile_is_found(tiled: Saved) -> None:
 # --- receipts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verify", ["commit", "receipt"])
-def test_every_rank_reads_back_what_it_wrote(tmp_path: Path, verify: str) -> None:
-    with RankedRun(tmp_path / "root", 2, verify=verify) as run:
+def test_every_rank_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    with RankedRun(tmp_path / "root", 2, verify="commit") as run:
         handles = at_once(2, lambda rank: run.begin_on(rank, 0, model_state()))
-        found = at_once(2, lambda rank: handles[rank].wait_for_receipt(60))
+        at_once(2, lambda rank: handles[rank].wait(timeout=60))
+    found = [handle.receipt for handle in handles]
     assert [one.step for one in found] == [0, 0]
     assert sum(one.raw_bytes for one in found) == sum(
         a.nbytes for a in arrays_of(model_state()).values()

@@ -548,7 +548,7 @@ def kinds() -> Iterator[tuple[str, Run]]:
             yield f"PEFT, {merge.__name__}", partial(scenario_run, make=make_lora)
     yield "threads all the time", partial(thread_run, options={})
     yield "threads, eager", partial(thread_run, options={"capture": "eager"})
-    options = {"capture": "eager", "verify": "receipt"}
+    options = {"capture": "eager", "verify": "commit"}
     yield "threads, receipts", partial(thread_run, options=options)
     with contextlib.suppress(ImportError):
         import lightning.pytorch as lightning

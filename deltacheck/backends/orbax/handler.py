@@ -74,9 +74,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             syncs Orbax's own files and renames.
         verify: The check of each save against the captured state. ``"none"``: no check; a restore
             checks what was written. ``"commit"``: the files of the save are read back before its
-            step exists, so it commits later. ``"receipt"``: the whole step is read back after the
-            commit, and the next call raises a failure. Both read about as much as a restore and
-            hash the state at the capture.
+            step exists, so it commits later, and the state is hashed at the capture.
         capture: The reading of the arrays. ``"auto"``: behind the training. Those on accelerators
             are copied there first if there is memory, and read before ``save`` returns if not. Of
             those in host memory, XLA copies a donated array that is not yet read, and a write to

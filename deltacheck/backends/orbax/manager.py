@@ -97,7 +97,7 @@ def manager(  # noqa: PLR0913 - one argument per option
             deletion. Each costs a flush of the disk's cache. ``"process"``: only the end of this
             process. Nothing is synced, and a power cut may take the last steps.
         verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
-            then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
+            then comes later.
         capture: ``"auto"``: arrays are read behind the training, so that ``save`` returns sooner.
             In host memory donations then copy, and on accelerators the arrays are copied if there
             is memory; ``"eager"``: before ``save`` returns.

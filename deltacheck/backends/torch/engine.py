@@ -94,10 +94,8 @@ class Engine:
             or leave steps that are listed and raise ``Damaged``.
         verify: The check of each save against the captured state. ``"none"``: no check; a restore
             checks what was written. ``"commit"``: the files of the save are read back before its
-            step exists. A fault on the way to the disk becomes a failed save, but it commits later.
-            ``"receipt"``: the whole step is read back after the commit (``handle.receipt``); the
-            next call raises a failure. Both read about as much as a restore and hash the state at
-            the capture.
+            step exists (``handle.receipt``). A fault on the way to the disk becomes a failed save,
+            but it commits later, and the state is hashed at the capture.
         keep_last: Keep this number of newest steps after each save. Larger: more to go back to;
             smaller: less disk space. Default of all three rules: keep all. The newest step and
             tagged steps always stay.

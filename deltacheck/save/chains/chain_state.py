@@ -81,11 +81,9 @@ class ChainState:
         self._plans: dict[int, CompactionPlan] = {}
         # Of the bytes that compactions have written, those that a manifest states.
         self._stated_bytes = 0
-        # Segments of saves under way, of saves that were given up while they were committed, and
-        # manifests that are still to be read back, by sequence number.
+        # Segments of saves under way, and of saves that were given up while they were committed.
         self._segments_under_way: set[str] = set()
         self._uncertain: set[str] = set()
-        self._unchecked: dict[int, Manifest] = {}
         self._lock = Lock()
 
     # --- between saves ----------------------------------------------------------------------------
@@ -172,8 +170,6 @@ class ChainState:
                 | self._compacted.keys()
                 | self._segments_under_way
             )
-            for manifest in self._unchecked.values():
-                names |= {ref.id for ref in manifest.segments}
             if self.compactor is not None:
                 names |= self.compactor.segments()
             # A copy, because a capture changes the dictionary without the lock.
@@ -245,16 +241,6 @@ class ChainState:
             refs = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
             self._refs = {name: refs[name] for name in refs if name in job.segments}
             return self._refs
-
-    def await_receipt(self, job: SaveJob, manifest: Manifest) -> None:
-        """Protect the segments of a step until it is read back."""
-        with self._lock:
-            self._unchecked[job.seq] = manifest
-
-    def end_receipt(self, job: SaveJob) -> None:
-        """Unprotect the segments of a step that was read back, or does not exist."""
-        with self._lock:
-            self._unchecked.pop(job.seq, None)
 
     def committed(self, job: SaveJob, manifest: Manifest) -> None:
         """Record that the step exists, and start the compaction that was planned with it."""

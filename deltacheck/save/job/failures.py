@@ -43,7 +43,7 @@ class FailureCount:
 
     def to_raise(self, error: Exception) -> Exception | None:
         """Return the error that a call must raise for a failed save, or ``None``."""
-        # The step of a failed receipt exists, so a later save does not make up for it.
+        # Bits have changed between memory and disk, which the next save does not cure.
         if not self.is_tolerant or isinstance(error, ReceiptFailed):
             return error
         if self._in_a_row < self._max_failures:

@@ -119,7 +119,7 @@ class DeltaStorageWriter(StorageWriter):
         durability: ``"power"``: an acknowledged save survives a power cut; ``"process"``: only the
             end of the process, but nothing is synced and saves end sooner.
         verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
-            then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
+            then comes later.
         keep_last: Keep this number of newest steps. Larger: more to go back to; smaller: less disk
             space. Default: keep all.
         keep_every: Keep the steps that this number divides. Larger: less disk space. Default: all.
@@ -128,7 +128,7 @@ class DeltaStorageWriter(StorageWriter):
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
             slow storage gets its saves through; shorter: a dead one is reported sooner.
         exit_timeout_seconds: The longest wait at interpreter exit. Longer: a slow storage gets the
-            last receipt through; shorter: a dead one lets the process end.
+            last save through; shorter: a dead one lets the process end.
         storage: The access to an object store. Default: from the environment.
         overwrite: ``True``: a save of a step that exists replaces it once it is complete.
             ``False``: such a save fails, and the step stays as it is.

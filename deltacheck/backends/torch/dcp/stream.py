@@ -383,12 +383,12 @@ class Stream:
         self._planned = self._planned._replace(signals=signals)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for receipts. DCP has already waited for everything else."""
+        """Wait for the saves under way, of which DCP has already waited for its own."""
         if self._saver is not None:
             self._saver.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop and release the root. Raises the failure of a receipt that no call has raised."""
+        """Stop and release the root. Raises the failure of a save that no call has raised."""
         exits.forget(self)
         self._remove_probe()
         if self._saver is None or not self._saver.is_ours():

@@ -57,8 +57,7 @@ class DeltaCheckpointManager(CheckpointManager):  # type: ignore[misc] # untyped
                 time.
             durability: ``"power"``: a save survives a power cut; ``"process"``: only the end of the
                 process, but nothing is synced.
-            verify: ``"commit"``: read each save back before its step exists; ``"receipt"``: after;
-                ``"none"``: never.
+            verify: ``"commit"``: read each save back before its step exists; ``"none"``: never.
             keep_every: Keep the steps that this number divides besides the newest
                 ``keep_latest_k``; 0: none. Smaller: more history; larger: less disk space.
         """
@@ -67,7 +66,7 @@ class DeltaCheckpointManager(CheckpointManager):  # type: ignore[misc] # untyped
         shadow: Literal["device", "host", "mapped", "none", "auto"] = "auto"
         effort: Literal["low", "normal", "high", "auto"] = "normal"
         durability: Literal["power", "process"] = "power"
-        verify: Literal["none", "commit", "receipt"] = "none"
+        verify: Literal["none", "commit"] = "none"
         keep_every: int = 0
 
     def __init__(self, config: Config, **components: Any) -> None:
