@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.encode import threads_restored
 from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck import _native
-from deltacheck.codec.lossy import lattice, reference_codes, relative
+from deltacheck.codec.lossy import lattice, nested, reference_codes
 
 _STEP, _SEED = 1e-5, 7
 # Of the time of one element in NumPy.
@@ -27,7 +27,7 @@ def run(settings: Settings) -> Result:
     weights = values.astype(ml_dtypes.bfloat16)
     bits = weights.view(np.uint16)
     absolute = lattice.codes(values, _STEP, _SEED).codes
-    coset = relative.codes(values, _STEP, _SEED, weights=weights).codes
+    coset = nested.codes(values, _STEP, _SEED, weights=weights).codes
     codes, cosets, floats = (np.empty_like(array) for array in (absolute, coset, values))
     calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "lattice codes and their errors": (
@@ -39,12 +39,12 @@ def run(settings: Settings) -> Result:
             lambda: reference_codes.lattice_values(absolute, None, _STEP, _SEED),
         ),
         "relative codes and their errors": (
-            lambda: relative.codes(values, _STEP, _SEED, weights=weights, out=cosets),
-            lambda: reference_codes.relative_codes(values, bits, _STEP, _SEED, coset.dtype),
+            lambda: nested.codes(values, _STEP, _SEED, weights=weights, out=cosets),
+            lambda: reference_codes.nested_codes(values, bits, _STEP, _SEED, 0, 0, coset.dtype),
         ),
         "values of relative codes": (
-            lambda: relative.values(coset, _STEP, _SEED, weights=weights, out=floats),
-            lambda: reference_codes.relative_values(coset, bits, _STEP, _SEED),
+            lambda: nested.values(coset, _STEP, _SEED, weights=weights, out=floats),
+            lambda: reference_codes.nested_values(coset, bits, _STEP, _SEED, 0, 0),
         ),
         "errors of weights cast from codes": (
             lambda: lattice.cast_errors(values, _STEP, _SEED, weights=weights),

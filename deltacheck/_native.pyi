@@ -71,20 +71,6 @@ def lattice_cast_errors(
     halvings: int,
     spare_bits: int,
 ) -> tuple[int, float, float, float]: ...
-def relative_codes(
-    values: NDArray[np.float32],
-    weights: NDArray[np.uint16],
-    step: float,
-    seed: int,
-    out: NDArray[np.uint8],
-) -> tuple[int, float, float]: ...
-def relative_values(
-    codes: NDArray[np.uint8],
-    weights: NDArray[np.uint16],
-    step: float,
-    seed: int,
-    out: NDArray[np.float32],
-) -> int: ...
 def nested_codes(
     values: NDArray[np.float32],
     weights: NDArray[np.uint16],

@@ -395,9 +395,9 @@ nb::tuple lattice_cast_errors_arrays(const Array<const float>& values,
   return nb::make_tuple(errors.refused, errors.largest, errors.differences, errors.weights);
 }
 
-// Returns the bytes of one relative code after a check of the sizes. Codes are passed as bytes,
-// because they are uint8 or uint16.
-uint32_t relative_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
+// Returns the bytes of one code beside a weight after a check of the sizes. Codes are passed as
+// bytes, because they are uint8 or uint16.
+uint32_t nested_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
   if (weights != count)
     throw std::invalid_argument("weights must have as many elements as there are codes");
   if (code_bytes != count && code_bytes != 2 * count)
@@ -405,40 +405,12 @@ uint32_t relative_bytes(uint64_t code_bytes, uint64_t weights, uint64_t count) {
   return code_bytes == count ? 1 : 2;
 }
 
-nb::tuple relative_codes_arrays(const Array<const float>& values,
-                                const Array<const uint16_t>& weights, double step, uint64_t seed,
-                                const Array<uint8_t>& out, bool dithered) {
-  const uint64_t count = values.size();
-  const uint32_t code_bytes = relative_bytes(out.size(), weights.size(), count);
-  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
-  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
-  uint8_t* to = out.data();
-  LatticeErrors errors{};
-  {
-    nb::gil_scoped_release released;
-    errors = relative_codes(from, beside, count, step, seed, code_bytes, dithered, to);
-  }
-  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
-}
-
-uint64_t relative_values_arrays(const Array<const uint8_t>& codes,
-                                const Array<const uint16_t>& weights, double step, uint64_t seed,
-                                const Array<float>& out, bool dithered) {
-  const uint64_t count = out.size();
-  const uint32_t code_bytes = relative_bytes(codes.size(), weights.size(), count);
-  const uint8_t* from = codes.data();
-  const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
-  auto* to = reinterpret_cast<uint8_t*>(out.data());
-  nb::gil_scoped_release released;
-  return relative_values(from, beside, count, step, seed, code_bytes, dithered, to);
-}
-
 nb::tuple nested_codes_arrays(const Array<const float>& values,
                               const Array<const uint16_t>& weights, double step, uint64_t seed,
                               const Array<uint8_t>& out, uint32_t halvings, uint32_t spare_bits) {
   check_halvings(halvings, spare_bits);
   const uint64_t count = values.size();
-  const uint32_t code_bytes = relative_bytes(out.size(), weights.size(), count);
+  const uint32_t code_bytes = nested_bytes(out.size(), weights.size(), count);
   const auto* from = reinterpret_cast<const uint8_t*>(values.data());
   const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
   uint8_t* to = out.data();
@@ -455,7 +427,7 @@ uint64_t nested_values_arrays(const Array<const uint8_t>& codes,
                               const Array<float>& out, uint32_t halvings, uint32_t spare_bits) {
   check_halvings(halvings, spare_bits);
   const uint64_t count = out.size();
-  const uint32_t code_bytes = relative_bytes(codes.size(), weights.size(), count);
+  const uint32_t code_bytes = nested_bytes(codes.size(), weights.size(), count);
   const uint8_t* from = codes.data();
   const auto* beside = reinterpret_cast<const uint8_t*>(weights.data());
   auto* to = reinterpret_cast<uint8_t*>(out.data());
@@ -614,14 +586,6 @@ NB_MODULE(_native, m) {
         nb::arg("spare_bits"),
         "Return (refused, largest error of a value, sum of squared errors of the weights, sum of "
         "squared weights).");
-  m.def("relative_codes", relative_codes_arrays, nb::arg("values").noconvert(),
-        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(), nb::arg("dithered"),
-        "Return (refused, largest error, sum of squared errors). out: the bytes of codes.");
-  m.def("relative_values", relative_values_arrays, nb::arg("codes").noconvert(),
-        nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
-        nb::arg("out").noconvert(), nb::arg("dithered"),
-        "Return the number of codes that no value has.");
   m.def("nested_codes", nested_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),

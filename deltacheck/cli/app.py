@@ -68,9 +68,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "delete": prune.delete,
         "gc": prune.gc,
         "compact": prune.compact,
-        # One function under two names: "restore" is the word of people who look for their state,
-        # "export" that of people who look for another format.
-        "restore": copies.export,
         "export": copies.export,
         "import": copies.import_files,
         "branch": copies.branch,

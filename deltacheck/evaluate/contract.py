@@ -329,7 +329,7 @@ def _is_first_moment_of(
     roots = np.sqrt(np.maximum(variance, 0) / adam.bias_correction(count, constants[1]))
     error = np.abs(restored.astype(np.float64) - mean)
     is_near = error <= _REUSED_MEAN_UPDATES * (1 + _SLACK) * roots
-    # Section 4.5.6 of the format: no update notices these.
+    # Section 4.5.4 of the format: no update notices these.
     is_near |= (restored == 0) & (np.abs(mean) < 2.0**-60) & (variance < 2.0**-125)
     # The law m^2 <= C v may have made it smaller.
     is_clipped = (np.abs(restored) < np.abs(mean)) & (

@@ -35,7 +35,7 @@ _MEAN_SPACING = 0.5
 # so that few of them change lattice in the same save.
 _FIRST_SPACING = (1.6, 1.95)
 _LEAST_SPACING, _MOST_SPACING = 0.3, 1.98
-# The most halvings that nested codes have bits for. More: a lattice is written anew less often. Up
+# The most halvings that codes have bits for. More: a lattice is written anew less often. Up
 # to 6, the differences of codes fit in one byte, as the encoder stores them best.
 _SPARE_BITS = 6
 # Relative L2 error of weights that are the cast of a bounded master. One unit in the last place of
@@ -53,8 +53,8 @@ class Decision:
     """The form in which one leaf is stored.
 
     Attributes:
-        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``dithered``,
-            ``nested``, ``octaves``, ``ratio`` or ``zeros``. Field names are those of the manifest.
+        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves``, ``ratio``
+            or ``zeros``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, whose cells bound a lattice, or whose root is
             the unit of ratios.
@@ -66,8 +66,8 @@ class Decision:
         dead_band: The distance, in octaves of the bit pattern, within which a stored code stays.
         first: The first moment that bounds this second moment from below.
         limit: C of ``adam.moment_limit`` for that bound, and for ratios.
-        halvings: The number of times that the spacing of a nested lattice was halved.
-        spare_bits: The number of halvings that the codes of a nested lattice have bits for.
+        halvings: The number of times that the spacing of a lattice was halved.
+        spare_bits: The number of halvings that the codes of a lattice have bits for.
     """
 
     how: str
@@ -90,12 +90,12 @@ class Lattice:
 
     Attributes:
         spacing: Its spacing, in units of the values.
-        halvings: The number of times that it was halved; ``None`` if its codes are not nested.
-        spare_bits: The number of halvings that its nested codes have bits for.
+        halvings: The number of times that it was halved.
+        spare_bits: The number of halvings that its codes have bits for.
     """
 
     spacing: float
-    halvings: int | None = None
+    halvings: int = 0
     spare_bits: int = 0
 
 
@@ -241,9 +241,8 @@ def _bounded_master(
     if lattice is None:
         return None
     unit, rate = error_unit(hidden, situation), situation.hyperparameters.lr
-    plain = "dithered" if weight else "lattice"
     return Decision(
-        plain if lattice.halvings is None else "nested",
+        "lattice",
         # The contract names its unit if that is not the rate of the state.
         Bounded(
             hidden.master_error_lr,
@@ -253,7 +252,7 @@ def _bounded_master(
         of=weight,
         spacing=lattice.spacing,
         seed=_seed(master, situation.phases),
-        halvings=lattice.halvings or 0,
+        halvings=lattice.halvings,
         spare_bits=lattice.spare_bits,
     )
 
@@ -268,9 +267,9 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
 
     A lattice stays through the slow change of a schedule, while its error remains permitted and not
     needlessly small, because another spacing changes every code. One that became too coarse is
-    halved. Nested codes gain one bit by that. They begin with the first lattice if the rate is
-    falling, else with the first halving: codes with room for more bits may be larger, and a run
-    whose rate stays would never use the room.
+    halved. Codes gain one bit by that, if they have room for it. The first lattice has this room if
+    the rate is falling, else the one after the first halving: codes with room for more bits may be
+    larger, and a run whose rate stays would never use the room.
 
     Args:
         hidden: The policy.
@@ -288,9 +287,9 @@ def master_lattice(hidden: Hidden, situation: Situation, master: str) -> Lattice
         return current
     new_halvings = max(1, math.ceil(math.log2(current.spacing / limit)))
     spacing = current.spacing * 0.5**new_halvings
-    if current.halvings is not None and new_halvings <= current.spare_bits:
+    if new_halvings <= current.spare_bits:
         return Lattice(spacing, current.halvings + new_halvings, current.spare_bits - new_halvings)
-    # The first nested lattice, or one without a bit for this halving. All codes are new.
+    # Without a bit for this halving, all codes are new.
     if hidden.weights == "bounded":
         # The first lattice was that of the largest rate, which need not lead to the last one.
         spacing = _aligned(hidden, situation, master, spacing, limit)
@@ -316,8 +315,7 @@ def _first_lattice(hidden: Hidden, situation: Situation, master: str, rate: floa
     if (situation.hyperparameters.lr or 0.0) >= situation.peak_rate:
         return Lattice(spacing)
     spacing = _aligned(hidden, situation, master, spacing, limit)
-    halvings_left = _halvings_left(hidden, situation, spacing)
-    return Lattice(spacing, 0, halvings_left) if halvings_left else Lattice(spacing)
+    return Lattice(spacing, 0, _halvings_left(hidden, situation, spacing))
 
 
 def _largest_spacing(hidden: Hidden, situation: Situation, rate: float) -> float:

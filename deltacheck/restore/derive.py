@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltacheck.codec.lossy import lattice, nested, octaves, ratios, relative
+from deltacheck.codec.lossy import lattice, nested, octaves, ratios
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived
@@ -55,45 +55,19 @@ def compute(
             values = cast(sources[derived.of], element)
         case "zeros":
             values = np.zeros(count, element)
-        case "nested" if derived.of:
+        case "lattice":
             assert codes is not None  # checked when the manifest was decoded
-            values = nested.values(
-                codes,
-                derived.spacing,
-                derived.seed,
-                halvings=derived.halvings,
-                spare_bits=derived.spare_bits,
-                weights=sources[derived.of],
-                out=out,
-                start=first,
-            )
-        case "lattice" | "nested":
-            assert codes is not None
-            # A key without a meaning for its rule is ignored.
-            is_nested = derived.how == "nested"
-            values = lattice.values(
-                codes,
-                derived.spacing,
-                derived.seed,
-                halvings=derived.halvings if is_nested else 0,
-                spare_bits=derived.spare_bits if is_nested else 0,
-                weights=sources.get(derived.of),
-                out=out,
-                start=first,
-            )
-        case "relative" | "dithered":
-            assert codes is not None
-            values = relative.values(
-                codes,
-                derived.spacing,
-                derived.seed,
-                weights=sources[derived.of],
-                dithered=derived.how == "dithered",
-                out=out,
-                start=first,
-            )
+            options = {
+                "halvings": derived.halvings,
+                "spare_bits": derived.spare_bits,
+                "weights": sources.get(derived.of),
+                "out": out,
+                "start": first,
+            }
+            values_of = lattice.values if codes.dtype == np.int32 else nested.values
+            values = values_of(codes, derived.spacing, derived.seed, **options)
         case "drawn":
-            values = relative.drawn(derived.seed, weights=sources[derived.of], out=out, start=first)
+            values = nested.drawn(derived.seed, weights=sources[derived.of], out=out, start=first)
         case "ratio":
             assert codes is not None
             values = ratios.values(

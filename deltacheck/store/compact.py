@@ -25,7 +25,6 @@ from deltacheck.leaf.tiles import Cuts
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
-    TILES_COMPACT,
     Derived,
     LeafEntry,
     Manifest,
@@ -342,6 +341,5 @@ class LaneTables:
 
 
 def is_compact(body: Mapping[str, Any]) -> bool:
-    """Return True if the body of a document has the feature ``tiles.compact``."""
-    features = body.get("must_understand", ())
-    return isinstance(features, Sequence) and TILES_COMPACT in features
+    """Return True if the body of a manifest states rules instead of lists of tiles."""
+    return "compact" in body

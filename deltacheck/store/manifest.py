@@ -15,7 +15,7 @@ import msgspec
 
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import Node, has_types
-from deltacheck.leaf.contracts import Bounded, PeakRate, Promise
+from deltacheck.leaf.contracts import PeakRate, Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayNode, array_nodes
@@ -27,33 +27,17 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 
 # The names of features and stages are permanent: existing roots hold them.
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
-RELATIVE = "relative"  # of manifests with codes relative to the leaf beside them
-DITHERED = "dithered"  # of manifests with such codes whose values are drawn, or with drawn values
-NESTED = "nested"  # of manifests with such codes on lattices that are halved bit by bit
-NESTED_INT32 = "nested.int32"  # of manifests with such codes that have no leaf beside them
-RATIO = "ratio"  # of manifests with codes of first moments beside their second moments
 REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
-TILES_COMPACT = "tiles.compact"  # of manifests whose tiles follow rules and have digests by lane
-TILES_DERIVED = "tiles.derived"  # of manifests with tiles that also have the feature ``derived``
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
-RATE = "contracts.rate"  # of manifests whose contracts have a learning rate of their own
 PARTIAL = "partial"  # of manifests of which retention has removed leaves
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
 ORDERED = "ordered"  # of segments with chunks whose words are in the order of their classes
 FEATURES = (
     DERIVED,
-    RELATIVE,
-    DITHERED,
-    NESTED,
-    NESTED_INT32,
-    RATIO,
     REPLAY,
     TILES,
-    TILES_COMPACT,
-    TILES_DERIVED,
     TYPES,
-    RATE,
     MERGED,
     ORDERED,
     PARTIAL,
@@ -205,18 +189,17 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
-            ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``,
-            ``relative``, ``dithered``, ``nested``, ``octaves`` or ``ratio``: from the codes stored
-            under the leaf's own path.
+            ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``, ``octaves``
+            or ``ratio``: from the codes stored under the leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
         digest: Digest of the leaf's bytes, if they are exact.
         of: The source leaf; of codes, the leaf whose cells bound the values, or the second moment
-            whose root is their unit. Codes of ``lattice`` and ``nested`` may be without one.
+            whose root is their unit. Codes of ``lattice`` may be without one.
         spacing: Step of the lattice, or of the ratios to the root.
         seed: Seed of the lattice.
-        halvings: The number of times that the spacing of nested codes was halved.
-        spare_bits: The number of bits of a nested code that later halvings can take.
+        halvings: The number of times that the spacing of the lattice was halved.
+        spare_bits: The number of bits of a lattice code that later halvings can take.
         fraction_bits: Precision of the octaves.
         signed: Whether the octaves are signed.
         scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
@@ -659,26 +642,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def features(self) -> tuple[str, ...]:
         """The features that its content needs: a reader that ignored one would misread it."""
         forms = [rule for cut in self.tiles.values() for rule in cut.forms]
-        followed = (*self.derived.values(), *forms)
-        rules = {rule.how for rule in followed}
-        nested_beside_leaf = {bool(rule.of) for rule in followed if rule.how == "nested"}
-        is_derived = bool(self.derived or self.contracts or forms)
         needed = {
-            DERIVED: is_derived,
-            RELATIVE: "relative" in rules,
-            NESTED: True in nested_beside_leaf,
-            NESTED_INT32: False in nested_beside_leaf,
-            DITHERED: not rules.isdisjoint(("dithered", "drawn")),
-            RATIO: "ratio" in rules,
+            DERIVED: bool(self.derived or self.contracts or forms),
             REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
-            TILES_COMPACT: bool(self.lane_digests),
-            TILES_DERIVED: bool(self.tiles) and is_derived,
             TYPES: needs_types(self.tree, self.replay),
-            RATE: any(
-                isinstance(promise.terms, Bounded) and promise.terms.rate
-                for promise in self.contracts.values()
-            ),
             PARTIAL: bool(self.absent),
         }
         return tuple(name for name, is_used in needed.items() if is_used)

@@ -266,24 +266,20 @@ def _check_derived(
     dtype_named(derived.dtype)
     stored_dtype = None if record is None else record.dtype
     codes: tuple[str | None, ...] = {
-        "lattice": ("int32",),
-        "relative": ("uint8", "uint16"),
-        "dithered": ("uint8", "uint16"),
-        "nested": ("uint8", "uint16") if derived.of else ("int32",),
+        "lattice": ("int32", "uint8", "uint16") if derived.of else ("int32",),
         "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
         "ratio": ("int8",),
     }.get(derived.how, (None,))
-    on_lattice = derived.how in ("lattice", "relative", "dithered", "nested")
-    is_relative = derived.how in ("relative", "dithered", "drawn")
+    on_lattice = derived.how == "lattice"
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        (derived.how in ("cast", "same", "zeros", "octaves", "ratio") or on_lattice or is_relative)
+        derived.how in ("cast", "same", "zeros", "drawn", "lattice", "octaves", "ratio")
         and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
-        and (not (derived.how in ("cast", "same", "ratio") or is_relative) or bool(derived.of))
+        and (derived.how not in ("cast", "same", "drawn", "ratio") or bool(derived.of))
         and (
             derived.how != "cast"
             or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
@@ -294,7 +290,7 @@ def _check_derived(
         )
         and (derived.how != "drawn" or derived.dtype == "float32")
         and (
-            not (on_lattice or is_relative)
+            derived.how not in ("lattice", "drawn")
             or not derived.of
             or specs[derived.of].dtype == "bfloat16"
         )
@@ -312,7 +308,7 @@ def _check_derived(
         )
         and 0 <= derived.seed < 1 << 64
         and (
-            derived.how != "nested"
+            not on_lattice
             or (
                 0 <= derived.halvings <= MOST_HALVINGS
                 and 0 <= derived.spare_bits <= MOST_SPARE_BITS

@@ -53,7 +53,7 @@ def there_and_back(x, step, seed, weights=None, **form):
 
 
 def forms():
-    """Halvings and spare bits: none, as the rule ``lattice`` has, and any others."""
+    """Halvings and spare bits: none, and any others."""
     nested = st.tuples(
         st.integers(0, lattice.MOST_HALVINGS), st.integers(0, lattice.MOST_SPARE_BITS)
     )
@@ -115,7 +115,13 @@ def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has
     assert np.array_equal(bits(back)[kept], bits([to for q, to in told if q is not None]))
 
 
-@given(st.lists(finite_floats(), min_size=1, max_size=70), steps(), st.integers(0, MASK), forms())
+@given(
+    st.lists(finite_floats(), min_size=1, max_size=70),
+    steps(),
+    st.integers(0, MASK),
+    # With more bits, not even 0 has a code of 32 bits in every phase.
+    forms().filter(lambda form: form["halvings"] + form["spare_bits"] < 31),
+)
 def test_no_error_is_above_half_a_step_and_half_a_unit_in_the_last_place(values, step, seed, form):
     # The largest float32 has a code on the coarsest lattice only with few halvings and spare bits.
     x = np.array(values, np.float32) * np.float32(2.0**-38 if form["halvings"] else 1)

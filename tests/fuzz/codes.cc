@@ -42,37 +42,6 @@ void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint3
   promise(decode(again.data()) == 0, "what is coded has a value");
 }
 
-void check_relative(Reader* reader, double step, uint64_t seed, uint32_t code_bytes,
-                    uint8_t kernels, size_t offset) {
-  const size_t count = std::min(kMostCodes, reader->left() / (2 + code_bytes));
-  Exact codes(count * code_bytes, offset), weights(count * 2, offset), values(count * 4, offset),
-      again(count * 4);
-  for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
-  for (size_t i = 0; i < weights.size(); ++i) weights.data()[i] = reader->take<uint8_t>();
-  const bool dithered = seed & 1;
-  const auto decode = [&](uint8_t* out) {
-    return relative_values(codes.data(), weights.data(), count, step, seed, code_bytes, dithered,
-                           out);
-  };
-  use_instruction_set("plain");
-  const uint64_t expected = decode(again.data());
-  use_some_kernels(kernels);
-  promise(decode(values.data()) == expected &&
-              (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
-          "kernels give the same values and refuse the same codes");
-  if (expected == 0) {
-    for (size_t i = 0; i < count; ++i) {
-      float value;
-      std::memcpy(&value, values.data() + 4 * i, sizeof value);
-      promise(std::isfinite(value), "a relative value is finite");
-    }
-  }
-  const LatticeErrors errors = relative_codes(values.data(), weights.data(), count, step, seed,
-                                              code_bytes, dithered, codes.data());
-  promise(errors.refused <= count && errors.largest >= 0, "values are coded or refused");
-  promise(errors.refused > 0 || decode(again.data()) == 0, "what is coded has a value");
-}
-
 void check_nested(Reader* reader, double step, uint64_t seed, uint32_t code_bytes,
                   uint32_t halvings, uint32_t spare_bits, uint8_t kernels, size_t offset) {
   const size_t count = std::min(kMostCodes, reader->left() / (2 + code_bytes));
@@ -167,11 +136,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     check_ratios(&reader, step, static_cast<double>(flags >> 2), kernels, flags >> 4 & 3);
   else if (flags & 4)
     check_octaves(&reader, flags >> 5, (flags & 8) != 0, kernels, flags >> 3 & 3);
-  else if (flags & 128 && flags & 64)
+  else if (flags & 128)
     check_nested(&reader, step, seed, 1 + (flags >> 3 & 1), seed % 32, seed / 32 % 8, kernels,
                  flags >> 4 & 3);
-  else if (flags & 128)
-    check_relative(&reader, step, seed, 1 + (flags >> 3 & 1), kernels, flags >> 4 & 3);
   else
     check_lattice(&reader, step, seed, (flags & 8) != 0, seed % 32, seed / 32 % 8, kernels,
                   flags >> 4 & 7);

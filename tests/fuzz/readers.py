@@ -52,10 +52,9 @@ CPU_SECONDS, TAKEN_BYTES = 10.0, 512 << 20
 ROOTS = (
     "engine",
     "policy",
-    "relative",
-    "dithered",
-    "nested",
-    "nested_int32",
+    "drawn",
+    "halved",
+    "halved_int32",
     "derived",
     "gradients",
     "manager",

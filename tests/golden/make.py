@@ -175,37 +175,31 @@ def write_policy(root: Path) -> None:
     write_inexact(root, AdamRun((64, 96), parameters=1), Policy.model_exact())
 
 
-def write_relative(root: Path) -> None:
-    # At this rate the lattice is finer than the weights, so that codes are stored.
-    run = AdamRun((64, 96), parameters=1, rate=1e-6)
-    write_inexact(root, run, Policy.model_exact(moments="bounded"))
-
-
-def write_dithered(root: Path) -> None:
+def write_drawn(root: Path) -> None:
     run = AdamRun((64, 96), parameters=2, rate=1e-6)
     # No weight of the second one is coarser than half the lattice, so its masters are drawn.
     run.masters[1] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
     write_inexact(root, run, Policy.model_exact(moments="bounded"))
 
 
-def write_nested(root: Path) -> None:
+def write_halved(root: Path) -> None:
     """Write a step after the rate has fallen: codes of one and of two bytes, drawn masters."""
     run = AdamRun((64, 96), parameters=3, rate=1e-6)
     run.masters[0] /= np.float32(8)  # codes of one byte
     run.masters[1][:, 0] = 1.5  # codes of two bytes
     run.masters[2] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
-    write_halved(root, run, Policy.model_exact(moments="bounded", max_restore_ratio=None))
+    write_until_halved(root, run, Policy.model_exact(moments="bounded", max_restore_ratio=None))
 
 
-def write_nested_int32(root: Path) -> None:
+def write_halved_int32(root: Path) -> None:
     """Write a step after the rate has fallen: masters whose weights are cast from them."""
     hidden = Policy.model_exact(moments="bounded").hidden
     assert hidden is not None
     policy = Policy(32, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None)
-    write_halved(root, AdamRun((64, 96), parameters=1, rate=1e-6), policy)
+    write_until_halved(root, AdamRun((64, 96), parameters=1, rate=1e-6), policy)
 
 
-def write_halved(root: Path, run: AdamRun, policy: Policy) -> None:
+def write_until_halved(root: Path, run: AdamRun, policy: Policy) -> None:
     """Write steps until the first lattice was halved twice, and keep the last step.
 
     Without a limit on what a restore decodes: it was another one for small leaves at the time.
@@ -225,10 +219,6 @@ def write_halved(root: Path, run: AdamRun, policy: Policy) -> None:
     opened = open_root(root)
     compact(opened)  # as ``write_inexact``
     collect(opened, grace_seconds=0, writer_is_dead=True)
-
-
-def write_ratio(root: Path) -> None:
-    write_inexact(root, AdamRun((64, 96), parameters=1, rate=1e-6), Policy.model_exact())
 
 
 def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
@@ -434,11 +424,9 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
     "policy": write_policy,
-    "relative": write_relative,
-    "dithered": write_dithered,
-    "nested": write_nested,
-    "nested_int32": write_nested_int32,
-    "ratio": write_ratio,
+    "drawn": write_drawn,
+    "halved": write_halved,
+    "halved_int32": write_halved_int32,
     "derived": write_derived,
     "gradients": write_log,
     "tiled": write_tiled,

@@ -6,7 +6,6 @@ from deltacheck import Policy
 from deltacheck.policy.merging import (
     Deltas,
     can_merge,
-    due_for_reads,
     first_merged,
     is_dense,
     is_due,
@@ -76,13 +75,3 @@ def test_the_price_of_a_merge_is_compared_with_that_of_keyframes() -> None:
     assert pays(merged=10, saves=16, keyframe=50, delta=1, deltas_between=24)
     assert not pays(merged=40, saves=3, keyframe=50, delta=40, deltas_between=5)
     assert pays(merged=40, saves=40, keyframe=50, delta=1, deltas_between=0)
-
-
-def test_all_leaves_are_due_when_a_restore_would_open_too_many_arrays() -> None:
-    chains = {"a": ["s1", "s2", "s3"], "b": ["s3"]}
-    reads = {"s1": 4, "s2": 4, "s3": 4}
-    assert not due_for_reads(chains, reads, None)
-    assert not due_for_reads(chains, reads, 24)
-    assert due_for_reads(chains, reads, 23)
-    # Two segments are hardly fewer than one.
-    assert not due_for_reads({"a": ["s1", "s2"]}, reads, 1)

@@ -257,19 +257,19 @@ def test_a_lattice_that_became_too_coarse_is_halved_until_the_rate_is_at_its_flo
     for number in range(20):
         lattices = lattices_of(terms, rates, f"optimizer/state/{number}/master", scale=scale)
         first, last = lattices[0], lattices[-1]
-        assert first.halvings is None
+        assert (first.halvings, first.spare_bits) == (0, 0)
         assert 0.8 * most_first <= first.spacing <= 0.985 * most_first
         for before, after in itertools.pairwise(lattices):
             ratio = before.spacing / after.spacing
             if ratio > 1:
                 added = math.log2(ratio)
-                # From a lattice whose codes are not nested, no bits can be kept.
-                if before.halvings is not None or terms.weights == "exact":
+                # From a lattice without room, no bits can be kept.
+                if before.spare_bits or terms.weights == "exact":
                     assert added.is_integer()
-                assert after.halvings == (0 if before.halvings is None else before.halvings + added)
+                assert after.halvings == (before.halvings + added if before.spare_bits else 0)
             else:
                 assert after.halvings == before.halvings
-            if before.halvings is not None and after.halvings is not None:
+            if before.spare_bits:
                 # Otherwise the type of the codes would change, and each would be written anew.
                 total = after.halvings + after.spare_bits
                 assert before.halvings + before.spare_bits == total
@@ -290,17 +290,20 @@ def test_a_first_lattice_after_the_rate_has_begun_to_fall_ends_as_coarse_as_the_
         error = 32 * max(share, 1 / 32) * 1e-5
         assert first.spacing <= min(1.98 * error, most_first)
         assert scale < 1 or first.spacing > 0.9 * error
-        # Nested from the start, so that no halving writes every code anew.
-        is_nested = share < 1 and first.spacing > most_last
-        assert (first.halvings == 0) == is_nested
-        if is_nested:
+        # Room from the start, so that no halving writes every code anew.
+        has_room = share < 1 and first.spacing > most_last
+        assert first.halvings == 0
+        assert (first.spare_bits > 0) == has_room
+        if has_room:
             assert (last.halvings, last.spare_bits) == (first.spare_bits, 0)
             assert 0.8 * most_last <= last.spacing <= 0.985 * most_last
 
 
-def test_a_lattice_is_not_nested_while_its_rate_stays_nor_after_it_has_risen() -> None:
+def test_codes_have_no_room_for_bits_while_the_rate_stays_nor_after_it_has_risen() -> None:
     lattices = lattices_of(hidden(), [1e-5, 1e-5, 0.8e-5, 0.7e-5, 0.6e-5, 5e-5], "x")
-    assert [lattice.halvings for lattice in lattices] == [None, None, 0, 0, 0, None]
+    assert {lattice.halvings for lattice in lattices} == {0}
+    room = [lattice.spare_bits > 0 for lattice in lattices]
+    assert room == [False, False, True, True, True, False]
     terms = hidden(rate_floor=0.0)
     without_floor = lattices_of(terms, [1e-5 * 0.5**number for number in range(40)], "x")
     # Without a bit for one more halving, a new lattice begins.
@@ -320,7 +323,7 @@ def test_leaves_do_not_change_their_lattice_in_the_same_save(name: str, halvings
     changed = np.count_nonzero(np.diff(spacings, axis=1), axis=0)
     # The last saves of a cosine to 0 halve the rate between two of them.
     assert 0 < changed[:180].max() < 50
-    # The first halving may only begin the nested codes, at nearly the same spacing.
+    # The first halving may only make room for bits, at nearly the same spacing.
     assert 100 * halvings <= changed.sum() <= 100 * (halvings + (scale < 1))
 
 
@@ -339,7 +342,7 @@ def test_bounded_weights_are_the_cast_of_their_bounded_master() -> None:
     assert (decisions["x"].how, decisions["x"].of) == ("lattice", "")
     falling = dataclasses.replace(situation(), peak_rate=1.5e-5)
     master = decide(policy, STABLE, PARAMETER, SPECS, falling)["x"]
-    assert (master.how, master.of, master.halvings) == ("nested", "", 0)
+    assert (master.how, master.of, master.halvings) == ("lattice", "", 0)
     assert master.spare_bits > 0
 
 
@@ -348,7 +351,7 @@ def test_a_float32_weight_without_a_bfloat16_copy_is_halved_like_a_master() -> N
     parameter = dataclasses.replace(PARAMETER, weight="x", master=None, proven=True)
     falling = dataclasses.replace(situation(0.2e-5), lattice=Lattice(2e-4, 1, 3), peak_rate=1e-5)
     weight = decide(Policy(32, terms), STABLE, parameter, SPECS, falling)["x"]
-    assert (weight.how, weight.of, weight.spacing) == ("nested", "", 1e-4)
+    assert (weight.how, weight.of, weight.spacing) == ("lattice", "", 1e-4)
     assert (weight.halvings, weight.spare_bits) == (2, 2)
 
 

@@ -66,7 +66,7 @@ def test_steps_of_two_and_four_processes_keep_the_promises_of_each_policy(tmp_pa
     # A tile on each device. Those whose weights are all fine enough have no codes.
     master = deltacheck.open(tmp_path / "model_exact").manifest().tiles["optimizer/state/0/master"]
     assert len(master.lanes) == 8
-    assert {rule.how for rule in master.forms} <= {"dithered", "drawn"}
+    assert {rule.how for rule in master.forms} <= {"lattice", "drawn"}
     assert len({rule.seed for rule in master.forms}) == 1
     for name in kinds:
         assert deltacheck.open(tmp_path / name).verify(deep=True) == []

@@ -655,72 +655,56 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "another shape": ("derived", {"shape": [96, 64]}),
     "a huge shape": ("derived", {"how": "zeros", "of": "", "shape": [2**40, 2**40]}),
     "a scale of no float32": ("derived", {"scale": 2.0}),
-    "a lattice of no spacing": ("policy lattice", {"spacing": 0.0}),
-    "a lattice too fine": ("policy lattice", {"spacing": 1e-300}),
-    "a lattice too coarse": ("policy lattice", {"spacing": 1e39}),
-    "a lattice in cells of no bfloat16": ("policy lattice", {"of": "optimizer/state/0/exp_avg"}),
-    "a seed of 65 bits": ("policy lattice", {"seed": 2**64}),
-    "a negative seed": ("policy lattice", {"seed": -1}),
-    "codes relative to nothing": ("relative relative", {"of": ""}),
-    "codes relative to no bfloat16": (
-        "relative relative",
+    "a lattice of no spacing": ("halved_int32 lattice", {"spacing": 0.0}),
+    "a lattice too fine": ("halved_int32 lattice", {"spacing": 1e-300}),
+    "a lattice too coarse": ("halved_int32 lattice", {"spacing": 1e39}),
+    "a lattice in cells of no bfloat16": (
+        "halved_int32 lattice",
         {"of": "optimizer/state/0/exp_avg"},
     ),
-    "relative codes of no spacing": ("relative relative", {"spacing": 0.0}),
-    "relative codes of another type": ("relative relative", {"how": "lattice"}),
-    "relative codes on a coarser lattice": ("relative relative", {"spacing": 1e-3}),
-    "dithered codes relative to nothing": ("dithered dithered", {"of": ""}),
-    "dithered codes of another type": ("dithered dithered", {"how": "lattice"}),
-    "dithered values without codes": ("dithered drawn", {"how": "dithered", "spacing": 1e-5}),
-    "values drawn from nothing": ("dithered drawn", {"of": ""}),
-    "values drawn from no bfloat16": ("dithered drawn", {"of": "optimizer/state/1/exp_avg"}),
-    "drawn values of another type": ("dithered drawn", {"dtype": "bfloat16"}),
-    "values drawn beside codes": ("dithered dithered", {"how": "drawn"}),
-    "nested codes relative to nothing": ("nested nested", {"of": ""}),
-    "nested codes of another type": ("nested nested", {"how": "lattice"}),
-    "nested values without codes": ("nested drawn", {"how": "nested", "spacing": 1e-5}),
-    "nested codes of too many halvings": ("nested nested", {"halvings": 32}),
-    "nested codes of fewer than no halvings": ("nested nested", {"halvings": -1}),
-    "nested codes of too many spare bits": ("nested nested", {"spare_bits": 8}),
-    "nested codes of another number of spare bits": ("nested nested", {"spare_bits": 4}),
-    "nested codes of a lattice that was too coarse": (
-        "nested nested",
+    "a lattice beside a weight that follows from it": ("halved_int32 lattice", {"of": "model/w0"}),
+    "a lattice of another type": ("halved_int32 lattice", {"dtype": "float64"}),
+    "a seed of 65 bits": ("halved_int32 lattice", {"seed": 2**64}),
+    "a negative seed": ("halved_int32 lattice", {"seed": -1}),
+    "too many halvings": ("halved_int32 lattice", {"halvings": 32}),
+    "fewer than no halvings": ("halved_int32 lattice", {"halvings": -1}),
+    "too many spare bits": ("halved_int32 lattice", {"spare_bits": 8}),
+    "another number of spare bits": ("halved_int32 lattice", {"spare_bits": 7}),
+    "a lattice that was too coarse": (
+        "halved_int32 lattice",
         {"halvings": 31, "spacing": 1e30},
     ),
-    "nested codes on a coarser lattice": ("nested nested", {"spacing": 1e-3}),
-    "nested codes of four bytes beside a weight": ("nested_int32 nested", {"of": "model/w0"}),
-    "nested codes of four bytes with too many halvings": ("nested_int32 nested", {"halvings": 32}),
-    "nested codes of four bytes with fewer than no halvings": (
-        "nested_int32 nested",
-        {"halvings": -1},
-    ),
-    "nested codes of four bytes with too many spare bits": (
-        "nested_int32 nested",
-        {"spare_bits": 8},
-    ),
-    "nested codes of four bytes with another number of spare bits": (
-        "nested_int32 nested",
-        {"spare_bits": 7},
-    ),
-    "nested codes of four bytes of a lattice that was too coarse": (
-        "nested_int32 nested",
+    "codes relative to nothing": ("halved lattice", {"of": ""}),
+    "codes relative to no bfloat16": ("halved lattice", {"of": "optimizer/state/0/exp_avg"}),
+    "relative codes of no spacing": ("halved lattice", {"spacing": 0.0}),
+    "relative codes of another type": ("halved lattice", {"how": "ratio"}),
+    "relative codes on a coarser lattice": ("halved lattice", {"spacing": 1e-3}),
+    "relative codes of too many halvings": ("halved lattice", {"halvings": 32}),
+    "relative codes of fewer than no halvings": ("halved lattice", {"halvings": -1}),
+    "relative codes of too many spare bits": ("halved lattice", {"spare_bits": 8}),
+    "relative codes of another number of spare bits": ("halved lattice", {"spare_bits": 4}),
+    "relative codes of a lattice that was too coarse": (
+        "halved lattice",
         {"halvings": 31, "spacing": 1e30},
     ),
-    "nested codes of four bytes of no spacing": ("nested_int32 nested", {"spacing": 0.0}),
-    "nested values of another type": ("nested_int32 nested", {"dtype": "float64"}),
-    "fractions that no octave has": ("policy octaves", {"fraction_bits": 8}),
-    "fractions of another type of codes": ("policy octaves", {"fraction_bits": 0}),
-    "an infinite scale": ("policy octaves", {"scale": 1e39}),
-    "a first moment without a limit": ("policy octaves", {"limit": 0.0}),
-    "a first moment of another type": ("policy octaves", {"first": "model/w0"}),
-    "ratios to nothing": ("ratio ratio", {"of": ""}),
-    "ratios to no float32": ("ratio ratio", {"of": "model/w0"}),
-    "ratios of another type": ("ratio ratio", {"how": "octaves"}),
-    "ratios of no spacing": ("ratio ratio", {"spacing": 0.0}),
-    "ratios too coarse": ("ratio ratio", {"spacing": 2.0**33}),
-    "ratios with a negative limit": ("ratio ratio", {"limit": -1.0}),
+    "values of a lattice without codes": ("drawn drawn", {"how": "lattice", "spacing": 1e-5}),
+    "values drawn from nothing": ("drawn drawn", {"of": ""}),
+    "values drawn from no bfloat16": ("drawn drawn", {"of": "optimizer/state/1/exp_avg"}),
+    "drawn values of another type": ("drawn drawn", {"dtype": "bfloat16"}),
+    "values drawn beside codes": ("drawn lattice", {"how": "drawn"}),
+    "fractions that no octave has": ("drawn octaves", {"fraction_bits": 8}),
+    "fractions of another type of codes": ("drawn octaves", {"fraction_bits": 0}),
+    "an infinite scale": ("drawn octaves", {"scale": 1e39}),
+    "a first moment without a limit": ("drawn octaves", {"limit": 0.0}),
+    "a first moment of another type": ("drawn octaves", {"first": "model/w0"}),
+    "ratios to nothing": ("policy ratio", {"of": ""}),
+    "ratios to no float32": ("policy ratio", {"of": "model/w0"}),
+    "ratios of another type": ("policy ratio", {"how": "octaves"}),
+    "ratios of no spacing": ("policy ratio", {"spacing": 0.0}),
+    "ratios too coarse": ("policy ratio", {"spacing": 2.0**33}),
+    "ratios with a negative limit": ("policy ratio", {"limit": -1.0}),
     "ratios that another leaf follows from": (
-        "ratio octaves",
+        "policy octaves",
         {"first": "optimizer/state/0/exp_avg", "limit": 1.0},
     ),
 }
@@ -734,11 +718,8 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
 
     def edit(manifest: dict[str, Any]) -> None:
         wanted = {
-            "lattice": "master",
-            "relative": "master",
-            "dithered": "0/master",
-            "drawn": "2/master" if which == "nested" else "1/master",
-            "nested": "0/master",
+            "lattice": "0/master",
+            "drawn": "1/master",
             "octaves": "exp_avg_sq",
             "ratio": "exp_avg",
         }.get(how[0] if how else "", "w0")
@@ -753,15 +734,14 @@ def test_a_leaf_that_cannot_follow_as_it_says_is_damage(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("terms", "problem"),
     [
-        ({"norm": "lr", "rate": 1e-6}, "features .* do not match"),
         ({"norm": "lr", "rate": -1e-6}, "is not one that a leaf can have"),
         ({"norm": "octaves", "rate": 1e-6}, "is not one that a leaf can have"),
     ],
 )
-def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates(
+def test_a_contract_with_a_rate_of_its_own_needs_the_norm_of_rates(
     terms: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    root = forge.unpack("relative", tmp_path)
+    root = forge.unpack("drawn", tmp_path)
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
 
     def edit(manifest: dict[str, Any]) -> None:
@@ -776,13 +756,10 @@ def test_a_contract_with_a_rate_of_its_own_needs_a_feature_and_the_norm_of_rates
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize("name", ["relative", "dithered", "nested", "nested_int32", "ratio"])
-@pytest.mark.parametrize("feature", ["derived", ""])
-def test_codes_of_later_rules_need_their_feature(name: str, feature: str, tmp_path: Path) -> None:
-    # Both features are needed.
-    root, features = forge.unpack(name, tmp_path), [feature or name.replace("_", ".")]
+def test_derived_leaves_need_their_feature(tmp_path: Path) -> None:
+    root = forge.unpack("drawn", tmp_path)
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
-    forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=features))
+    forge.forge_manifest(path, lambda manifest: manifest.update(must_understand=[]))
     with pytest.raises(errors.Damaged, match=r"features .* do not match"):
         deltacheck.open(root).restore()
 

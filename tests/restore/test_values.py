@@ -332,7 +332,7 @@ def test_without_the_extension_the_same_bytes_are_read_and_written(tmp_path: Pat
 
 def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltacheck.codec import extension
-    from deltacheck.codec.lossy import lattice, octaves, ratios, relative
+    from deltacheck.codec.lossy import lattice, nested, octaves, ratios
 
     native = pytest.importorskip("deltacheck._native")
     values = np.array([1.0, -2.0, 3e-40, 0.0], np.float32)
@@ -342,7 +342,7 @@ def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPa
         return (
             lattice.codes(values, 1e-3, 5),
             octaves.codes(np.abs(values), fraction_bits=3),
-            relative.codes(values, 1e-3, 5, weights=weights),
+            nested.codes(values, 1e-3, 5, weights=weights),
             ratios.codes(values, np.ones_like(values), 0.5, limit=3.0),
         )
 

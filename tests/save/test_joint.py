@@ -412,7 +412,6 @@ def bounded(body: Any) -> None:
         "b": {"terms": {"contract": "bounded", "limit": 1, "norm": "max"}, "measured": 0.1}
     }
     body["contract"] = "bounded"
-    body["must_understand"] = ["derived", "tiles"]
 
 
 def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
@@ -422,7 +421,7 @@ def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
     def edit(body: Any) -> None:
         codes = "int32" if rule["how"] == "lattice" else ""
         body["tiles"]["w"].update({"forms": [rule], "codes": [codes]} | fields)
-        body["must_understand"] = ["derived", "tiles", "tiles.derived"]
+        body["must_understand"] = ["derived", "tiles"]
 
     return edit
 
@@ -472,7 +471,7 @@ def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
         ),
         (both, "cannot be cut as it says"),
         (name_leaf_like_a_tile, "one of its leaves has the name of a tile"),
-        (bounded, "features .'derived', 'tiles'. do not match"),
+        (bounded, "features .'tiles',. do not match"),
         (rules({"how": "cast", "of": "b"}), "cannot be derived as they say"),  # not in tiles
         (rules({"how": "cast", "of": "w"}), "cannot be derived|cycle"),  # of itself
         (rules({"how": "zeros", "shape": [4, 8]}), "cannot be derived as they say"),

@@ -235,8 +235,8 @@ def test_every_reused_moment_keeps_its_promise(
 @pytest.mark.parametrize(
     ("rate", "value", "rule", "dtype"),
     [
-        (1e-6, 0.0, "dithered", "uint8"),
-        (1e-6, 97.3, "dithered", "uint16"),
+        (1e-6, 0.0, "lattice", "uint8"),
+        (1e-6, 97.3, "lattice", "uint16"),
         (1e-6, 3e4, "lattice", "int32"),
         (1e-6, None, "drawn", None),
     ],
@@ -260,7 +260,6 @@ def test_a_master_is_stored_by_the_shortest_rule_that_keeps_its_promise(
         opened = deltacheck.open(root)
         manifest = opened.manifest()
         assert judge(opened, run.step, state) == {rule}
-        assert ("dithered" in manifest.must_understand) == (rule in ("dithered", "drawn"))
         assert (manifest.leaves[path].dtype if path in manifest.leaves else None) == dtype
         if rule == "drawn":
             kinds = {leaf.path: leaf.kind for leaf in report.leaves}
@@ -288,9 +287,8 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
             if rule is not None:
                 run.rate *= 0.8
                 rules = judge(opened, run.step, state, 1e-6)
-                assert rules == {rule.how} == {"nested" if halvings else rule.how}
-            if rule is not None and rule.how == "nested":
-                assert "nested" in opened.manifest().must_understand
+                assert rules == {rule.how} == {"lattice"}
+            if rule is not None and (rule.halvings or rule.spare_bits):
                 halvings.append(rule.halvings)
                 codes.append(opened.manifest().leaves[path].dtype)
                 written = next(leaf for leaf in report.leaves if leaf.path == path)
@@ -304,7 +302,7 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
             engine.save(run.step, run.state()).result()
             judge(deltacheck.open(root), run.step, run.state(), 1e-6)
         rule = deltacheck.open(root).manifest().derived[path]
-        assert (rule.how, rule.spacing) == ("nested", spacing)
+        assert (rule.how, rule.spacing) == ("lattice", spacing)
         assert rule.seed != seed
     assert set(codes) == {dtype}  # the type is that of the last halving from the first one on
     assert halvings == sorted(halvings)
@@ -385,14 +383,11 @@ def test_a_lattice_without_an_exact_weight_is_halved_within_its_promise(weights:
             assert broken_contracts(opened, run, state, 1e-6) == []
             rules = lattices(opened)
             assert rules.keys() <= {path}
-            features = opened.manifest().must_understand
-            assert "nested" not in features
-            assert ("nested.int32" in features) == any(r.how == "nested" for r in rules.values())
             if path in rules:
                 run.rate *= 0.8
                 assert rules[path].of == ""
                 assert opened.manifest().leaves[path].dtype == "int32"
-            if path in rules and rules[path].how == "nested":
+            if path in rules and (rules[path].halvings or rules[path].spare_bits):
                 halvings.append(rules[path].halvings)
                 written = next(leaf for leaf in report.leaves if leaf.path == path)
                 first.setdefault(rules[path].halvings, written)
@@ -405,7 +400,7 @@ def test_a_lattice_without_an_exact_weight_is_halved_within_its_promise(weights:
             engine.save(run.step, run.state()).result()
             assert broken_contracts(deltacheck.open(root), run, run.state(), 1e-6) == []
         rule = lattices(deltacheck.open(root))[path]
-        assert (rule.how, rule.spacing) == ("nested", spacing)
+        assert (rule.how, rule.spacing) == ("lattice", spacing)
         assert rule.seed != seed
     assert halvings == sorted(halvings)
     assert sorted(first) == list(range(len(first)))

@@ -117,11 +117,7 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
         manifest = saves.save(ranks, 10)
         assert saves.problems() == []
         assert deltacheck.open(tmp_path).verify(deep=True) == []
-    is_relative = policy.hidden is not None and policy.hidden.weights == "exact"
-    dithered = ("dithered",) if is_relative else ()
-    is_reused = policy.hidden is not None and policy.hidden.moments == "reused"
-    ratio = ("ratio",) if is_reused else ()
-    assert manifest.must_understand == ("derived", *dithered, *ratio, "tiles", "tiles.derived")
+    assert manifest.must_understand == ("derived", "tiles")
     if policy.hidden is None:
         assert not manifest.names_of("model/w0")
         assert manifest.contract == "exact"
@@ -129,7 +125,7 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
     assert manifest.stage == "stable"
     lattice = manifest.tiles[MASTER]
     # All ranks have decided alike: one lattice for the leaf, whoever writes a part of it.
-    assert [rule.how for rule in lattice.forms] == ["dithered" if is_relative else "lattice"]
+    assert [rule.how for rule in lattice.forms] == ["lattice"]
     assert manifest.contracts[MASTER].terms == Bounded(32.0, "lr")
     assert (policy.hidden.weights == "bounded") == (not manifest.names_of("model/w0"))
     assert isinstance(manifest.contracts[FIRST].terms, Reused) == (
@@ -137,8 +133,8 @@ def test_every_step_keeps_the_promises_that_its_manifest_makes(
     )
 
 
-@pytest.mark.parametrize(("weights", "feature"), [("exact", "nested"), ("bounded", "nested.int32")])
-def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path, weights: str, feature: str) -> None:
+@pytest.mark.parametrize("weights", ["exact", "bounded"])
+def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path, weights: str) -> None:
     saves = Saves(tmp_path)
     with RankedRun(tmp_path, 3, rows, policy=of_hidden(moments="exact", weights=weights)) as ranks:
         saves.until_stable(ranks)
@@ -147,10 +143,9 @@ def test_ranks_halve_a_lattice_in_the_same_save(tmp_path: Path, weights: str, fe
             saves.run.rate *= 0.8
             forms.append(saves.save(ranks).tiles[MASTER].forms)
     assert {len(rules) for rules in forms} == {1}
-    halvings = [rules[0].halvings for rules in forms if rules[0].how == "nested"]
+    halvings = [rules[0].halvings for rules in forms]
     assert set(halvings) == {0, 1, 2}
     assert halvings == sorted(halvings)
-    assert {"nested", "nested.int32"}.intersection(saves.manifest().must_understand) == {feature}
     opened = deltacheck.open(tmp_path)
     assert opened.verify(deep=True) == []
     for step in list(saves.live)[-2:]:

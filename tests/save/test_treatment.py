@@ -699,7 +699,7 @@ def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
     made.save()
     derived = made.manifest().derived
     assert (derived["optimizer/state/0/master"].how, derived["model/w1"].how) == (
-        "dithered",
+        "lattice",
         "cast",
     )
     arrays = made.run.state()

@@ -655,30 +655,6 @@ CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, ui
   return whole;
 }
 
-LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                             double step, uint64_t seed, uint32_t code_bytes, bool dithered,
-                             uint8_t* codes) {
-  const Kernels& kernels = *chosen().load();
-  std::vector<LatticeErrors> parts(parts_of(count));
-  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
-    parts[part] =
-        kernels.relative_codes_part(values + 4 * first, weights + 2 * first, size, step,
-                                    seed + first, code_bytes, dithered, codes + code_bytes * first);
-  });
-  return added(parts);
-}
-
-uint64_t relative_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                         uint64_t seed, uint32_t code_bytes, bool dithered, uint8_t* values) {
-  const Kernels& kernels = *chosen().load();
-  std::atomic<uint64_t> bad{0};
-  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
-    bad += kernels.relative_values_part(codes + code_bytes * first, weights + 2 * first, size, step,
-                                        seed + first, code_bytes, dithered, values + 4 * first);
-  });
-  return bad;
-}
-
 LatticeErrors nested_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
                            double step, uint64_t seed, uint32_t code_bytes, uint32_t halvings,
                            uint32_t spare_bits, uint8_t* codes) {

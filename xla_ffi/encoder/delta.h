@@ -96,18 +96,9 @@ uint64_t lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t c
 CastErrors lattice_cast_errors(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                double step, uint64_t seed, uint32_t halvings, uint32_t spare_bits);
 
-// Writes the codes of relative.h, of `code_bytes` 1 or 2, plain or dithered. Otherwise as
-// lattice_codes; `weights` are required.
-LatticeErrors relative_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
-                             double step, uint64_t seed, uint32_t code_bytes, bool dithered,
-                             uint8_t* codes);
-
-// The inverse of relative_codes. Returns the number of codes that no value has.
-uint64_t relative_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                         uint64_t seed, uint32_t code_bytes, bool dithered, uint8_t* values);
-
 // Writes the codes of nested.h, of `code_bytes` 1 or 2. `step`: after the halvings. Otherwise as
-// relative_codes. REQUIRES: halvings is at most 31, and spare_bits at most 7.
+// lattice_codes; `weights` are required. REQUIRES: halvings is at most 31, and spare_bits at
+// most 7.
 LatticeErrors nested_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
                            double step, uint64_t seed, uint32_t code_bytes, uint32_t halvings,
                            uint32_t spare_bits, uint8_t* codes);

@@ -18,7 +18,6 @@
 #include "lattice.h"
 #include "nested.h"
 #include "octaves.h"
-#include "relative.h"
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #  pragma GCC pop_options
 #endif
@@ -96,8 +95,8 @@ Statistics span_statistics_any(Elements elements, const uint8_t* current, const 
 const Kernels DELTACHECK_KERNELS = {
     DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,         encode_positions_any,
     encode_dense_any,           check_chunk_any,      apply_chunk_any,    span_statistics_any,
-    lattice_codes_part,         lattice_values_part,  lattice_cast_part,  relative_codes_part,
-    relative_values_part,       nested_codes_part,    nested_values_part, octave_codes_part,
-    octave_values_part,         ratio_codes_part,     ratio_values_part};
+    lattice_codes_part,         lattice_values_part,  lattice_cast_part,  nested_codes_part,
+    nested_values_part,         octave_codes_part,    octave_values_part, ratio_codes_part,
+    ratio_values_part};
 
 }  // namespace deltacheck

@@ -11,7 +11,6 @@
 #include "nested.h"
 #include "octaves.h"
 #include "ratios.h"
-#include "relative.h"
 
 namespace deltacheck {
 
@@ -69,7 +68,7 @@ struct Refusal {
   uint64_t actual = 0, declared = 0;
 };
 
-// The kernels of one instruction set. segment.h, statistics.h, lattice.h, relative.h, nested.h,
+// The kernels of one instruction set. segment.h, statistics.h, lattice.h, nested.h,
 // octaves.h and ratios.h document the functions, with `word_bytes` or `elements` as their template
 // argument.
 struct Kernels {
@@ -98,12 +97,6 @@ struct Kernels {
   CastErrors (*lattice_cast_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                   double step, uint64_t seed, uint32_t halvings,
                                   uint32_t spare_bits);
-  LatticeErrors (*relative_codes_part)(const uint8_t* values, const uint8_t* weights,
-                                       uint64_t count, double step, uint64_t seed,
-                                       uint32_t code_bytes, bool dithered, uint8_t* codes);
-  uint64_t (*relative_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count,
-                                   double step, uint64_t seed, uint32_t code_bytes, bool dithered,
-                                   uint8_t* values);
   LatticeErrors (*nested_codes_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                      double step, uint64_t seed, uint32_t code_bytes,
                                      uint32_t halvings, uint32_t spare_bits, uint8_t* codes);

@@ -10,7 +10,7 @@
 // halving takes the highest of these. Without halvings and spare bits, it is the number of the
 // cell.
 //
-// Part of the format: docs/reference/format.md, 4.5.1 and 4.5.7. Called through kernels.h. All
+// Part of the format: docs/reference/format.md, 4.5.1. Called through kernels.h. All
 // functions have internal linkage, see format.h. All arithmetic is in double, in the order of the
 // source, and the host is compiled with -ffp-contract=off, so the bits are the same on every
 // processor. The loops are written so that compilers vectorise them. There is no device code yet.

@@ -1,16 +1,26 @@
-// Relative codes on a lattice whose spacing is halved again and again, with the spare bits of
-// lattice.h. The difference of two codes of one weight is the new bit, unless the master has moved.
+// Lattice codes relative to the bfloat16 weight beside a master. The weight says which cells of the
+// lattice the master can lie in, so the code is the number of its cell modulo a power of two that
+// is at least the number of those cells: a coset code with side information at the decoder (Slepian
+// & Wolf, "Noiseless coding of correlated information sources", 1973). The number of bits depends
+// on the weight's exponent only. So a weight that moves by a unit in its last place changes no
+// code. If the spacing is halved, the difference of two codes of one weight is the new bit, unless
+// the master has moved.
 //
-// The number of bits depends on the weight's exponent only, as the modulus of relative.h does. A
-// weight that needs none gives a point of its cell that the phase draws.
+// A weight that needs no bits gives a point of its cell that the phase draws (subtractive dither:
+// Roberts, "Picture coding using pseudo-random noise", 1962): a master that always came back as the
+// middle of its cell would lose each time what it had gained since the last one.
 //
-// Part of the format: docs/reference/format.md, 4.5.5. The rules of lattice.h hold here too.
+// Part of the format: docs/reference/format.md, 4.5.3. The rules of lattice.h hold here too.
 
 #pragma once
 
-#include "relative.h"
+#include "lattice.h"
 
 namespace deltacheck {
+
+DELTACHECK_HD uint32_t is_finite_weight(uint32_t weight) {
+  return (weight & 0x7f80u) != 0x7f80u ? 1 : 0;
+}
 
 // The lattice of a tensor after some halvings.
 struct NestedLattice {

@@ -2,7 +2,7 @@
 // of the Adam family moves a weight by m / sqrt(v) learning rates, so equal steps of the codes are
 // equal steps of the update.
 //
-// Part of the format: docs/reference/format.md, 4.5.6. Called through kernels.h. The rules of
+// Part of the format: docs/reference/format.md, 4.5.4. Called through kernels.h. The rules of
 // lattice.h hold here too: double arithmetic in the order of the source, so the bits are the same
 // on every processor. The loops are written so that compilers vectorise them.
 

@@ -16,7 +16,7 @@ I32 = NDArray[np.int32]
 
 # The bounds of section 4.5.1 of the format: the least subnormal and the largest float32.
 LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
-# The limits of sections 4.5.5 and 4.5.7.
+# The limits of section 4.5.1.
 MOST_HALVINGS, MOST_SPARE_BITS = 31, 7
 
 
@@ -25,7 +25,7 @@ class Coded(NamedTuple):
 
     Attributes:
         codes: In the shape of the values: int32 of ``lattice.codes``, uint8 or uint16 of
-            ``relative.codes``.
+            ``nested.codes``.
         refused: Values without a code, because they are infinite or NaN, or too many steps from
             zero or from their weight. If there is one, the codes cannot restore the tensor.
         largest_error: Maximum of ``|x' - x|`` over the other values, float64, if ``values`` gives

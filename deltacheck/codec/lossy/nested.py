@@ -1,16 +1,21 @@
-"""Master weights as relative codes on a lattice that is halved without a change of the old bits."""
+"""Master weights as lattice codes relative to the bfloat16 weights that are stored beside them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.codec import memory
 from deltacheck.codec.extension import extension
-from deltacheck.codec.lossy import lattice, reference_codes, relative
+from deltacheck.codec.lossy import lattice, reference_codes
 from deltacheck.codec.lossy.lattice import F32, Coded
-from deltacheck.codec.lossy.relative import Codes, Weights
 
-MOST_BITS = 16  # of a code with its spare bits, by section 4.5.5 of the format
+Codes = NDArray[Any]  # uint8 or uint16
+Weights = NDArray[np.generic]
+
+MOST_BITS = 16  # of a code with its spare bits, by section 4.5.3 of the format
 
 
 def most_bits(weights: Weights, step: float, halvings: int) -> int:
@@ -37,19 +42,31 @@ def codes(
     step: float,
     seed: int,
     *,
-    halvings: int,
-    spare_bits: int,
     weights: Weights,
+    halvings: int = 0,
+    spare_bits: int = 0,
     out: Codes | None = None,
     start: int = 0,
 ) -> Coded:
     """Return the cells of a lattice that ``values`` lie in, as many bits as the weights need.
 
+    The lattice is that of ``lattice.codes``. A weight that is ``x`` rounded limits ``x`` to the
+    cells within half a unit in its last place. The code is the number of the cell modulo a power of
+    two that is at least their number, and that depends on the weight's exponent only. So a weight
+    that moves to its neighbour changes no code, and codes change as often as those of
+    ``lattice.codes``, or less (coset codes: Slepian & Wolf, "Noiseless coding of correlated
+    information sources", 1973). A weight that is fine enough needs no bits: the value is a point of
+    its cell that the seed draws (subtractive dither: Roberts, "Picture coding using pseudo-random
+    noise", 1962). So a value that is coded again and again, each time with another seed, keeps its
+    mean.
+
     The spacing was ``step * 2^halvings`` and has been halved so many times since. Each halving
     splits every cell in two. A code then has one more bit, which was a spare one, and keeps its
     other bits (successive refinement: Equitz & Cover, 1991). So a lattice that is halved costs at
-    most one bit per element in a delta. Otherwise the codes are those of ``relative.codes`` with
-    ``dithered=True``, with a modulus that is a power of two.
+    most one bit per element in a delta.
+
+    A value outside of the cell of its weight is coded as the nearest one inside, and the errors
+    tell.
 
     Args:
         values: float32, C-contiguous.
@@ -79,7 +96,7 @@ def codes(
         bits = most_bits(weight_bits, step, halvings)
         dtype = np.uint8 if bits + spare_bits <= 8 else np.uint16
     else:
-        dtype = relative.code_type("out", out)
+        dtype = code_type("out", out)
     out = memory.checked_out(out, values, dtype)
     native = extension()
     if native is not None:
@@ -105,9 +122,9 @@ def values(
     step: float,
     seed: int,
     *,
-    halvings: int,
-    spare_bits: int,
     weights: Weights,
+    halvings: int = 0,
+    spare_bits: int = 0,
     out: F32 | None = None,
     start: int = 0,
 ) -> F32:
@@ -129,7 +146,7 @@ def values(
     Raises:
         ValueError: The arguments do not fit, or there is a code that no value has.
     """
-    memory.checked_array("codes", codes, relative.code_type("codes", codes))
+    memory.checked_array("codes", codes, code_type("codes", codes))
     first = lattice.first_phase(step, seed, start, halvings, spare_bits)
     weight_bits = lattice.bits_of(weights, codes.shape)
     out = memory.checked_out(out, codes, np.float32)
@@ -151,7 +168,52 @@ def values(
         out.reshape(-1)[:] = result
     if bad:
         raise ValueError(
-            f"{bad} of {codes.size} codes are no nested codes of spacing {step} after {halvings}"
+            f"{bad} of {codes.size} codes are no relative codes of spacing {step} after {halvings}"
             " halvings beside their weights"
         )
     return out
+
+
+def drawn(seed: int, *, weights: Weights, out: F32 | None = None, start: int = 0) -> F32:
+    """Return a point of the cell of each weight, which the seed draws.
+
+    These are the values of a lattice that no weight is coarser than: all codes are 0.
+
+    Args:
+        seed: As given to ``codes``.
+        weights: As given to ``codes``.
+        out: As given to ``values``.
+        start: As given to ``codes``.
+
+    Raises:
+        ValueError: A weight is not finite, or the arguments do not fit.
+    """
+    return values(
+        np.zeros(weights.shape, np.uint8),
+        lattice.MOST_STEP,
+        seed,
+        weights=weights,
+        out=out,
+        start=start,
+    )
+
+
+def code_type(name: str, array: Any) -> type[np.uint8] | type[np.uint16]:
+    """Return the type of an array of codes.
+
+    Args:
+        name: The name of the array, for an error.
+        array: The array.
+
+    Returns:
+        ``np.uint8`` or ``np.uint16``.
+
+    Raises:
+        ValueError: The array has another type.
+    """
+    dtype = getattr(array, "dtype", None)
+    if dtype == np.uint8:
+        return np.uint8
+    if dtype == np.uint16:
+        return np.uint16
+    raise ValueError(f"{name} must be a numpy array of uint8 or uint16, not of {dtype}")

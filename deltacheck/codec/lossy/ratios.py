@@ -14,7 +14,7 @@ from deltacheck.codec.lossy import reference_codes
 F32 = NDArray[np.float32]
 Codes = NDArray[np.int8]
 
-# The spacings that section 4.5.6 of the format allows.
+# The spacings that section 4.5.4 of the format allows.
 LEAST_STEP, MOST_STEP = 2.0**-32, 2.0**32
 
 

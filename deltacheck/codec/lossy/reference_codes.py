@@ -26,7 +26,7 @@ MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 LANES, PART = 32, 65536
 
 
-# Sections 4.5.1 and 4.5.7 of the format: lattice codes, and those of a lattice that was halved.
+# Section 4.5.1 of the format: lattice codes, and those of a lattice that was halved.
 
 
 def phase(seed: int, count: int) -> F64:
@@ -144,7 +144,7 @@ def lattice_cast_errors(
         return refused_count, largest, added(difference * difference), added(live * live)
 
 
-# Sections 4.5.3 and 4.5.4 of the format: lattice codes relative to a weight, plain and dithered.
+# Section 4.5.3 of the format: lattice codes relative to a weight.
 
 
 def _widths(weights: U16) -> F64:
@@ -156,81 +156,6 @@ def _widths(weights: U16) -> F64:
 
 def _centers(weights: U16) -> F64:
     return (weights.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-
-
-def cell_counts(weights: U16, step: float, dithered: bool) -> F64:
-    """Return ``k``, the number of lattice cells that a master of each weight can lie in."""
-    width, finest = _widths(weights), 0.5 * step if dithered else step
-    counts: F64 = np.where(width <= finest, 1.0, np.ceil(width / step) + 1)
-    return counts
-
-
-def _lowest_cell(weights: U16, step: float, u: F64) -> F64:
-    """Return the number of the first of these cells."""
-    lowest: F64 = np.floor((_centers(weights) - 0.5 * _widths(weights)) / step + u)
-    return lowest
-
-
-def _relative_value(weights: U16, k: F64, q: F64, step: float, u: F64, dithered: bool) -> F32:
-    """Return the middle of cell ``q``, moved into the cell of its weight.
-
-    If k is 1, return the weight or, dithered, a point of its cell.
-    """
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        middle = np.clip((q - u + 0.5) * step, -MOST, MOST).astype(np.float32)
-        single = _centers(weights).astype(np.float32)
-        if dithered:
-            point = (_centers(weights) + (u - 0.5) * _widths(weights)).astype(np.float32)
-            finite = (weights & np.uint16(0x7F80)) != 0x7F80
-            single = np.where(finite, in_cell(point, weights), single)
-    return np.where(k > 1, in_cell(middle, weights), single)
-
-
-def relative_values(
-    codes: Codes, weights: U16, step: float, seed: int, dithered: bool = False
-) -> tuple[F32, int]:
-    """Return ``x'`` of relative codes, and the number of codes that no value has."""
-    k, u = cell_counts(weights, step, dithered), phase(seed, codes.size)
-    finite = (weights & np.uint16(0x7F80)) != 0x7F80
-    valid = finite & (k <= 65536) & (codes < k)
-    k = np.where(valid, k, 1.0)
-    lowest = _lowest_cell(np.where(finite, weights, np.uint16(0)), step, u)
-    distance = codes.astype(np.float64) - lowest
-    q = lowest + (distance - k * np.floor(distance / k))
-    return _relative_value(weights, k, q, step, u, dithered), int(np.count_nonzero(~valid))
-
-
-def relative_codes(
-    values: F32,
-    weights: U16,
-    step: float,
-    seed: int,
-    dtype: np.dtype[Any],
-    dithered: bool = False,
-) -> tuple[Codes, int, float, float]:
-    """Return relative codes of type ``dtype`` and their errors, as ``lattice_codes``."""
-    finite = np.isfinite(values) & ((weights & np.uint16(0x7F80)) != 0x7F80)
-    weights = np.where(finite, weights, np.uint16(0))
-    x = np.where(finite, values, np.float32(0)).astype(np.float64)
-    k, u = cell_counts(weights, step, dithered), phase(seed, values.size)
-    coded = finite & (k <= 256.0**dtype.itemsize)
-    k = np.where(coded, k, 1.0)
-    lowest = _lowest_cell(weights, step, u)
-    # A value outside of the cell of its weight is coded as the nearest one inside.
-    with np.errstate(over="ignore", under="ignore"):
-        q = np.minimum(np.maximum(np.floor(x / step + u), lowest), lowest + (k - 1))
-    codes = np.where(coded, q - k * np.floor(q / k), 0).astype(dtype)
-    restored = _relative_value(weights, k, q, step, u, dithered).astype(np.float64)
-    error = np.where(coded, np.abs(restored - x), 0.0)
-    return (
-        codes,
-        int(np.count_nonzero(~coded)),
-        float(error.max(initial=0.0)),
-        added(error * error),
-    )
-
-
-# Section 4.5.5 of the format: nested codes.
 
 
 def nested_bits(weights: U16, step: float, halvings: int) -> I64:
@@ -428,7 +353,7 @@ def octave_codes(
     )
 
 
-# Section 4.5.6 of the format: ratio codes.
+# Section 4.5.4 of the format: ratio codes.
 
 
 LEAST_VARIANCE, MOST_RATIO, LEAST_MOMENT = 2.0**-126, 127, 2.0**-60

@@ -131,8 +131,7 @@ class RunState:
 
     def keep_lattice(self, path: str, decision: Decision) -> None:
         """Keep the lattice of a master for the next saves."""
-        halvings = decision.halvings if decision.how == "nested" else None
-        self.lattices[path] = Lattice(decision.spacing, halvings, decision.spare_bits)
+        self.lattices[path] = Lattice(decision.spacing, decision.halvings, decision.spare_bits)
 
     def phases_at(self, step: int) -> int:
         """Return the number of the phases of lattices at a save.

@@ -431,12 +431,8 @@ def _capture_of(
     match decision.how:
         case "cast":
             return partial(weights.capture_cast, path, decision)
-        case "nested":
-            return partial(weights.capture_nested, path, decision)
-        case "dithered":
-            return partial(weights.capture_relative, path, decision)
         case "lattice":
-            return partial(weights.capture_lattice, path, decision)
+            return partial(weights.capture_master, path, decision)
         case "zeros":
             return partial(moments.capture_zeros, path, decision)
     return partial(moments.capture, path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec.lossy import lattice, nested, relative
+from deltacheck.codec.lossy import lattice, nested
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
@@ -26,65 +26,38 @@ class WeightCapture:
     def __init__(self, group: ParameterSave) -> None:
         self._group = group
 
-    def capture_relative(self, path: str, decision: Decision) -> Any:
-        """Store a master as lattice codes relative to its weight, which is stored exactly.
+    def capture_master(self, path: str, decision: Decision) -> Any:
+        """Store a master as lattice codes, relative to its weight if that is stored exactly.
 
-        Nothing is stored of it if the weight is as close everywhere: a restore then draws it from
-        the cell of its weight. It is stored exactly if a value does not fit or lies outside the
-        cell of its weight.
+        Nothing is stored of it if no weight needs a bit: a restore then draws it from the cell of
+        its weight. It is stored exactly if a value does not fit or lies outside the cell of its
+        weight.
         """
         group = self._group
-        live, weights = group.live(path), group.live(decision.of)
-        cells = relative.most_cells(weights, decision.spacing, dithered=True)
-        if cells > relative.MOST_CELLS:
-            return self.capture_lattice(path, replace(decision, how="lattice"))
-        coded = relative.codes(
-            live, decision.spacing, decision.seed, weights=weights, dithered=True
-        )
-        if cells == 1:
-            decision = replace(decision, how="drawn")
-        return self._bounded(path, decision, coded)
-
-    def capture_nested(self, path: str, decision: Decision) -> Any:
-        """Store a master as nested codes, relative to its weight if that is stored exactly.
-
-        Otherwise as ``capture_relative``, whose codes are stored if nested ones have too many bits.
-        """
-        if not decision.of:
-            return self.capture_lattice(path, decision)
-        group = self._group
-        live, weights = group.live(path), group.live(decision.of)
-        bits = nested.most_bits(weights, decision.spacing, decision.halvings)
-        if bits + decision.spare_bits > nested.MOST_BITS:
-            plain = replace(decision, how="dithered", halvings=0, spare_bits=0)
-            return self.capture_relative(path, plain)
-        coded = nested.codes(
-            live,
-            decision.spacing,
-            decision.seed,
-            halvings=decision.halvings,
-            spare_bits=decision.spare_bits,
-            weights=weights,
-        )
-        rule = "drawn" if bits == 0 else "nested"
-        return self._bounded(path, replace(decision, how=rule), coded)
-
-    def capture_lattice(self, path: str, decision: Decision) -> Any:
-        """Store a master as lattice codes.
-
-        It is stored exactly if a value does not fit or lies outside the cell of its weight.
-        """
-        group = self._group
+        live = group.live(path)
         weights = group.live(decision.of) if decision.of else None
-        coded = lattice.codes(
-            group.live(path),
-            decision.spacing,
-            decision.seed,
-            halvings=decision.halvings,
-            spare_bits=decision.spare_bits,
-            weights=weights,
-        )
-        return self._bounded(path, decision, coded)
+        bits = nested.MOST_BITS + 1
+        if weights is not None:
+            bits = nested.most_bits(weights, decision.spacing, decision.halvings)
+        if weights is None or bits + decision.spare_bits > nested.MOST_BITS:
+            coded = lattice.codes(
+                live,
+                decision.spacing,
+                decision.seed,
+                halvings=decision.halvings,
+                spare_bits=decision.spare_bits,
+                weights=weights,
+            )
+        else:
+            coded = nested.codes(
+                live,
+                decision.spacing,
+                decision.seed,
+                halvings=decision.halvings,
+                spare_bits=decision.spare_bits,
+                weights=weights,
+            )
+        return self._bounded(path, replace(decision, how="lattice" if bits else "drawn"), coded)
 
     def _bounded(self, path: str, decision: Decision, coded: lattice.Coded) -> Any:
         """Return the codes of a master, or its exact values if the codes break the contract."""
@@ -94,7 +67,7 @@ class WeightCapture:
         if coded.refused or error > decision.terms.limit:
             save.run.doubt_proof()
             return group.exactly(path)
-        # As decided: a leaf that is drawn, or has too many bits, may have nested codes later.
+        # As decided: a leaf that is drawn, or has too many bits, may have relative codes later.
         save.run.keep_lattice(path, group.decisions[path])
         promise = Promise(decision.terms, error)
         if decision.how == "drawn":

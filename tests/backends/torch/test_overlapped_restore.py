@@ -268,7 +268,7 @@ def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
         (Policy.exact(derive=True), {"model/w": "cast"}),
         (
             Policy.model_exact(moments="exact", stable_from=0),
-            {"optimizer/state/0/master": "dithered"},
+            {"optimizer/state/0/master": "lattice"},
         ),
     ],
     ids=["weights from masters", "masters from weights"],

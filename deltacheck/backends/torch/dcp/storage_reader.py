@@ -12,7 +12,6 @@ import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.utils._pytree import tree_map
 
 from deltacheck.backends.torch.dcp import names
 from deltacheck.backends.torch.dcp.foreign_options import refuse
@@ -303,7 +303,7 @@ class DeltaStorageReader(StorageReader):
                     return leaf
                 return leaves.place(self._load(path, manifest), getattr(leaf, "tag", None))
 
-            value = optree.tree_map(content_of, value, none_is_leaf=True)  # type: ignore[arg-type]
+            value = tree_map(content_of, value)
         # DCP's planner unpickles without a check. It gets only what this process has pickled
         # itself.
         safe = io.BytesIO()

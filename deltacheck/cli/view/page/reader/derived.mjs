@@ -1,21 +1,18 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
 import { check, NotImplemented } from "./base/errors.mjs";
-import { bitsFloat, lattice, nested, octaves, ratios, relative } from "./decode/codes.mjs";
+import { bitsFloat, drawn, lattice, nested, octaves, ratios } from "./decode/codes.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
-  cast: [], same: [], zeros: [], drawn: [], lattice: ["int32"],
-  relative: ["uint8", "uint16"], dithered: ["uint8", "uint16"],
-  nested: ["uint8", "uint16"], octaves: ["uint8", "uint16"],
-  ratio: ["int8"],
+  cast: [], same: [], zeros: [], drawn: [], lattice: ["int32", "uint8", "uint16"],
+  octaves: ["uint8", "uint16"], ratio: ["int8"],
 };
-const CODES_ALONE = { nested: ["int32"] }; // of a rule that names no other leaf
 const word = new DataView(new ArrayBuffer(8));
 const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23], float64: [11, 52] };
 
 // Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}.
 export async function derive(rule, shape, codes, other) {
-  const expected = ("of" in rule ? undefined : CODES_ALONE[rule.how]) ?? CODES[rule.how];
+  const expected = CODES[rule.how];
   if (expected === undefined) throw new NotImplemented(`derived leaf ${rule.how}`);
   check((codes !== null) === expected.length > 0, `${rule.how} ${codes ? "with" : "without"} stored codes`);
   check(codes === null || expected.includes(codes.dtype), `${rule.how} with codes of ${codes?.dtype}`);
@@ -39,20 +36,17 @@ async function first(rule, shape, codes, of) {
   check(dtype === "float32", `${how} of ${dtype}`);
   const weights = of?.dtype === "bfloat16" ? numbers("uint16", of.bytes) : null;
   if (how === "octaves") return bytesOf(octaves(numbers(codes.dtype, codes.bytes), rule));
-  if (how === "lattice" || (how === "nested" && of === null)) {
-    const halved = how === "nested" ? rule : { ...rule, halvings: 0, spare_bits: 0 };
-    return bytesOf(lattice(numbers("int32", codes.bytes), weights, halved));
+  if (how === "lattice" && codes.dtype === "int32") {
+    return bytesOf(lattice(numbers("int32", codes.bytes), weights, rule));
   }
   if (how === "ratio") {
     check(of?.dtype === "float32", "ratio without a float32 second moment");
     return bytesOf(ratios(numbers("int8", codes.bytes), numbers("float32", of.bytes), rule));
   }
   check(weights !== null, `${how} without bfloat16 weights`);
-  if (how === "nested") {
-    const bits = 8 * itemBytes(codes.dtype);
-    return bytesOf(nested(numbers(codes.dtype, codes.bytes), weights, rule, bits));
-  }
-  return bytesOf(relative(codes && numbers(codes.dtype, codes.bytes), weights, rule, how));
+  if (how === "drawn") return bytesOf(drawn(weights, rule));
+  const bits = 8 * itemBytes(codes.dtype);
+  return bytesOf(nested(numbers(codes.dtype, codes.bytes), weights, rule, bits));
 }
 
 function scaled(rule, bytes) {

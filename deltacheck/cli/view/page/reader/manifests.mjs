@@ -7,8 +7,7 @@ import { Grid } from "./leaves.mjs";
 import { segmentSeq } from "./segments.mjs";
 import { flatten } from "./tree.mjs";
 
-const FEATURES = ["tiles", "tiles.compact", "tiles.derived", "derived", "relative", "dithered", "nested",
-  "nested.int32", "ratio", "contracts.rate", "partial", "replay", "types"];
+const FEATURES = ["tiles", "derived", "partial", "replay", "types"];
 
 // Read the manifest in `folder`. `place` is {seq} in an engine root and {step} in a manager root.
 export async function readManifest(files, folder, place) {
@@ -86,19 +85,10 @@ class Manifest {
   checkFeatures(tiles) {
     const { document } = this;
     const forms = Object.values(tiles).some((entry) => "forms" in entry);
-    const rules = [...Object.values(this.derived), ...Object.values(tiles).flatMap((entry) => entry.forms ?? [])];
-    const by = (...kinds) => rules.some((rule) => kinds.includes(rule.how));
-    const nested = (beside) => rules.some((rule) => rule.how === "nested" && "of" in rule === beside);
-    const rates = Object.values(document.contracts ?? {}).some((contract) => "rate" in contract.terms);
     const tiled = "tiles" in document || "lanes" in document;
     const derived = "derived" in document || "contracts" in document || forms;
     const expected = {
-      tiles: tiled, "tiles.compact": "compact" in document, derived,
-      "tiles.derived": derived && (this.tiles.size > 0 || "tiles" in document), relative: by("relative"),
-      dithered: by("dithered", "drawn"), nested: nested(true), "nested.int32": nested(false),
-      ratio: by("ratio"),
-      "contracts.rate": rates, partial: "absent" in document,
-      replay: "replay" in document,
+      tiles: tiled, derived, partial: "absent" in document, replay: "replay" in document,
     };
     const named = document.must_understand ?? [];
     for (const [feature, needed] of Object.entries(expected)) {

@@ -29,10 +29,6 @@ function limited(value) {
   return Math.fround(Math.min(LARGEST, Math.max(-LARGEST, value)));
 }
 
-function middle(q, u, spacing) {
-  return limited((q - u + 0.5) * spacing);
-}
-
 // The nearest finite float32 to `x` that rounds to the bfloat16 with these bits.
 export function moveTo(x, bits) {
   const size = bits & 0x7fff;
@@ -60,7 +56,7 @@ function checkHalved(spacing, n, f) {
   return { S: spacing * scale, scale };
 }
 
-// 4.5.1 and 4.5.7. `weights` are the bits of bfloat16 elements, or null.
+// 4.5.1. `weights` are the bits of bfloat16 elements, or null.
 export function lattice(codes, weights, { spacing, seed = 0, halvings: n = 0, spare_bits: f = 0 }) {
   const { S, scale } = checkHalved(spacing, n, f);
   return Float32Array.from(codes, (code, i) => {
@@ -71,29 +67,21 @@ export function lattice(codes, weights, { spacing, seed = 0, halvings: n = 0, sp
   });
 }
 
-// 4.5.3 and 4.5.4. `codes` is null for a drawn leaf.
-export function relative(codes, weights, { spacing, seed = 0 }, how) {
-  if (how !== "drawn") checkSpacing(spacing);
+// 4.5.3. A point of the cell of each weight.
+export function drawn(weights, { seed = 0 }) {
   return Float32Array.from(weights, (bits, i) => {
     const exponent = (bits >> 7) & 0xff;
     check(exponent !== 0xff, `element ${i}: a weight that is not finite`);
-    const b = bitsFloat(bits * 65536);
-    const W = 2 ** (Math.max(1, exponent) - 134);
-    const single = how === "relative" ? W <= spacing : how === "drawn" || 2 * W <= spacing;
-    const k = single ? 1 : Math.ceil(W / spacing) + 1;
-    check(k <= 65536, `element ${i}: ${k} cells`);
-    const code = codes === null ? 0 : codes[i];
-    check(code < k, `element ${i}: code ${code} of ${k}`);
-    if (k === 1 && how === "relative") return b;
-    const u = phase(seed, i);
-    if (k === 1) return moveTo(Math.fround(b + (u - 0.5) * W), bits);
-    const a = Math.floor((b - 0.5 * W) / spacing + u);
-    const q = a + (code - a - k * Math.floor((code - a) / k));
-    return moveTo(middle(q, u, spacing), bits);
+    return point(bits, exponent, phase(seed, i));
   });
 }
 
-// 4.5.5. A code is a word of `size` bits.
+function point(bits, exponent, u) {
+  const W = 2 ** (Math.max(1, exponent) - 134);
+  return moveTo(Math.fround(bitsFloat(bits * 65536) + (u - 0.5) * W), bits);
+}
+
+// 4.5.3. A code is a word of `size` bits.
 export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spare_bits: f = 0 }, size) {
   const { S, scale } = checkHalved(spacing, n, f);
   // The largest integer whose power of two is at most S. A logarithm can be one too large or small.
@@ -111,7 +99,7 @@ export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spa
     const r = codes[i] / 2 ** f;
     check(Number.isInteger(r) && r < 2 ** width, `element ${i}: code ${codes[i]} of ${width} bits`);
     const u = phase(seed, i);
-    if (width === 0) return moveTo(Math.fround(b + (u - 0.5) * W), bits);
+    if (width === 0) return point(bits, exponent, u);
     const a = Math.floor(((b - 0.5 * W) / S + u) * scale);
     const q = a + (r - a - 2 ** width * Math.floor((r - a) / 2 ** width));
     const x = ((q + 0.5) / scale - u) * S;
@@ -138,7 +126,7 @@ export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
   });
 }
 
-// 4.5.6. `second` are the elements of the second moment.
+// 4.5.4. `second` are the elements of the second moment.
 export function ratios(codes, second, { spacing, limit = 0 }) {
   check(spacing >= 2 ** -32 && spacing <= 2 ** 32, `spacing ${spacing}`);
   check(limit >= 0 && limit < Infinity, `limit ${limit}`);
