@@ -20,11 +20,11 @@ from deltacheck.maintain.transfer import as_at
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, manifest_content, manifest_digest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, take_lease
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 

@@ -32,7 +32,7 @@ from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
-from deltacheck.store.interrupts import Lock, postponed
+from deltacheck.store.lock.interrupts import Lock, postponed
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Store
 

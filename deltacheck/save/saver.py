@@ -34,9 +34,9 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
-from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
-from deltacheck.store.interrupts import Event, postponed, shielded
+from deltacheck.store.lock.deadline import Deadline, Pulse
+from deltacheck.store.lock.interrupts import Event, postponed, shielded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Store
 

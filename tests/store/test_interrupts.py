@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.interrupts import Change, Event, Lock, Turn, postponed, shielded, when_free
+from deltacheck.store.lock.interrupts import (
+    Change,
+    Event,
+    Lock,
+    Turn,
+    postponed,
+    shielded,
+    when_free,
+)
 
 Install = Callable[[Callable[[], object]], None]
 

@@ -60,7 +60,7 @@ class Kind:
 
 
 class Child:
-    """What a child knows, and how it reports to the parent."""
+    """The knowledge of a child, and its reports to the parent."""
 
     def __init__(
         self, kind: Kind, folder: Path, seed: int, workers: int, count: int, out: int

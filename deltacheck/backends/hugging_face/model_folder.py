@@ -155,9 +155,9 @@ def _require_own(folder: Path, file: Path) -> None:
     In the cache of the Hub, a folder is ``snapshots/REVISION`` and its files are links to
     ``blobs`` of the same repository.
     """
-    target, own = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    in_cache = own.parent.name == "snapshots" and target.parent == own.parent.parent / "blobs"
-    if not (target.is_relative_to(own) or in_cache):
+    target, model = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    in_cache = model.parent.name == "snapshots" and target.parent == model.parent.parent / "blobs"
+    if not (target.is_relative_to(model) or in_cache):
         raise Damaged(
             f"{file} is a link to {target}, outside its folder, so its content is not read; put the"
             " file itself there",

@@ -32,10 +32,10 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFo
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save import exits
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.interrupts import postponed
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import postponed
 from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
@@ -239,7 +239,7 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no type
                 raise
             raise NotACheckpointRoot(
                 f"{step_directory} has no item: an interrupted deletion or another program has left"
-                f" it. Remove it. {describe_steps([other for other in steps if other != step])}"
+                f" it. Remove it. {describe_steps([number for number in steps if number != step])}"
             ) from error
 
     def _learn_items(self, step: int | None, args: Any = None) -> None:

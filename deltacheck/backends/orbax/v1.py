@@ -36,9 +36,9 @@ from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.metadata import described
 from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
-from deltacheck.store.interrupts import Event, Lock
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Event, Lock
 
 __all__ = ["context"]
 

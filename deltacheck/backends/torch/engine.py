@@ -31,16 +31,16 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
+from deltacheck.save.job.step_numbers import step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
-from deltacheck.save.step_numbers import step_number, step_or_tag
 from deltacheck.store import tags
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
-from deltacheck.store.interrupts import Turn
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Turn
 from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")

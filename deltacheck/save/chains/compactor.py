@@ -25,7 +25,7 @@ from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 

@@ -15,8 +15,8 @@ from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.store import layout
 from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
 from deltacheck.store.files.storage_interface import Storage
-from deltacheck.store.interrupts import Lock
 from deltacheck.store.lock import object_lease
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.lock.pins import Pin

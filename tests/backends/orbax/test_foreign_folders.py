@@ -1,4 +1,4 @@
-"""What else lies in the directory of a ``CheckpointManager``: no damage, and never moved."""
+"""Folders of others in the directory of a ``CheckpointManager``: no damage, and never moved."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 from deltacheck.backends.torch import Engine
 from deltacheck.save import exits, pipeline
 from deltacheck.save.job import early_copies, save_job
-from deltacheck.store.interrupts import Event
+from deltacheck.store.lock.interrupts import Event
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.layout import UNFINISHED_STEP, step_name
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manager_steps import MANAGER_STORE
 
 _COMMIT_FILE = "commit_success.txt"

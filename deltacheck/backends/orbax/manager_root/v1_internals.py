@@ -14,7 +14,7 @@ from orbax.checkpoint.experimental.v1._src.handlers.compatibility import (
     CompatibilityCheckpointHandler,
 )
 
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 
 
 def active_context() -> Any:

@@ -44,7 +44,7 @@ from deltacheck.save.treatment.treatment import leaf_groups
 from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone, remove_unused
 from deltacheck.store.root import Root, Store, is_root_or_fresh

@@ -21,7 +21,7 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy.retention import Retention
 from deltacheck.store.files import storage
-from deltacheck.store.interrupts import postponed
+from deltacheck.store.lock.interrupts import postponed
 
 SUFFIX = ".deltacheck"
 # Most series that are open at a time. Each holds a copy of its state.

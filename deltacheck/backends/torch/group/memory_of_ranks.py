@@ -18,11 +18,11 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 

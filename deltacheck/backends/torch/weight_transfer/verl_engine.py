@@ -21,7 +21,7 @@ from deltacheck.backends.hugging_face.publish.tensor_publisher import TensorPubl
 from deltacheck.backends.torch.weight_transfer.tensors import published, tensor_of
 from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.tree import escape_key
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.lock.deadline import Deadline
 
 _OWNER = "weights of verl"
 _POLL_SECONDS = 0.05

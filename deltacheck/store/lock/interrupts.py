@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.lock.deadline import Deadline
 
 _LOOK_SECONDS = 1.0
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
