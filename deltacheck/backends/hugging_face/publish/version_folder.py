@@ -272,19 +272,19 @@ def _decoded(data: bytes, kind: type[_Struct]) -> _Struct:
 
 
 def _parsed(data: bytes, number: int) -> Index:
-    metadata = _decoded(data, _DocumentOfAny).metadata
-    if metadata.deltacheck is None:
+    header = _decoded(data, _DocumentOfAny).metadata
+    if header.deltacheck is None:
         raise UnsupportedFormat(
             f"version {number} was not published by deltacheck; publish to a folder of its own"
         )
-    if metadata.deltacheck.format != _FORMAT:
+    if header.deltacheck.format != _FORMAT:
         raise UnsupportedFormat(
-            f"version {number} has format {metadata.deltacheck.format}, this version of deltacheck"
+            f"version {number} has format {header.deltacheck.format}, this version of deltacheck"
             f" reads {_FORMAT}; use a newer version"
         )
-    if metadata.delta_encoding not in ("", *ENCODINGS.values()):
+    if header.delta_encoding not in ("", *ENCODINGS.values()):
         raise UnsupportedFormat(
-            f"version {number} has the encoding {metadata.delta_encoding!r}, which this version of"
+            f"version {number} has the encoding {header.delta_encoding!r}, which this version of"
             " deltacheck does not read; use a newer version"
         )
     document = _decoded(data, _Document)
