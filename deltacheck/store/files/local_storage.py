@@ -267,7 +267,8 @@ class LocalStorage(Storage[Path]):
         return True
 
     def check_writable(self) -> None:
-        if not os.access(self.path / layout.SEGMENTS, os.W_OK):
+        segments = self.path / layout.SEGMENTS
+        if segments.exists() and not os.access(segments, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(self.path))
 
     def take_lease(self) -> Lease:
