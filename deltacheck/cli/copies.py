@@ -254,7 +254,7 @@ def _export_model(
             metadata=_metadata(root, manifest),
             progress=advance,
         )
-    if "config.json" not in written.files:
+    if not {"config.json", "adapter_config.json"} & {name.split("/")[-1] for name in written.files}:
         output.warn(
             f"{model.path} has no config.json, which from_pretrained needs; name the folder of the"
             " base model with --files"

@@ -111,7 +111,10 @@ class Store:
         """
         if not is_managers:
             refuse_manager_store(path)
-        if not is_root_or_fresh(path):
+        is_root = is_root_or_fresh(path)
+        # First, so that a place that cannot have a root stays as it is.
+        storage_of(path).check_writable()
+        if not is_root:
             _make_folders(path, durability)
             attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(
@@ -122,7 +125,6 @@ class Store:
         # killed before its sync.
         durability.sync_directory(path)
         durability.sync_ancestors(path)
-        storage_of(path).check_writable()
         return cls(path, threads, durability)
 
     def segment_ids(self) -> list[str]:

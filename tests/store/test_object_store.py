@@ -450,12 +450,18 @@ def test_a_prefix_that_holds_something_else_is_not_written(address: str) -> None
 # --- conditional writes and one writer ------------------------------------------------------------
 
 
-def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: S3) -> None:
+@pytest.mark.parametrize("kind", ["unconditional", "501"])
+def test_nothing_is_written_to_a_store_without_conditional_writes(
+    address: str, s3_server: S3, kind: str
+) -> None:
+    folder = place.of(address, STORAGE)
+    assert isinstance(folder, ObjectPath)
     with (
-        s3_server.failing(Fault("unconditional", "/", times=FOREVER)),
-        pytest.raises(StorageFailed, match=r"does not honour conditional writes .*If-None-Match"),
+        s3_server.failing(Fault(kind, "/", times=FOREVER)),
+        pytest.raises(StorageFailed, match=r"conditional writes .*docs/how-to/object-stores\.md"),
     ):
         Engine(address, storage=STORAGE)
+    assert folder.keys() == []
 
 
 @pytest.mark.parametrize("kind", ["lost", "500"])

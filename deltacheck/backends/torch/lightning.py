@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer, torch_import
 from deltacheck.backends.torch.files.load import ReadStep, load, read_to_continue
-from deltacheck.backends.torch.state import rng
-from deltacheck.errors import StepNotFound
+from deltacheck.backends.torch.state import leaves, rng
+from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
@@ -295,6 +295,9 @@ def _register(kind: type[DeltaCheckIO]) -> None:
             package = importlib.import_module(trainer)
             _wrap(package.callbacks.ModelCheckpoint, "_save_checkpoint", _save_in_background)
             _wrap(package.callbacks.ModelCheckpoint, "file_exists", _file_exists)
+            averaging = package.callbacks.StochasticWeightAveraging
+            _wrap(averaging, "on_train_epoch_start", _average)
+            _wrap(averaging, "on_train_end", _average)
             _wrap(package.Trainer, "save_checkpoint", _save_and_close)
             _wrap(package.Trainer, "_run_stage", _run_stage)
             _wrap(package.Trainer, "_teardown", _teardown)
@@ -350,6 +353,14 @@ def _file_exists(original: Callable[..., Any], callback: Any, filepath: str, tra
     return trainer.strategy.reduce_boolean_decision(expected, all=False)
 
 
+def _average(original: Callable[..., Any], callback: Any, trainer: Any, module: Any) -> Any:
+    """Replace hooks of ``StochasticWeightAveraging`` that write to weights past their ``data``."""
+    plugin = _plugin_of(trainer)
+    if plugin is not None and plugin._engine is not None:
+        plugin._engine.before_update()
+    return original(trainer, module)
+
+
 def _save_and_close(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Trainer.save_checkpoint``, which nothing follows outside of a training."""
     result = original(*args, **kwargs)
@@ -364,9 +375,34 @@ def _run_stage(original: Callable[..., Any], trainer: Any) -> Any:
     plugin = _plugin_of(trainer)
     if plugin is None:
         return original()
+    if trainer.state.fn == "fit":
+        _require_parameters(trainer)
     continues = trainer.is_global_zero and trainer.state.fn == "fit"
     with plugin._running(continues=continues):
         return original()
+
+
+def _require_parameters(trainer: Any) -> None:
+    """Check the hyperparameters, which never change, before anything is trained.
+
+    Raises:
+        UnsupportedLeaf: A checkpoint cannot keep one.
+    """
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        parameters = getattr(owner, "hparams", None)
+        if not parameters:
+            continue
+        # As Lightning puts them into a checkpoint.
+        kept = dict(parameters) if isinstance(parameters, dict) else parameters
+        try:
+            leaves.flatten({owner.CHECKPOINT_HYPER_PARAMS_KEY: kept})
+        except UnsupportedLeaf as error:
+            raise UnsupportedLeaf(
+                f"{error}. It is a hyperparameter of {type(owner).__qualname__}, and no checkpoint"
+                " could be saved: give save_hyperparameters() plain values (str(path);"
+                " OmegaConf.to_container(config) for a config of OmegaConf), or leave it out with"
+                " save_hyperparameters(ignore=[...])"
+            ) from None
 
 
 def _teardown(original: Callable[..., Any], trainer: Any) -> Any:

@@ -362,7 +362,8 @@ class ObjectPath:
         except TimeoutError:
             future.cancel()
             raise StorageFailed(f"{self}: no answer to a {verb} within {wait:.3g} s") from None
-        except ValueError as error:
+        # TensorStore has an exception of its own for status 501.
+        except (ValueError, NotImplementedError) as error:
             raise StorageFailed(f"{self}: the store refused a {verb}: {brief(error)}") from error
 
 
