@@ -537,8 +537,29 @@ def test_a_target_on_an_abstract_mesh_is_restored_on_the_mesh_that_is_set(tmp_pa
     with manager(tmp_path) as mngr:
         mngr.save(0, args=DeltaSaveArgs({"w": jnp.arange(8.0)}))
         mngr.wait_until_finished()
-        with pytest.raises(ValueError, match=r"leaf 'w' .*jax\.set_mesh"):
-            mngr.restore(0, args=DeltaRestoreArgs(target))
+        for args in (
+            DeltaRestoreArgs(target),
+            DeltaRestoreArgs(shardings=abstract),
+            DeltaRestoreArgs(shardings={"w": abstract}),
+            DeltaRestoreArgs(leaves=["w"], shardings={"w": abstract}),
+        ):
+            with pytest.raises(TreeMismatch, match=r"leaf 'w' .*jax\.set_mesh"):
+                mngr.restore(0, args=args)
+            with jax.set_mesh(mesh):
+                restored = mngr.restore(0, args=args)
+            assert restored["w"].sharding == NamedSharding(mesh, spec)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None)])
+def test_v1_refuses_a_target_on_an_abstract_mesh_if_no_mesh_is_set(
+    tmp_path: Path, spec: PartitionSpec
+) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    abstract = NamedSharding(AbstractMesh((4,), ("x",)), spec)
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=abstract)}
+    with delta_v1.context(tmp_path):
+        v1.save(tmp_path / "0", {"w": jnp.arange(8.0)})
+        with pytest.raises(TreeMismatch, match=r"leaf 'w' .*Mesh\(\).*jax\.set_mesh"):
+            v1.load(tmp_path / "0", target)
         with jax.set_mesh(mesh):
-            restored = mngr.restore(0, args=DeltaRestoreArgs(target))
-    assert restored["w"].sharding == NamedSharding(mesh, spec)
+            assert v1.load(tmp_path / "0", target)["w"].sharding == NamedSharding(mesh, spec)
