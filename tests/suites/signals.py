@@ -328,6 +328,7 @@ KINDS = [
     Kind("lightning, finish, ends", lightning_body, signal.SIGTERM, False, 2, (0, 2)),
     Kind("orbax, handler", orbax_body, signal.SIGUSR1, True, 10),
     Kind("orbax, finish, ends", orbax_body, signal.SIGTERM, False, 2),
+    Kind("orbax, Ctrl-C", orbax_body, signal.SIGINT, False, 2),
 ]
 
 

@@ -29,6 +29,7 @@ from deltacheck.backends.orbax.manager_root import v1_internals
 from deltacheck.backends.orbax.manager_root.durable import on_thread
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
+    await_renames,
     is_foreign,
     remove_unused,
 )
@@ -174,8 +175,13 @@ class _Session:
 
     def close(self) -> None:
         """Finish the saves under way and give the root back."""
+        timeout = self.delta._options.io_timeout_seconds
+        # A ``Checkpointer`` that nobody closes ends its saves on threads, which the end of the
+        # process does not wait for.
+        if self._under_way() and not await_renames(Deadline.after(timeout)):
+            log.error("while closing: Orbax has not finished a save after %g s", timeout)
         for save in self._under_way():
-            save.wait(self.delta._options.io_timeout_seconds)
+            save.wait(timeout)
             try:
                 save.commit.result()
             except (DeltacheckError, TimeoutError) as error:
