@@ -135,6 +135,32 @@ def test_a_handler_may_wait_for_what_it_has_interrupted_the_wait_for(handler: In
     assert waits == [True]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_no_lock_of_its_parent(handler: Install) -> None:
+    events: list[str] = []
+    handler(lambda: events.append("handled"))
+    with Lock(), postponed():
+        child = os.fork()
+        if not child:
+            send()
+            os._exit(len(events))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_wait_goes_on_if_its_notification_is_lost() -> None:
+    change, states = Change(), ["begun"]
+    patience = iter([False, False])
+
+    def condition() -> bool:
+        # True at the third look, with nobody to notify.
+        if next(patience, True):
+            states.append("ended")
+        return "ended" in states
+
+    assert change.wait_until(condition)
+    assert states == ["begun", "ended"]
+
+
 def test_an_interrupted_wait_for_a_thread_leaves_it_running(handler: Install) -> None:
     def interrupt() -> None:
         raise InterruptedError
