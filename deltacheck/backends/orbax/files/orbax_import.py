@@ -282,8 +282,8 @@ def _require_names(state: Any) -> None:
 def _digests(state: Any) -> dict[str, tuple[object, ...]]:
     """Return type, shape and digest of each array, and type and text of other values.
 
-    They are keyed by Orbax's names, which are the same for the keys ``30`` and ``"30"``: Orbax gives
-    text back for both.
+    They are keyed by Orbax's names, which are the same for the keys ``30`` and ``"30"``: Orbax
+    gives text back for both.
     """
     names = {place: name for name, place in stored_names(state)}
     pairs, _ = jax.tree_util.tree_flatten_with_path(state)

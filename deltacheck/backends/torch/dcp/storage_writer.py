@@ -39,6 +39,7 @@ from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions, retention_of
+from deltacheck.save.step_numbers import metric_numbers
 from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
@@ -167,7 +168,7 @@ class DeltaStorageWriter(StorageWriter):
         refuse("DeltaStorageWriter", other)
         super().__init__()
         self._overwrite = overwrite
-        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
