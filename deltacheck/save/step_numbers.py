@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 
 def step_number(step: object) -> int:
@@ -25,7 +26,7 @@ def step_number(step: object) -> int:
     return number
 
 
-def metric_numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
+def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the metrics of a step as Python numbers, which a manifest holds.
 
     Args:
