@@ -390,7 +390,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def a_second_writer_is_refused(self) -> None:
         with pytest.raises(
-            errors.RootBusy, match="by this process: it was opened at .*test_model.py"
+            errors.RootBusy, match=r"by this process: it was opened at .*test_model\.py"
         ):
             Engine(self.path)
 

@@ -117,7 +117,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         with pytest.raises(
-            errors.RootBusy, match="by this process: it was opened at .*test_refusals.py"
+            errors.RootBusy, match=r"by this process: it was opened at .*test_refusals\.py"
         ):
             Engine(tmp_path)
         code = (
