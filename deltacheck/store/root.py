@@ -586,9 +586,35 @@ def open_root(
             return Root(directory, Store(store, threads), item)
     for store in (directory, directory / MANAGER_STORE):
         _refuse_lost(directory, Store(store, threads), item)
+    if isinstance(directory, Path):
+        _refuse_copied_step(directory)
     raise NotACheckpointRoot(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has"
         f" {MANAGER_STORE}/ in it"
+    )
+
+
+def _refuse_copied_step(directory: Path) -> None:
+    """Raise ``NotACheckpointRoot`` for steps of a manager without their segments, or for one step.
+
+    Orbax names steps by folders, so one of them is easily copied or given alone.
+    """
+    parent = directory.parent
+    manifests = [
+        path
+        for root in (directory, parent)
+        for path in manager_steps.step_manifests(root, None)
+        if path.is_relative_to(directory)
+    ]
+    if not manifests:
+        return
+    if (parent / MANAGER_STORE).is_dir():
+        raise NotACheckpointRoot(
+            f"{directory} is a step of the root {parent}: give that root, and the step"
+        )
+    raise NotACheckpointRoot(
+        f"{manifests[0]} is there without the segments that it needs: they are in {MANAGER_STORE}/"
+        " of the root that it was copied from. Read the step there, or copy the whole root"
     )
 
 

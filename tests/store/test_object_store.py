@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -1033,6 +1034,20 @@ def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.Monkey
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ObjectStore(**wrong)
+
+
+def test_an_endpoint_without_a_scheme_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="endpoint 'host:9000' must begin with https://"):
+        deltacheck.open(address, storage=ObjectStore(endpoint="host:9000"))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_refusal_for_lack_of_access_names_the_credentials(scheme: str) -> None:
+    answer = Future[None]()
+    answer.set_exception(ValueError("PERMISSION_DENIED: Unknown [http_response_code='403']"))
+    path = ObjectPath(scheme, "bucket", "run", ObjectStore())
+    with pytest.raises(StorageFailed, match="Check the access to the bucket and"):
+        path._await(answer, "read")
 
 
 def test_a_root_can_be_read_by_its_store_alone(run: Run) -> None:

@@ -37,6 +37,7 @@ from deltacheck.backends.orbax.state.targets import Part
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
+from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
@@ -330,7 +331,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         with item.sharing_failure():
             flat = item.flatten(args.item, has_log=args.log is not None)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
-            metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
+            metrics = metric_numbers(args.metrics)
             records = flat.records if isinstance(flat, KnownArrays) else records_of(flat.arrays)
             notes = Notes(metrics, require_json(args.custom_metadata), records)
         if not place.has_own_root:

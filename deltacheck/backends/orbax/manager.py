@@ -24,6 +24,7 @@ from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     DEFAULT_ITEM,
     await_renames,
+    await_renames_of,
     delete_by_rename,
     item_names,
 )
@@ -198,7 +199,13 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no type
         with self._naming_steps(step, kwargs.get("directory")):
             if kwargs.get("directory") is None:
                 self._learn_items(step, kwargs.get("args"))
+            await_renames_of(self)
             return super().restore(step, *args, **kwargs)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the saves under way."""
+        await_renames_of(self)
+        super().wait_until_finished()
 
     def metadata(self, step: int | None = None) -> Any:
         """Return the metadata of a step, or of the manager."""

@@ -31,7 +31,7 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
-from deltacheck.save.job.step_numbers import step_number, step_or_tag
+from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
@@ -312,7 +312,7 @@ class Engine:
         step = step_number(step)
         self._open.await_arrival()
         begin = time.perf_counter()
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        numbers = metric_numbers(metrics)
         is_whole = not extra_sources and replay is None
         attempt = self._session.begin(step, flat, numbers, is_whole=is_whole)
         # A rank is busy, and all ranks skip the save. Nothing has begun.

@@ -25,7 +25,7 @@ from deltacheck.save.chains.whole_leaves import write_whole
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
-from deltacheck.store.lock.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock, join
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 
@@ -284,7 +284,7 @@ class Compactor:
         """Wait for the compaction under way, if there is one."""
         thread = self._running.thread
         if thread is not None:
-            thread.join(timeout)
+            join(thread, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Give up the compaction under way. A second call does nothing."""

@@ -1,8 +1,10 @@
-"""Training steps as callers give them: integers of Python or of another library."""
+"""Training steps and metrics as callers give them: numbers of Python or of another library."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 
 def step_number(step: object) -> int:
@@ -22,6 +24,28 @@ def step_number(step: object) -> int:
     if number < 0:
         raise ValueError(f"step must be an integer of at least 0, not {step!r}")
     return number
+
+
+def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the metrics of a step as Python numbers, which a manifest holds.
+
+    Args:
+        metrics: Numbers and arrays of one element, by name.
+
+    Raises:
+        ValueError: One is neither.
+    """
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            item = getattr(value, "item", None)
+            numbers[name] = float(value if item is None else item())
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"metric {name!r} must be a number, not {value!r}: give its mean or another number,"
+                " and keep lists and arrays in the state"
+            ) from error
+    return numbers
 
 
 def step_or_tag(step: object) -> int | str | None:

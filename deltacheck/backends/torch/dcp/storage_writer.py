@@ -34,6 +34,7 @@ from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
+from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
@@ -168,7 +169,7 @@ class DeltaStorageWriter(StorageWriter):
         refuse("DeltaStorageWriter", other)
         super().__init__()
         self._overwrite = overwrite
-        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
