@@ -28,8 +28,8 @@ from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
-from deltacheck.save.save_log import SaveLog
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree

@@ -14,8 +14,8 @@ import torch
 
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import StorageFailed
-from deltacheck.store.capabilities import lacking
 from deltacheck.store.files import local_storage
+from deltacheck.store.lock.capabilities import lacking
 
 # As TensorStore words them.
 MESSAGES = {

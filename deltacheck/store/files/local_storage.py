@@ -19,12 +19,12 @@ import tensorstore as ts
 from deltacheck.errors import Damaged, RootBusy, StorageFailed
 from deltacheck.leaf.external_errors import unreadable, walk
 from deltacheck.store import layout
-from deltacheck.store.capabilities import lacking
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.files.waiting import wait_for
 from deltacheck.store.lock import pins
+from deltacheck.store.lock.capabilities import lacking
 from deltacheck.store.lock.lease import Lease, LocalLease
 from deltacheck.store.lock.pins import Pin
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from deltacheck.errors import Damaged, RootBusy
 from deltacheck.store import layout
-from deltacheck.store.capabilities import lacking
+from deltacheck.store.lock.capabilities import lacking
 from deltacheck.store.lock.holding import Holding
 
 _held: weakref.WeakSet[LocalLease] = weakref.WeakSet()
