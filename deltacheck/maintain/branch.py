@@ -75,7 +75,7 @@ def branch(
         StorageFailed: If the root is in an object store.
         OSError: If the file system fails.
     """
-    target = Path(to).absolute()
+    target = storage.local(to, "a branch").absolute()
     if target.exists() and any(target.iterdir()):
         raise NotACheckpointRoot(
             f"{target} is not empty; a branch needs a directory that is new or empty"

@@ -622,8 +622,8 @@ def is_root_or_fresh(path: Place) -> bool:
         NotACheckpointRoot: The path holds something else.
         Damaged: The path holds segments and has lost its own ``zarr.json``.
     """
-    attributes = _group_attributes(path)
-    if attributes is not None and attributes.get("format") == layout.FORMAT:
+    refuse_file(path)
+    if _is_root(path):
         return True
     _refuse_lost(path, Store(path))
     if path.is_dir() and not storage_of(path).is_fresh_root():
@@ -631,6 +631,17 @@ def is_root_or_fresh(path: Place) -> bool:
             f"{path} is not empty and not a deltacheck root; give an empty or new directory"
         )
     return False
+
+
+def refuse_file(path: Place) -> None:
+    """Raise ``NotACheckpointRoot`` if a path, or a part of it, is a file or a dangling link."""
+    if isinstance(path, Path):
+        for part in (path, *path.parents):
+            if part.is_dir():
+                return
+            if os.path.lexists(part):
+                kind = "a file" if part.exists() else "a link to a directory that does not exist"
+                raise NotACheckpointRoot(f"{part} is {kind}; give an empty or new directory")
 
 
 def check_root(path: Place) -> None:
@@ -670,6 +681,7 @@ def refuse_engine_root(root: Path) -> None:
 
     Two writers that do not know of each other's steps would delete each other's segments.
     """
+    refuse_file(root)
     engine_root = root
     if not _is_root(root):
         engine_root = root / MANAGER_STORE

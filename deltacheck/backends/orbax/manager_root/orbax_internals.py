@@ -20,6 +20,7 @@ import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import storage
 from deltacheck.store.layout import UNFINISHED_STEP, step_name
 from deltacheck.store.manager_steps import MANAGER_STORE
 
@@ -57,7 +58,7 @@ class ItemPlace:
                 f"{path} is not in a local file system; this version writes and reads local"
                 " directories only"
             )
-        return cls(Path(path).absolute())
+        return cls(storage.local(path, "a handler").absolute())
 
     @classmethod
     def to_save(cls, directory: str | os.PathLike[str], root: Path | None) -> ItemPlace:
