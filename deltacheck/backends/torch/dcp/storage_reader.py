@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names
 from deltacheck.backends.torch.dcp.foreign_options import refuse
-from deltacheck.backends.torch.dcp.stream import Restored, keep
+from deltacheck.backends.torch.dcp.stream import Restored, follow_course, keep
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.sampling import refusal
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
@@ -279,6 +279,7 @@ class DeltaStorageReader(StorageReader):
         # much again.
         reader.boxes(requests, place, batch_bytes=_BATCH_BYTES)
         # Kept after the last box only: a load that has failed is no base of a save.
+        follow_course(self._root.path, manifest)
         if self._resume:
             keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 

@@ -146,6 +146,8 @@ def _engine(root: Path, keep_last: int | None) -> Engine:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
         engine = Engine(root, keep_last=keep_last)
+        # A program that is started again replaces files, as with ``torch.save``.
+        engine._writer.course.follow("")
     # Each call may pass another ``keep_last``.
     engine._writer.retention = Retention(last=keep_last)
     _open[root] = engine

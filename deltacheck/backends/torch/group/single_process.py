@@ -123,6 +123,7 @@ class SingleProcessSession:
             self.saver = Saver(self.live.store, TorchCodec(), options, Numbers(next_seq))
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
+        self.saver.on_resume = self.writer.course.follow
 
     def _open(self, path: Place, options: SaveOptions) -> Opened:
         return open_alone(path, options.durability)
