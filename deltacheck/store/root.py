@@ -338,18 +338,27 @@ class Root:
         """Return the committed training steps, ascending."""
         return sorted({ref.step for ref in self.checkpoints()})
 
+    def latest_step(self) -> int | None:
+        """Return the training step of the newest checkpoint; ``None`` if there is none."""
+        try:
+            return self.manifest().step
+        except StepNotFound:
+            return None
+
     def manifest(self, step: int | str | None = None) -> Manifest:
         """Return the manifest of a step.
 
         Args:
             step: A training step (its newest save, if a resumed run repeated the step), a tag, or
-                ``None`` for the newest checkpoint.
+                ``None`` or ``"latest"`` for the newest checkpoint.
 
         Raises:
             StepNotFound: There is no such step; the message names the existing ones.
             Damaged: A manifest that cannot be read may be the one that is meant. Only the caller
                 can decide to use an older step instead.
         """
+        if step == layout.LATEST:
+            step = None
         if isinstance(step, str):
             return self._tagged(step)
         newest = self._newest(step)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import deltacheck
+from deltacheck import errors
 from deltacheck.backends.torch import Engine, load, save
 from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.files.dropin import release
@@ -149,3 +150,34 @@ def test_ls_shows_the_course_of_each_step(
     assert [row.split()[column + 3] for row in rows] == ["1", "1", "2", "2"]
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert deltacheck.open(tmp_path).steps() == [1, 8, 9]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_latest_step_is_the_one_that_a_restore_returns(tmp_path: Path, memory: bool) -> None:
+    root, tier = tmp_path / "run", MemoryTier(tmp_path / "memory") if memory else None
+    with Engine(root, memory=tier) as engine:
+        assert engine.latest_step() is None
+        assert deltacheck.open(root).latest_step() is None
+        for step in (100, 200, 300, 400):
+            engine.save(step, state(step)).wait(timeout=60)
+        assert engine.latest_step() == 400
+        engine.restore(200)
+        engine.save(250, state(250)).wait(timeout=60)
+        assert engine.steps()[-1] == 400
+        assert engine.latest_step() == 250
+        for newest in (None, "latest"):
+            assert engine.restore(newest)["step"] == 250
+        assert engine.restored_step == 250
+        engine.persist(timeout=60)
+    reader = deltacheck.open(root)
+    assert reader.latest_step() == 250
+    assert reader.restore("latest")["step"] == 250
+
+
+def test_a_damaged_newest_step_is_not_passed_over(tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine:
+        for step in (1, 2):
+            engine.save(step, state(step)).wait(timeout=60)
+    (tmp_path / "checkpoints" / "c0000000001" / "zarr.json").write_text("{")
+    with pytest.raises(errors.Damaged):
+        deltacheck.open(tmp_path).latest_step()
