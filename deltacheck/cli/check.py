@@ -67,6 +67,7 @@ def verify(  # noqa: PLR0913 - one argument per option
     """Check that steps are whole. The exit code is 1 if damage was found."""
     from functools import partial
 
+    from deltacheck.errors import StepNotFound
     from deltacheck.maintain import verify as verification
     from deltacheck.store.root import open_root
 
@@ -83,6 +84,11 @@ def verify(  # noqa: PLR0913 - one argument per option
         resume=resume,
         display=partial(output.progress, "reading"),
     )
+    # A script must not take the check of nothing for the check of a run.
+    if not result.manifests and not result.findings:
+        raise StepNotFound(
+            f"{root.path} has no committed step: nothing was checked. Name the root of the run"
+        )
     if as_json:
         output.print_json(verified_document(root, result, reads_data))
     else:

@@ -568,7 +568,8 @@ def open_root(
     """Open an engine root or a manager root.
 
     Args:
-        path: A local directory, or the address of a prefix of an object store.
+        path: A local directory, or the address of a prefix of an object store. A folder with an
+            engine root in ``deltacheck/``, as trainers make it, means that root.
         item: In a manager root, the item that is meant; ``None``: any.
         threads: Size of TensorStore's pools; ``None``: its default.
         storage: How an object store is reached; ``None``: the defaults.
@@ -590,13 +591,28 @@ def open_root(
         attributes = _group_attributes(store)
         if attributes is not None and attributes.get("format") == layout.FORMAT:
             check_root(store)
-            return Root(directory, Store(store, threads), item)
+            return Root(_root_of(directory, store), Store(store, threads), item)
     for store in (directory, directory / MANAGER_STORE):
-        _refuse_lost(directory, Store(store, threads), item)
+        _refuse_lost(_root_of(directory, store), Store(store, threads), item)
     raise NotACheckpointRoot(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has"
         f" {MANAGER_STORE}/ in it"
     )
+
+
+def _root_of(directory: Place, store: Place) -> Place:
+    """Return the path of the root whose segments are in ``store``.
+
+    A trainer's output folder has the root of an ``Engine`` in the place in which a manager root has
+    its segments.
+    """
+    return store if store != directory and _has_checkpoints(store) else directory
+
+
+def _has_checkpoints(store: Place) -> bool:
+    """Return whether a store has checkpoints of an ``Engine``; those of a manager lie beside it."""
+    names = storage_of(store / layout.CHECKPOINTS).directory_names()
+    return any(map(layout.is_checkpoint_id, names))
 
 
 def _local(path: Place) -> Path:
@@ -694,8 +710,7 @@ def refuse_engine_root(root: Path) -> None:
     engine_root = root
     if not _is_root(root):
         engine_root = root / MANAGER_STORE
-        steps = list_directory(engine_root / layout.CHECKPOINTS) if _is_root(engine_root) else []
-        if not any(layout.is_checkpoint_id(entry.name) for entry in steps):
+        if not _is_root(engine_root) or not _has_checkpoints(engine_root):
             return
     raise NotACheckpointRoot(
         f"{engine_root} is the root of an Engine, with whose segments a CheckpointManager in {root}"

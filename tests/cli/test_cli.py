@@ -331,12 +331,12 @@ def test_log_groups_leaves_by_class(run: Run, deltacheck_: Command) -> None:
     assert "model bfloat16" in deltacheck_("log", run.root, "--by-class").out
 
 
-def test_a_root_without_a_step_is_no_error(tmp_path: Path, deltacheck_: Command) -> None:
+def test_a_root_without_a_step_is_listed_and_has_nothing_to_verify(tmp_path: Path, deltacheck_: Command) -> None:
     Engine(tmp_path / "fresh").close()
     assert deltacheck_("ls", tmp_path / "fresh").out.endswith("has no committed step\n")
     assert deltacheck_("log", tmp_path / "fresh", "--json").json["steps"] == []
-    assert deltacheck_("verify", tmp_path / "fresh", "--deep").code == 0
-    assert deltacheck_("show", tmp_path / "fresh", "latest").code == 3
+    for command in (["verify", "--deep"], ["show", "latest"]):
+        assert deltacheck_(command[0], tmp_path / "fresh", *command[1:]).code == 3
 
 
 # --- diff -----------------------------------------------------------------------------------------

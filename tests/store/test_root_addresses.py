@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from deltacheck.backends.torch import Engine, load, save
 from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.files.dropin import release
 from deltacheck.cli import main
-from deltacheck.errors import NotACheckpointRoot
+from deltacheck.errors import Damaged, NotACheckpointRoot
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.store.files import storage
 
@@ -198,3 +199,47 @@ def test_a_command_with_an_address_that_has_lost_a_slash_is_wrong_usage(
     assert main(words) == 2
     assert "lost a slash" in capsys.readouterr().err
     assert list(start.iterdir()) == []
+
+
+# --- the output folder of a trainer ---------------------------------------------------------------
+
+
+def test_the_output_folder_of_a_trainer_means_the_root_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, root = tmp_path / "output", tmp_path / "output" / "deltacheck"
+    (output / "checkpoint-2").mkdir(parents=True)
+    (output / "last.ckpt").write_text("a pointer")
+    Engine(root).close()
+    # A script that checks nothing must not go on as if a run were whole.
+    for words in (["verify", str(output)], ["verify", str(root), "--deep", "--json"]):
+        assert main(words) == 3
+        assert "nothing was checked" in capsys.readouterr().err
+    _engine(str(root))
+    for words in (["ls"], ["verify", "--deep"], ["show"], ["log"], ["gc"]):
+        answers = []
+        for folder in (output, root):
+            assert main([words[0], str(folder), *words[1:], "--json"]) == 0
+            answers.append(json.loads(capsys.readouterr().out))
+        assert answers[0] == answers[1]
+    assert main(["verify", str(output)]) == 0
+    assert "2 steps checked" in capsys.readouterr().out
+    opened = deltacheck.open(output)
+    assert (opened.path, opened.steps()) == (root, [1, 2])
+    assert main(["repair", str(output), "--dry-run"]) == 0
+    assert main(["prune", str(output), "--keep-last", "1"]) == 0
+    assert deltacheck.open(root).steps() == [2]
+    # The damage to the root's own document is found and mended below the folder, too.
+    (root / "zarr.json").unlink()
+    with pytest.raises(Damaged, match="steps that restore then: 2"):
+        deltacheck.open(output)
+    assert main(["repair", str(output)]) == 0
+    assert deltacheck.open(output).steps() == [2]
+
+
+def test_the_folder_of_a_manager_stays_a_manager_root(tmp_path: Path) -> None:
+    _manager(str(tmp_path / "run"))
+    assert deltacheck.open(tmp_path / "run").path == tmp_path / "run"
+    with manager(tmp_path / "new"):
+        pass
+    assert deltacheck.open(tmp_path / "run").steps() == [0]
