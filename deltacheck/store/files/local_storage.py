@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import tensorstore as ts
 
 from deltacheck.errors import Damaged, RootBusy, StorageFailed
-from deltacheck.leaf.external_errors import unreadable, walk
+from deltacheck.leaf.external_errors import remedy, unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
@@ -110,7 +110,9 @@ class LocalStorage(Storage[Path]):
             yield
         # TensorStore's error for every request that fails, whatever the reason.
         except ValueError as error:
-            raise StorageFailed(f"{self.path / name} could not be written: {error}") from error
+            raise StorageFailed(
+                f"{self.path / name} could not be written: {error}{remedy(error)}"
+            ) from error
 
     def _check_unfinished(self, name: str) -> None:
         """Raise ``Damaged`` if the file that TensorStore writes to first is a link: it follows."""
