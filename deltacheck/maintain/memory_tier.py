@@ -126,7 +126,8 @@ class Tier:
         path = storage.local(options.path, "a memory tier").absolute()
         _require_apart(path, durable.root.path)
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
-        self._writer = RootWriter(self.root, take_lease(path))
+        durable.course.include(self.root)
+        self._writer = RootWriter(self.root, take_lease(path), course=durable.course)
         self._durable = durable
         # A compaction writes as much beside a save.
         self._saves_at_once = 1 if save_options.compact_after is None else 2
@@ -164,6 +165,7 @@ class Tier:
         Returns:
             The written bytes, and the digest of the manifest as it is, or would be, on the disk.
         """
+        manifest = self._writer.course.assigned(manifest)
         result = self._writer.commit(manifest)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.drain.state.wake()

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -174,7 +175,9 @@ def require_whole(shard: Path) -> None:
     with opened_file(Path(os.path.realpath(shard)), sys.maxsize) as (file, size):
         begin = file.read(8)
         if shard.suffix != ".safetensors":
-            if not begin.startswith(_TORCH_BEGINS):
+            # The directory of an archive is at its end.
+            is_cut = begin.startswith(b"PK") and not zipfile.is_zipfile(file)
+            if is_cut or not begin.startswith(_TORCH_BEGINS):
                 raise Damaged(f"{shard} is no file of torch.save", file=shard)
             return
         length = int.from_bytes(begin, "little")

@@ -42,6 +42,7 @@ from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
+from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, refuse_engine_root, way_out, whole_steps
@@ -91,7 +92,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
-        NotACheckpointRoot: The root is that of an ``Engine``.
+        NotACheckpointRoot: The root is that of an ``Engine``, or a file.
+        StorageFailed: The root is an address of an object store.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -114,7 +116,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
         self._is_eager = capture == "eager"
-        self._root = None if root is None else Path(root).absolute()
+        self._root = None if root is None else storage.local(root, "a handler").absolute()
         if self._root is not None:
             refuse_engine_root(self._root)
         self._options = SaveOptions(

@@ -56,7 +56,8 @@ class Engine:
     any more closes itself, and the saves that it has begun are finished.
 
     Args:
-        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist.
+        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist. In
+            a path, ``~`` is the home directory.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
@@ -433,6 +434,19 @@ class Engine:
         """
         return self._session.steps()
 
+    def latest_step(self) -> int | None:
+        """Return the step that ``restore()`` restores: the newest save.
+
+        It is not the highest number if the run has gone back and on from an earlier step.
+
+        Returns:
+            The training step; ``None``: there is no step yet.
+
+        Raises:
+            Damaged: A manifest that cannot be read may be that of the newest step.
+        """
+        return self._session.latest_step()
+
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Name a committed step, which then stays until the tag is removed.
 
@@ -499,7 +513,7 @@ class Engine:
         """Restore a committed step, every byte verified. The next save continues its chains.
 
         Args:
-            step: The number of the step, or a tag. Default: the newest step.
+            step: The number of the step, or a tag. Default, or ``"latest"``: the newest step.
             into: A state of the same structure, whose tensors are filled in place on whatever
                 device. Nothing is written before all that has a digest is verified. Default: new
                 tensors on the host.

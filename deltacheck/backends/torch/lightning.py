@@ -116,7 +116,7 @@ class DeltaCheckIO:
             )
         # This raises the failures of saves that have ended, without a wait for those under way.
         self._settle(wait=False)
-        target = place.local(path, "DeltaCheckIO").absolute()
+        target = _local(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
             self._engine = self._open(target)
@@ -153,7 +153,7 @@ class DeltaCheckIO:
         """
         # The path may belong to a save under way, whose pointer is not written yet.
         self._settle()
-        file = Path(path)
+        file = _local(path)
         if not file.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         self._loaded = None
@@ -183,7 +183,7 @@ class DeltaCheckIO:
             SaveFailed: An earlier save failed.
         """
         self._settle(wait=False)
-        target = Path(path).absolute()
+        target = _local(path)
         if self._engine is not None:
             self._enqueue(target, False, functools.partial(_remove, self._engine, target))
         elif not pointer.is_pointer(target) or target.is_symlink():
@@ -226,7 +226,7 @@ class DeltaCheckIO:
 
     @contextlib.contextmanager
     def _saving_in_background(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        before, self._in_background = self._in_background, Path(path).absolute()
+        before, self._in_background = self._in_background, _local(path)
         try:
             yield
         finally:
@@ -250,7 +250,7 @@ class DeltaCheckIO:
 
     def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a file is there after all changes under way; ``None``: none is of it."""
-        for file in (Path(path).absolute(), Path(path).resolve()):
+        for file in (_local(path), _local(path).resolve()):
             for task in reversed(self._under_way):
                 if task.path == file and not task.work.done():
                     return task.leaves_file
@@ -413,6 +413,10 @@ def _teardown(original: Callable[..., Any], trainer: Any) -> Any:
     finally:
         if plugin is not None:
             plugin.teardown()
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    return place.local(path, "DeltaCheckIO").absolute()
 
 
 def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:

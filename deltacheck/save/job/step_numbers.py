@@ -6,6 +6,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from deltacheck.store import layout
+
 
 def step_number(step: object) -> int:
     """Return a training step as an ``int``.
@@ -49,9 +51,11 @@ def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def step_or_tag(step: object) -> int | str | None:
-    """Return what names a step: its number, a tag, or ``None`` for the newest one.
+    """Return what names a step: its number, a tag, or ``None`` for the newest one (``"latest"``).
 
     Raises:
         ValueError: It is none of them.
     """
-    return step if step is None or isinstance(step, str) else step_number(step)
+    if step is None or step == layout.LATEST:
+        return None
+    return step if isinstance(step, str) else step_number(step)

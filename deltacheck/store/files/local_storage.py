@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import tensorstore as ts
 
 from deltacheck.errors import Damaged, RootBusy, StorageFailed
-from deltacheck.leaf.external_errors import unreadable, walk
+from deltacheck.leaf.external_errors import remedy, unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
@@ -113,7 +113,7 @@ class LocalStorage(Storage[Path]):
         except (ValueError, NotImplementedError) as error:
             file = self.path / name
             raise lacking(file, error) or StorageFailed(
-                f"{file} could not be written: {error}"
+                f"{file} could not be written: {error}{remedy(error)}"
             ) from error
 
     def _check_unfinished(self, name: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from deltacheck.store.files import storage
 from deltacheck.store.layout import UNFINISHED_STEP, step_name
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import join
@@ -58,7 +59,7 @@ class ItemPlace:
                 f"{path} is not in a local file system; this version writes and reads local"
                 " directories only"
             )
-        return cls(Path(path).absolute())
+        return cls(storage.local(path, "a handler").absolute())
 
     @classmethod
     def to_save(cls, directory: str | os.PathLike[str], root: Path | None) -> ItemPlace:

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names, objects
 from deltacheck.backends.torch.dcp.foreign_options import refuse
-from deltacheck.backends.torch.dcp.stream import Restored, keep
+from deltacheck.backends.torch.dcp.stream import Restored, follow_course, keep
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
@@ -277,6 +277,7 @@ class DeltaStorageReader(StorageReader):
         # much again.
         reader.boxes(requests, place, batch_bytes=_BATCH_BYTES)
         # Kept after the last box only: a load that has failed is no base of a save.
+        follow_course(self._root.path, manifest)
         if self._resume:
             keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 

@@ -192,6 +192,10 @@ class MemoryOfRanksSession(ProcessGroupSession):
         """Return the steps in memory and in the durable root, ascending."""
         return self._roots.steps()
 
+    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """Return the newest save of a step, a tag's save or the newest step, and its root."""
+        return self._roots.find(step)
+
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root; a step that is only in memory is copied there first."""
         self.run_once(lambda: self._roots.tag(self._tier, step, name, move=move))
