@@ -134,7 +134,7 @@ def retained(
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
     if retention.keeps_all:
         return frozenset(checkpoint.seq for checkpoint in ordered)
-    ordered, others = _of_newest_course(ordered)
+    ordered, earlier = _of_newest_course(ordered)
     # Later entries overwrite earlier ones: of each save only its newest form stays.
     newest_of_save = {checkpoint.nonce: checkpoint.seq for checkpoint in ordered}
     stay = {newest_of_save[nonce] for nonce in tagged if nonce in newest_of_save}
@@ -157,7 +157,7 @@ def retained(
             if (value := _finite(checkpoint.metrics.get(rule.metric))) is not None
         ]
         stay |= {seq for _, seq in sorted(values)[: rule.count]}
-    return frozenset(stay | {checkpoint.seq for checkpoint in others})
+    return frozenset(stay | {checkpoint.seq for checkpoint in earlier})
 
 
 def partial_checkpoints(
@@ -183,9 +183,9 @@ def partial_checkpoints(
 
 def _of_newest_course(ordered: list[Saved]) -> tuple[list[Saved], list[Saved]]:
     """Return the checkpoints of the course that has the newest one, and all others."""
-    own = [checkpoint for checkpoint in ordered if checkpoint.course == ordered[-1].course]
-    others = [checkpoint for checkpoint in ordered if checkpoint.course != ordered[-1].course]
-    return own, others
+    newest = [checkpoint for checkpoint in ordered if checkpoint.course == ordered[-1].course]
+    earlier = [checkpoint for checkpoint in ordered if checkpoint.course != ordered[-1].course]
+    return newest, earlier
 
 
 def _finite(value: float | str | None) -> float | None:

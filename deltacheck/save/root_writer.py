@@ -18,7 +18,7 @@ from pathlib import Path
 from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
 from deltacheck.save import partial_steps
-from deltacheck.save.course import Course
+from deltacheck.save.chains.course import Course
 from deltacheck.store import collect, tags
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written

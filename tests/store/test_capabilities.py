@@ -1,4 +1,4 @@
-"""What a file system lacks (locks, syncs, renames) is named when a root is opened."""
+"""Locks, syncs and renames that a file system lacks are named when a root is opened."""
 
 from __future__ import annotations
 

@@ -242,10 +242,10 @@ def adapter_files(weights: Iterable[str], adapters: Mapping[str, str]) -> dict[s
         pairs[adapter].append((adapter_key(key, adapter), key))
     return {
         str(PurePosixPath(adapters[adapter], _ADAPTER_WEIGHTS)): tree.distinct(
-            named, f"the file of the adapter {adapter!r}"
+            keys_of_adapter, f"the file of the adapter {adapter!r}"
         )
-        for adapter, named in pairs.items()
-        if named
+        for adapter, keys_of_adapter in pairs.items()
+        if keys_of_adapter
     }
 
 

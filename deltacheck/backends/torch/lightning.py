@@ -393,9 +393,9 @@ def _require_parameters(trainer: Any) -> None:
         if not parameters:
             continue
         # As Lightning puts them into a checkpoint.
-        kept = dict(parameters) if isinstance(parameters, dict) else parameters
+        plain = dict(parameters) if isinstance(parameters, dict) else parameters
         try:
-            leaves.flatten({owner.CHECKPOINT_HYPER_PARAMS_KEY: kept})
+            leaves.flatten({owner.CHECKPOINT_HYPER_PARAMS_KEY: plain})
         except UnsupportedLeaf as error:
             raise UnsupportedLeaf(
                 f"{error}. It is a hyperparameter of {type(owner).__qualname__}, and no checkpoint"

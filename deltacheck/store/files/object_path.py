@@ -107,6 +107,9 @@ class ObjectStore:
 
         Returns:
             A key-value store specification.
+
+        Raises:
+            ValueError: The endpoint has no scheme.
         """
         if scheme == "memory":
             return {"driver": "memory", "path": f"{bucket}/{path}"}

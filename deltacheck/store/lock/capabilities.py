@@ -59,9 +59,9 @@ def lacking(path: Path, error: Exception, operation: str = "") -> StorageFailed 
     if number not in _MISSING:
         return None
     # Without the names of files, which may contain anything.
-    named = operation or re.sub(r'"[^"]*"|/\S*', "", text)
+    call = operation or re.sub(r'"[^"]*"|/\S*', "", text)
     for capability in _CAPABILITIES:
-        if re.search(capability.pattern, named, re.IGNORECASE):
+        if re.search(capability.pattern, call, re.IGNORECASE):
             return StorageFailed(
                 f"{path}: its file system {capability.fault} ({os.strerror(number or 0)}). Use"
                 f" another file system, or {capability.remedy}; see"

@@ -121,13 +121,13 @@ def concrete(sharding: Any, path: str) -> Sharding | None:
     """
     if not isinstance(sharding, NamedSharding):
         return sharding  # type: ignore[no-any-return]
-    given = sharding.mesh
-    if not isinstance(given, AbstractMesh) and not given.empty:
+    requested = sharding.mesh
+    if not isinstance(requested, AbstractMesh) and not requested.empty:
         return sharding
     mesh = jax.sharding.get_mesh()
-    if mesh.empty or mesh.abstract_mesh.shape != given.shape:
+    if mesh.empty or mesh.abstract_mesh.shape != requested.shape:
         raise TreeMismatch(
-            f"leaf {path!r} is to get a sharding of {given}, which has no devices, and the mesh"
+            f"leaf {path!r} is to get a sharding of {requested}, which has no devices, and the mesh"
             f" that is set is {mesh}. Restore in `with jax.set_mesh(mesh)`, or give shardings of"
             " a mesh with devices"
         )

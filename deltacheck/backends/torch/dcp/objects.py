@@ -36,7 +36,8 @@ def read(content: bytes, fqn: str, step: int) -> object:
     # torch raises many types of errors for bytes that are damaged or made by an attacker.
     except Exception as error:
         raise Damaged(
-            f"{fqn!r} is not what torch.save has written: {type(error).__name__}: {error}", leaf=fqn
+            f"{fqn!r} is not what torch.save has written: {type(error).__name__}: {refusal(error)}",
+            leaf=fqn,
         ) from error
 
 
