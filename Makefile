@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -216,6 +216,18 @@ STORE_FAULTS ?= 500
 
 store-test: $(VENV)/.stamp-install  ## save and restore on a local S3 server that fails at random (STORE_FAULTS=5000: more of it)
 	$(BIN)/python -m tests.suites.object_soak --faults $(STORE_FAULTS) $(ARGS)
+
+# Signals, in all; 500 take a quarter of an hour.
+SIGNALS ?= 40
+
+signal-test: $(VENV)/.stamp-install  ## signals at random moments of saves, restores, steps and closes (SIGNALS=500)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.suites.signals --signals $(SIGNALS) $(ARGS)
+
+lightning-judge: $(VENV)/.stamp-install  ## call sequences for Lightning's ModelCheckpoint, with its own files and with ours
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.judges.lightning $(ARGS)
+
+orbax-judge: $(VENV)/.stamp-install  ## metadata and partial restores as Orbax documents them, with its own handlers and with ours
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.judges.orbax $(ARGS)
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -71,6 +71,19 @@ class Checkpoints:
         """
         return self._root.steps()
 
+    def latest_step(self) -> int | None:
+        """Return the step that ``restore()`` returns: the newest save.
+
+        It is not the highest number if a run has gone back and on from an earlier step.
+
+        Returns:
+            The step number; ``None``: the root has no step.
+
+        Raises:
+            Damaged: A manifest that cannot be read may be that of the newest step.
+        """
+        return self._root.latest_step()
+
     def tags(self) -> dict[str, int]:
         """Return the training step of each tag.
 

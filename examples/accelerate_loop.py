@@ -32,7 +32,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = ResumableLoader(loader)  # a resumed run gets the batches that are left of the epoch
 
 with Engine(options.folder) as engine:
-    step = first_step = engine.steps()[-1] if engine.steps() else 0
+    step = first_step = engine.latest_step() or 0
     if step:
         saved = engine.restore()
         load_state(accelerator, saved["training"])

@@ -63,14 +63,14 @@ def state() -> dict[str, Any]:
 
 
 with Engine(options.folder) as engine:
-    last_step = 0
-    if engine.steps():
+    # Not the highest of ``engine.steps()``, if a run has gone back and on from an earlier step.
+    last_step = engine.latest_step() or 0
+    if last_step:
         saved = engine.restore()
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
         torch.set_rng_state(saved["rng"])
-        last_step = engine.steps()[-1]
         print(f"resumed from step {last_step}")
 
     for step in range(last_step + 1, options.steps + 1):

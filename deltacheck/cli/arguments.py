@@ -147,8 +147,6 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
     Raises:
         typer.BadParameter: If there are two roots, or too few or too many steps.
     """
-    from deltacheck.store.files import storage
-
     words = words or []
     # The form of a word decides, and never the file system: a directory that somebody creates must
     # not change the meaning of a command.
@@ -175,13 +173,26 @@ def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) ->
         )
         raise typer.BadParameter(f"this command takes {expected}, not {len(steps)}{remedy}")
     root = roots[0] if roots else "."
-    # The address is checked before any command runs: an unknown scheme is wrong usage, and not a
-    # root that does not exist.
+    checked_root(root)
+    return Selection(root, tuple(map(parse_step, steps)))
+
+
+def checked_root(root: str | None) -> str | None:
+    """Return a root as it was given; a callback of options.
+
+    The address is checked before any command runs: an unknown scheme is wrong usage, and not a root
+    that does not exist.
+
+    Raises:
+        typer.BadParameter: It cannot be the path or the address of a root.
+    """
+    from deltacheck.store.files import storage
+
     try:
-        storage.of(root)
+        storage.of("." if root is None else root)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return Selection(root, tuple(map(parse_step, steps)))
+    return root
 
 
 def is_step(word: str) -> bool:

@@ -67,6 +67,7 @@ def verify(  # noqa: PLR0913 - one argument per option
     """Check that steps are whole. The exit code is 1 if damage was found."""
     from functools import partial
 
+    from deltacheck.errors import StepNotFound
     from deltacheck.maintain import verify as verification
     from deltacheck.store.root import open_root
 
@@ -74,15 +75,26 @@ def verify(  # noqa: PLR0913 - one argument per option
     root = open_root(selection.root, item)
     # Each of these options reads data, so ``--subset`` and ``--resume`` imply a deep check.
     reads_data = deep or subset is not None or resume is not None
-    result = verification.check(
-        root,
-        _step_to_check(root, selection.steps),
-        deep=deep,
-        subset=None if subset is None else _parse_share(subset),
-        seed=seed,
-        resume=resume,
-        display=partial(output.progress, "reading"),
-    )
+    try:
+        result = verification.check(
+            root,
+            _step_to_check(root, selection.steps),
+            deep=deep,
+            subset=None if subset is None else _parse_share(subset),
+            seed=seed,
+            resume=resume,
+            display=partial(output.progress, "reading"),
+        )
+    except ValueError as error:
+        # The file of ``--resume`` is another one. Errors of deltacheck are of subclasses.
+        if type(error) is not ValueError:
+            raise
+        raise typer.BadParameter(str(error)) from error
+    # A script must not take the check of nothing for the check of a run.
+    if not result.manifests and not result.findings:
+        raise StepNotFound(
+            f"{root.path} has no committed step: nothing was checked. Name the root of the run"
+        )
     if as_json:
         output.print_json(verified_document(root, result, reads_data))
     else:

@@ -23,6 +23,7 @@ from deltacheck.cli.arguments import (
     MaxSeconds,
     RootNewestStep,
     RootStep,
+    checked_root,
     open_step,
     parse,
 )
@@ -254,7 +255,7 @@ def _export_model(
             metadata=_metadata(root, manifest),
             progress=advance,
         )
-    if "config.json" not in written.files:
+    if not {"config.json", "adapter_config.json"} & {name.split("/")[-1] for name in written.files}:
         output.warn(
             f"{model.path} has no config.json, which from_pretrained needs; name the folder of the"
             " base model with --files"
@@ -378,9 +379,11 @@ def _write_orbax(job: _Export, path: Path, force: bool) -> None:
 
 def import_files(
     root: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="ROOT", help="The target: a root, or a directory that is new or empty."
+            metavar="ROOT",
+            callback=checked_root,
+            help="The target: a root, or a directory that is new or empty.",
         ),
     ],
     files: Annotated[
@@ -412,11 +415,13 @@ def import_files(
     """
     from deltacheck.backends.hugging_face.model_folder import is_model_folder
     from deltacheck.report.history import stored_bytes
+    from deltacheck.store.files import storage
     from deltacheck.store.root import open_root
 
+    target = storage.local(root, "an import")
     # A manager's folder holds many steps that have numbers, so it cannot be one of several files.
     folders = [path for path in files if path.is_dir() and not is_model_folder(path)]
-    _refuse_swapped(root, files[0])
+    _refuse_swapped(target, files[0])
     if len(files) > 1 and (step is not None or folders):
         raise typer.BadParameter(
             f"{'--step' if step is not None else 'a folder'} goes with one FILE, but"
@@ -426,10 +431,10 @@ def import_files(
     try:
         sources = _sources_of_orbax(folders[0], step) if folders else _sources_of(files, step)
         kind = "orbax" if folders else "torch"
-        for path, number in _ingest(kind, root, sources, item):
+        for path, number in _ingest(kind, target, sources, item):
             # The root is opened anew for each step: the import commits steps through a writer of
             # its own.
-            manifest = open_root(root).manifest(number)
+            manifest = open_root(target).manifest(number)
             stored_size = stored_bytes(manifest)
             rows.append(
                 {
@@ -454,7 +459,7 @@ def import_files(
             raise
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        output.print_json({"root": str(root), "steps": rows})
+        output.print_json({"root": root, "steps": rows})
 
 
 def _refuse_swapped(root: Path, source: Path) -> None:
@@ -589,8 +594,13 @@ class _Growth:
 def branch(
     words: RootStep = None,
     to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", help="The new root: a directory that is new or empty."),
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            callback=checked_root,
+            help="The new root: a directory that is new or empty.",
+        ),
     ] = None,
     copy: Annotated[
         bool,
@@ -620,7 +630,7 @@ def branch(
         # The new root cannot lie there.
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        output.print_json({"root": str(to), **asdict(result)})
+        output.print_json({"root": to, **asdict(result)})
         return
     shared = (
         f"{output.size(result.linked_bytes)} shared" if result.linked_bytes else "nothing shared"
@@ -632,11 +642,17 @@ def branch(
 
 
 def mirror(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The memory root of an engine.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", callback=checked_root, help="The memory root of an engine."
+        ),
+    ],
     target: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="TARGET",
+            callback=checked_root,
             help="The copy: a directory that is new, or a mirror of the same run.",
         ),
     ],
@@ -669,18 +685,21 @@ def mirror(
     with Mirror(source, target, "power" if power else "process") as copy:
         count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)
     if as_json:
-        output.print_json({"source": str(source), "target": str(target), "copied": count})
+        output.print_json({"source": source, "target": target, "copied": count})
     else:
         output.print_line(f"{target}: {count} steps copied")
 
 
 def publish(  # noqa: PLR0913 - one argument per option
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The root of the run.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", callback=checked_root, help="The root of the run.")
+    ],
     to: Annotated[
-        Path,
+        str,
         typer.Option(
             "--to",
             metavar="DIR",
+            callback=checked_root,
             help="The folder of versions: new, empty, or with versions of the same run.",
         ),
     ],
@@ -789,6 +808,6 @@ def publish(  # noqa: PLR0913 - one argument per option
             on_version=report,
         )
     if as_json:
-        output.print_json({"run": run, "to": str(to), "versions": [asdict(v) for v in versions]})
+        output.print_json({"run": run, "to": to, "versions": [asdict(v) for v in versions]})
     elif not versions:
         output.print_line(f"{to}: nothing new to publish")

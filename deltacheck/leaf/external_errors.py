@@ -103,7 +103,7 @@ def translated(
             return None
         return _storage_failed(error, where)
     if type(error) in _STATUS_CLASSES and _STATUS.match(str(error)):
-        return StorageFailed(f"{where}: the storage refused: {error}. {_REMEDY}")
+        return StorageFailed(f"{where}: the storage refused: {error}. {_remedy_of_storage(error)}")
     return None
 
 
@@ -120,7 +120,13 @@ def remedy(error: BaseException) -> str:
         return f". {_MEMORY_REMEDY}"
     if isinstance(error, OSError):
         return f". {_REMEDIES.get(error.errno or 0, _REMEDY)}"
-    return f". {_REMEDY}" if is_external(error) else ""
+    return f". {_remedy_of_storage(error)}" if is_external(error) else ""
+
+
+def _remedy_of_storage(error: BaseException) -> str:
+    """Return the remedy of an error of TensorStore, whose text ends with that of the system."""
+    number = re.search("os_error_code='([0-9]+)'", str(error))
+    return _REMEDY if number is None else _REMEDIES.get(int(number[1]), _REMEDY)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,10 +17,12 @@ import msgspec
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.leaf.external_errors import walk
 from deltacheck.maintain.transfer import copy_file
+from deltacheck.restore.export import named_writes, new_folder
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import storage
 from deltacheck.store.files.containment import inside, remove_tree
+from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store, open_segments
@@ -53,8 +55,7 @@ def branch(
 
     Committed segments are never written to again, so the new root gets hard links to them. Links
     take hardly any space and time. Each root is collected by itself, and the file system frees a
-    file when both have deleted it. Works beside a running training. If its retention deletes the
-    step meanwhile, nothing is committed at ``to``.
+    file when both have deleted it. Works beside a running training. ``to`` appears once whole.
 
     Args:
         root: Root to branch from.
@@ -75,14 +76,14 @@ def branch(
         StorageFailed: If the root is in an object store.
         OSError: If the file system fails.
     """
-    target = Path(to).absolute()
+    # Links are resolved on both sides, or a link to the root would be accepted.
+    target = Path(os.path.realpath(storage.local(to, "a branch")))
     if target.exists() and any(target.iterdir()):
         raise NotACheckpointRoot(
             f"{target} is not empty; a branch needs a directory that is new or empty"
         )
     storage.local(root.store.path, "a branch")
-    # Links are resolved on both sides, or a link to the root would be accepted.
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(str(root.path))):
+    if target.is_relative_to(os.path.realpath(str(root.path))):
         raise NotACheckpointRoot(
             f"{target} is in {root.path}; a branch needs a directory outside the root"
         )
@@ -90,16 +91,21 @@ def branch(
     open_segments(root, manifest)
     # The source was read before anything is created, so a missing or damaged step leaves no empty
     # root.
-    store = Store.create(target)
-    lease = take_lease(target)
-    try:
-        linked, copied = link_segments(root, manifest, Root(target, store), copy=copy)
-        writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
-        # The branch is a save of its own: tags and memory roots identify a save by its nonce.
-        commit(target, msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer))
-    finally:
-        store.close()
-        lease.release()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it and then renamed, so that a branch that has failed can be repeated.
+    with named_writes(target), new_folder(target) as folder:
+        store = Store.create(folder)
+        lease = take_lease(folder)
+        try:
+            linked, copied = link_segments(root, manifest, Root(folder, store), copy=copy)
+            writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
+            # The branch is a save of its own: tags and memory roots identify a save by its nonce.
+            nonce = secrets.token_hex(8)
+            commit(folder, msgspec.structs.replace(manifest, nonce=nonce, writer=writer, course=""))
+        finally:
+            store.close()
+            lease.release()
+    Durability.POWER.sync_ancestors(target)
     return Branched(manifest.step, len(manifest.segments), linked, copied)
 
 

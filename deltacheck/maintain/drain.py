@@ -16,9 +16,9 @@ from deltacheck.maintain.tier_bond import Pairing
 from deltacheck.maintain.transfer import transfer
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.store import collect, layout
-from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import check_place, read_manifest
-from deltacheck.store.interrupts import Change, Lock
+from deltacheck.store.lock.deadline import Deadline, Pulse
+from deltacheck.store.lock.interrupts import Change, Lock
 from deltacheck.store.manifest import Brief
 
 log = logging.getLogger("deltacheck")

@@ -20,11 +20,11 @@ from deltacheck.maintain.transfer import as_at
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, manifest_content, manifest_digest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, take_lease
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 
@@ -126,7 +126,8 @@ class Tier:
         path = storage.local(options.path, "a memory tier").absolute()
         _require_apart(path, durable.root.path)
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
-        self._writer = RootWriter(self.root, take_lease(path))
+        durable.course.include(self.root)
+        self._writer = RootWriter(self.root, take_lease(path), course=durable.course)
         self._durable = durable
         self._sizes: dict[str, int] = {}  # bytes of committed segments in memory
         try:
@@ -162,6 +163,7 @@ class Tier:
         Returns:
             The written bytes, and the digest of the manifest as it is, or would be, on the disk.
         """
+        manifest = self._writer.course.assigned(manifest)
         result = self._writer.commit(manifest)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.drain.state.wake()

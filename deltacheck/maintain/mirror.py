@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
@@ -50,7 +49,7 @@ class Mirror:
         durability: str = "process",
     ) -> None:
         self._source = open_root(storage.local(source, "a mirror"))
-        path = Path(storage.local(target, "a mirror")).absolute()
+        path = storage.local(target, "a mirror").absolute()
         # A root without a bond is an ordinary one. A copy of it could not prove later whose memory
         # it is.
         bond = read_bond(self._source.path)

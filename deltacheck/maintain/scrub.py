@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from deltacheck.maintain.survey import Lineage, cost_bytes
+from deltacheck.restore.export import new_file
 
 _SAVE_SECONDS = 5.0  # between two writes of the file; a killed run repeats at most this much
 
@@ -55,6 +56,9 @@ class ScrubProgress:
         self._last_save = time.monotonic()
         if path is not None and path.exists():
             try:
+                # A device or a pipe has no end.
+                if not path.is_file():
+                    raise ValueError("it is not a regular file")
                 content = json.loads(path.read_bytes())["deltacheck_scrub"]
                 self.sound, self.damaged = (
                     set(map(str, content[name])) for name in ("done", "damaged")
@@ -86,9 +90,7 @@ class ScrubProgress:
         """Write the file, if there is one. It is replaced in one rename."""
         if self._path is None:
             return
-        temporary = self._path.with_name(f"{self._path.name}.new")
         content = {"done": sorted(self.sound), "damaged": sorted(self.damaged)}
-        temporary.write_text(json.dumps({"deltacheck_scrub": content}))
-        # The file is not synced. After a power cut, chains are only read once more.
-        temporary.replace(self._path)
+        with new_file(self._path, overwrite=True) as file:
+            file.write(json.dumps({"deltacheck_scrub": content}).encode())
         self._last_save = time.monotonic()

@@ -108,18 +108,23 @@ class Saved:
         step: Its training step.
         nonce: The identifier of its save. A checkpoint that compaction rewrites keeps the nonce.
         metrics: The metrics that were given to the save.
+        course: The course of the run that the save belongs to.
     """
 
     seq: int
     step: int
     nonce: str
     metrics: Mapping[str, float | str] = field(default_factory=dict)
+    course: str = ""
 
 
 def retained(
     checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[str] = ()
 ) -> frozenset[int]:
     """Return the sequence numbers of the checkpoints that stay.
+
+    The rules apply to the course of the newest checkpoint. All others stay: a program that has
+    forgotten to restore must not delete what an earlier one has left.
 
     Args:
         checkpoints: All checkpoints of a root.
@@ -129,6 +134,7 @@ def retained(
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
     if retention.keeps_all:
         return frozenset(checkpoint.seq for checkpoint in ordered)
+    ordered, earlier = _of_newest_course(ordered)
     # Later entries overwrite earlier ones: of each save only its newest form stays.
     newest_of_save = {checkpoint.nonce: checkpoint.seq for checkpoint in ordered}
     stay = {newest_of_save[nonce] for nonce in tagged if nonce in newest_of_save}
@@ -151,7 +157,7 @@ def retained(
             if (value := _finite(checkpoint.metrics.get(rule.metric))) is not None
         ]
         stay |= {seq for _, seq in sorted(values)[: rule.count]}
-    return frozenset(stay)
+    return frozenset(stay | {checkpoint.seq for checkpoint in earlier})
 
 
 def partial_checkpoints(
@@ -164,7 +170,7 @@ def partial_checkpoints(
         history: The rule.
         tagged: Nonces of saves that keep every leaf.
     """
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
+    ordered, _ = _of_newest_course(sorted(checkpoints, key=lambda checkpoint: checkpoint.seq))
     # Of a step that was saved again, only the newest save can be resumed from.
     newest_of_step = {checkpoint.step: checkpoint.seq for checkpoint in ordered}
     full = set(sorted(newest_of_step.values())[-history.full_last :])
@@ -173,6 +179,13 @@ def partial_checkpoints(
         for checkpoint in ordered
         if checkpoint.seq not in full and checkpoint.nonce not in tagged
     )
+
+
+def _of_newest_course(ordered: list[Saved]) -> tuple[list[Saved], list[Saved]]:
+    """Return the checkpoints of the course that has the newest one, and all others."""
+    newest = [checkpoint for checkpoint in ordered if checkpoint.course == ordered[-1].course]
+    earlier = [checkpoint for checkpoint in ordered if checkpoint.course != ordered[-1].course]
+    return newest, earlier
 
 
 def _finite(value: float | str | None) -> float | None:

@@ -111,23 +111,25 @@ def pair(roles: Roles, evidence: Mapping[tuple[str, str], float]) -> Roles:
             leaf_of[name], name_of[leaf] = leaf, name
     mutual = {name: leaf for name, leaf in leaf_of.items() if name_of[leaf] == name}
     # A guess by order is one of all states of a shape together, so it is replaced as a whole.
-    kept = [p for p in roles.parameters if p.rivals and p.name not in mutual]
-    shapes = {roles.weights.get(p.weight or "") for p in kept}
+    unpaired = [p for p in roles.parameters if p.rivals and p.name not in mutual]
+    shapes = {roles.weights.get(p.weight or "") for p in unpaired}
     mutual = {
         p.name: mutual[p.name]
         for p in roles.parameters
         if p.name in mutual and not (p.rivals and roles.weights.get(p.weight or "") in shapes)
     }
-    taken, groups = set(mutual.values()), {p.name: p.group or "" for p in roles.parameters}
+    paired_leaves, groups = set(mutual.values()), {p.name: p.group or "" for p in roles.parameters}
     parameters = []
     for p in roles.parameters:
         if p.name in mutual:
             leaf = mutual[p.name]
             least = evidence[p.name, leaf] / 2
-            alike = {groups[n] for (n, path), c in evidence.items() if path == leaf and c >= least}
-            rivals = tuple(sorted(alike - {p.group or ""}))
+            similar_groups = {
+                groups[n] for (n, path), c in evidence.items() if path == leaf and c >= least
+            }
+            rivals = tuple(sorted(similar_groups - {p.group or ""}))
             p = _moving(replace(p, paired=True, rivals=rivals), leaf, roles)
-        elif p.wide_weight in taken:
+        elif p.wide_weight in paired_leaves:
             p = replace(p, weight=None, master=None, proven=True, paired=False)
         parameters.append(p)
     return replace(roles, parameters=tuple(parameters))

@@ -93,31 +93,32 @@ class _Ranks:
     def __init__(self, states: list[ParameterState]) -> None:
         self._states = Counter(state.root for state in states)
         words = {root: _words(dotted(root)) for root in self._states}
-        common = Counter(word for own in words.values() for word in own)
+        common = Counter(word for names in words.values() for word in names)
         # Words that tell optimizers apart, as in "actor_optimizer" and "critic_optimizer".
         self._marks = {
-            root: {word for word in own if common[word] < len(words)} for root, own in words.items()
+            root: {word for word in names if common[word] < len(words)}
+            for root, names in words.items()
         }
         # (root, container) -> the number of states that it matches
         self.matches: Counter[tuple[str, str]] = Counter()
 
     def rank(self, root: str, container: str) -> tuple[bool, int, int, int]:
         """Return the rank of a container for the states of an optimizer; the largest is best."""
-        names, own = container.removesuffix(".").split("."), dotted(root).split(".")
-        near = next(
-            (i for i, pair in enumerate(zip(names, own, strict=False)) if pair[0] != pair[1]),
-            min(len(names), len(own)),
+        names, prefix = container.removesuffix(".").split("."), dotted(root).split(".")
+        shared = next(
+            (i for i, pair in enumerate(zip(names, prefix, strict=False)) if pair[0] != pair[1]),
+            min(len(names), len(prefix)),
         )
         words, matches = _words(container), self.matches[root, container]
-        others = set().union(*self._marks.values()) - self._marks[root]
-        marks = len(words & self._marks[root]) - len(words & others)
-        return matches == self._states[root], near, marks, matches
+        foreign_marks = set().union(*self._marks.values()) - self._marks[root]
+        marks = len(words & self._marks[root]) - len(words & foreign_marks)
+        return matches == self._states[root], shared, marks, matches
 
     def best(self, root: str, containers: Iterable[str]) -> list[str]:
         """Return the containers of the highest rank, sorted by name."""
         ranked = {container: self.rank(root, container) for container in containers}
-        most = max(ranked.values(), default=None)
-        return sorted(container for container, rank in ranked.items() if rank == most)
+        highest = max(ranked.values(), default=None)
+        return sorted(container for container, rank in ranked.items() if rank == highest)
 
 
 def _words(container: str) -> set[str]:
@@ -203,8 +204,8 @@ def match_by_order(
                 paired=paired,
             )
         parameters |= _with_rivals(members, parameters, specs, containers)
-    found = {f"{dotted(pool)}." if pool else "" for pool in pools if pool is not None}
-    return [parameters[state.parameter.name] for state in states], found
+    used = {f"{dotted(pool)}." if pool else "" for pool in pools if pool is not None}
+    return [parameters[state.parameter.name] for state in states], used
 
 
 def _with_rivals(
@@ -227,8 +228,8 @@ def _with_rivals(
     for shape, members in shapes.items():
         leaves = [parameter.wide_weight for parameter in members]
         folders = {leaf.rpartition("/")[0] for leaf in leaves if leaf is not None}
-        alike = sum(specs[path].shape == shape for c in folders for path in containers[c])
-        if None in leaves or len(set(leaves)) != alike or not all(p.adam for p in members):
+        candidates = sum(specs[path].shape == shape for c in folders for path in containers[c])
+        if None in leaves or len(set(leaves)) != candidates or not all(p.adam for p in members):
             continue
         groups = {parameter.group for parameter in members}
         for p in members:

@@ -203,8 +203,11 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         target = Path(path)
         # The same folder, because a rename across file systems is not atomic.
         temporary = target.with_name(target.name + ".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-        temporary.replace(target)
+        try:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     @typed

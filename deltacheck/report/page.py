@@ -14,6 +14,7 @@ import matplotlib
 
 from deltacheck.report.drawing import Drawing, Tip
 from deltacheck.report.formatting import escape_unprintable
+from deltacheck.restore.export import named_writes, new_file
 
 _DPI = 150  # of images
 _STYLE = """
@@ -93,10 +94,8 @@ def page(
 
 def write_page(file: Path, text: str) -> None:
     """Write a page. A reader of ``file`` sees the old page or the new one, never a part."""
-    # The temporary file is in the same folder, because a rename works within one file system only.
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    with new_file(file, overwrite=True) as new:
+        new.write(text.encode())
 
 
 def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
@@ -104,7 +103,8 @@ def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{drawing.name}.png" for drawing in drawings]
     for drawing, file in zip(drawings, files, strict=True):
-        _save(drawing, file, format="png", dpi=_DPI)
+        with named_writes(file):
+            _save(drawing, file, format="png", dpi=_DPI)
     return files
 
 

@@ -57,7 +57,7 @@ def compute(
             values = np.zeros(count, element)
         case "lattice":
             assert codes is not None  # checked when the manifest was decoded
-            options = {
+            options: dict[str, Any] = {
                 "halvings": derived.halvings,
                 "spare_bits": derived.spare_bits,
                 "weights": sources.get(derived.of),

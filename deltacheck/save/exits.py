@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from deltacheck.store.deadline import Deadline
-from deltacheck.store.interrupts import exempt, shielded, when_free
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import exempt, shielded, when_free
 
 # Python's own status if its clean-up fails, whatever the status would have been.
 STATUS = 120

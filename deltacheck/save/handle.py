@@ -8,7 +8,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
 from deltacheck.save.progress import STATES, Progress
-from deltacheck.store.deadline import Pulse
+from deltacheck.store.lock.deadline import Pulse
 
 
 @typed

@@ -26,11 +26,12 @@ from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
-from deltacheck.store.interrupts import Lock, postponed
+from deltacheck.store.lock.interrupts import Lock, postponed
 from deltacheck.store.root import Store
 
 log = logging.getLogger("deltacheck")
@@ -73,6 +74,7 @@ class Pipeline:
         # else can be saved, since it would wait behind them.
         self.stuck: set[Progress] = set()
         self._chains = chains
+        self._save_log = SaveLog()
         self._lock = Lock()
         self._stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
@@ -253,6 +255,7 @@ class Pipeline:
             except BaseException as error:  # noqa: BLE001 - see above
                 self.fail(job, error)
             del job
+        self._save_log.close()
         self._disk.close()
         self._look.close()
         with self._lock:
@@ -301,7 +304,10 @@ class Pipeline:
         self._chains.committed(job, manifest)
         self.failures.committed(failed_saves)
         stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
-        progress.advance("committed", job.report(stored_bytes, result.digest, manifest))
+        report = job.report(stored_bytes, result.digest, manifest)
+        # First: whoever has waited for the commit finds the line.
+        self._save_log.committed(job.setup.store.path, progress, report)
+        progress.advance("committed", report)
         self._release(job.progress)
         if job.whole_bytes >= freed_memory.LEAST_BYTES:
             freed_memory.return_freed_memory()
@@ -368,6 +374,7 @@ class Pipeline:
             if progress.done():
                 return
             log.error("%s", str(failure))
+            self._save_log.failed()
             self.failures.add(failure)
             progress.fail(failure)
 

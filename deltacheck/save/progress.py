@@ -12,8 +12,8 @@ from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.external_errors import is_external, remedy
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
-from deltacheck.store.deadline import Pulse
-from deltacheck.store.interrupts import Change, Lock
+from deltacheck.store.lock.deadline import Pulse
+from deltacheck.store.lock.interrupts import Change, Lock
 
 # The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is
 # up to date. durable: every byte survives a power cut. committed: the step exists.

@@ -18,6 +18,7 @@ from pathlib import Path
 from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
 from deltacheck.save import partial_steps
+from deltacheck.save.chains.course import Course
 from deltacheck.store import collect, tags
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
@@ -90,6 +91,7 @@ class RootWriter:
         grace_seconds: The time that unneeded segments stay for readers.
         redate_after_seconds: The age after which files get the present time; ``None``: never.
         history: The removal of leaves from old steps; ``None``: steps keep all leaves.
+        course: The course of the run that saves belong to. Default: that of ``root``.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class RootWriter:
         grace_seconds: float = 0.0,
         redate_after_seconds: float | None = None,
         history: RunningHistory | None = None,
+        course: Course | None = None,
     ) -> None:
         self.root = root
+        self.course = course or Course(root)
         self.lease = lease
         self.retention = retention or Retention()
         self._grace_seconds = grace_seconds
@@ -133,6 +137,7 @@ class RootWriter:
         """
         # Older checkpoints are deleted only after the commit: until then the newest of them may be
         # the only whole one.
+        manifest = self.course.assigned(manifest)
         document = commit(self.root.path, manifest, self.root.store.durability, self.check)
         if not self.retention.keeps_all or self._history is not None:
             try:
@@ -237,7 +242,7 @@ def prune(
     every leaf.
 
     Their segments stay until they are collected. A checkpoint whose manifest cannot be read is
-    neither counted nor deleted.
+    neither counted nor deleted. Nor is one of another course of the run than the newest.
 
     Args:
         root: The root. The caller holds its lease.
@@ -264,7 +269,7 @@ def prune(
         briefs = root.briefs()[0].values()
         # By nonce, because a resumed run saves the same step numbers again.
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
-        saved = [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs]
+        saved = [Saved(b.seq, b.step, b.nonce, b.metrics, b.course) for b in briefs]
         stay = retained(saved, retention, tagged)
         unneeded = _checkpoints(b for b in briefs if b.seq not in stay)
         if not dry_run:

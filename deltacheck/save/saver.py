@@ -34,9 +34,9 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
-from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
-from deltacheck.store.interrupts import Event, postponed, shielded
+from deltacheck.store.lock.deadline import Deadline, Pulse
+from deltacheck.store.lock.interrupts import Event, postponed, shielded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Store
 
@@ -83,6 +83,8 @@ class Saver:
         # A remark on a lost base, for the report of the next save.
         self._loss = ""
         self._pipeline = Pipeline(options, self._chains)
+        # Called with the course of each restored step.
+        self.on_resume: Callable[[str], None] | None = None
 
     @property
     def options(self) -> SaveOptions:
@@ -263,7 +265,12 @@ class Saver:
         Args:
             manifest: The manifest of the step.
         """
+        self._resumed(manifest)
+
+    def _resumed(self, manifest: Manifest) -> None:
         self._treatment.resumed(manifest.rates)
+        if self.on_resume is not None:
+            self.on_resume(manifest.course)
 
     def fail(self, step: int, error: BaseException) -> SaveHandle:
         """Return the handle of a save that failed before it began, such as for want of memory.
@@ -321,7 +328,7 @@ class Saver:
         if self._setup.shadow_file is not None:
             bases = self._setup.shadow_file.moved(bases)
         self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
-        self._treatment.resumed(manifest.rates)
+        self._resumed(manifest)
 
     @property
     def has_chains(self) -> bool:

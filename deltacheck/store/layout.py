@@ -83,13 +83,16 @@ def is_array_name(name: str) -> bool:
     return _UNSAFE_NAME.search(name) is None and _is_usable(name)
 
 
+LATEST = "latest"  # names the newest step, so no tag may have this name
+
+
 def is_tag(name: str) -> bool:
     """Return whether a name can be a tag.
 
     A tag has letters, digits and ``_.-``, at most 100, the first a letter or digit. It is no
     number, and not ``latest``.
     """
-    return _TAG.match(name) is not None and name != "latest"
+    return _TAG.match(name) is not None and name != LATEST
 
 
 def seq_of(name: str) -> int:

@@ -571,6 +571,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         shardings: The shardings of JAX arrays that lie on a mesh.
         absent: Paths of arrays, or of containers with all of their arrays, that retention has
             removed from the step. The tree has ``None`` there.
+        course: The nonce of the save that began the course of the run; empty: the course that began
+            the root.
     """
 
     format: str
@@ -601,6 +603,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     custom_metadata: Any = None
     shardings: tuple[SavedSharding, ...] = ()
     absent: tuple[str, ...] = ()
+    course: str = ""
 
     def read_with(self, tables: TileDigests) -> Manifest:
         """Let ``stored`` find digests in the tables of segments; return the manifest itself."""
@@ -785,6 +788,7 @@ class Brief(NamedTuple):
         nonce: Identity of the save.
         metrics: As the manifest has them.
         segments: Ids of the segments that the step needs.
+        course: As the manifest has it.
     """
 
     seq: int
@@ -792,12 +796,20 @@ class Brief(NamedTuple):
     nonce: str
     metrics: Mapping[str, float | str]
     segments: frozenset[str]
+    course: str = ""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Brief:
         """Return the brief of a manifest."""
         segment_ids = frozenset(ref.id for ref in manifest.segments)
-        return cls(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, segment_ids)
+        return cls(
+            manifest.seq,
+            manifest.step,
+            manifest.nonce,
+            manifest.metrics,
+            segment_ids,
+            manifest.course,
+        )
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -111,7 +111,10 @@ class Store:
         """
         if not is_managers:
             refuse_manager_store(path)
-        if not is_root_or_fresh(path):
+        is_root = is_root_or_fresh(path)
+        # First, so that a place that cannot have a root stays as it is.
+        storage_of(path).check_writable()
+        if not is_root:
             _make_folders(path, durability)
             attributes = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(
@@ -122,7 +125,6 @@ class Store:
         # killed before its sync.
         durability.sync_directory(path)
         durability.sync_ancestors(path)
-        storage_of(path).check_writable()
         return cls(path, threads, durability)
 
     def segment_ids(self) -> list[str]:
@@ -338,18 +340,27 @@ class Root:
         """Return the committed training steps, ascending."""
         return sorted({ref.step for ref in self.checkpoints()})
 
+    def latest_step(self) -> int | None:
+        """Return the training step of the newest checkpoint; ``None`` if there is none."""
+        try:
+            return self.manifest().step
+        except StepNotFound:
+            return None
+
     def manifest(self, step: int | str | None = None) -> Manifest:
         """Return the manifest of a step.
 
         Args:
             step: A training step (its newest save, if a resumed run repeated the step), a tag, or
-                ``None`` for the newest checkpoint.
+                ``None`` or ``"latest"`` for the newest checkpoint.
 
         Raises:
             StepNotFound: There is no such step; the message names the existing ones.
             Damaged: A manifest that cannot be read may be the one that is meant. Only the caller
                 can decide to use an older step instead.
         """
+        if step == layout.LATEST:
+            step = None
         if isinstance(step, str):
             return self._tagged(step)
         newest = self._newest(step)
@@ -559,7 +570,8 @@ def open_root(
     """Open an engine root or a manager root.
 
     Args:
-        path: A local directory, or the address of a prefix of an object store.
+        path: A local directory, or the address of a prefix of an object store. A folder with an
+            engine root in ``deltacheck/``, as trainers make it, means that root.
         item: In a manager root, the item that is meant; ``None``: any.
         threads: Size of TensorStore's pools; ``None``: its default.
         storage: How an object store is reached; ``None``: the defaults.
@@ -581,13 +593,54 @@ def open_root(
         attributes = _group_attributes(store)
         if attributes is not None and attributes.get("format") == layout.FORMAT:
             check_root(store)
-            return Root(directory, Store(store, threads), item)
+            return Root(_root_of(directory, store), Store(store, threads), item)
     for store in (directory, directory / MANAGER_STORE):
-        _refuse_lost(directory, Store(store, threads), item)
+        _refuse_lost(_root_of(directory, store), Store(store, threads), item)
+    if isinstance(directory, Path):
+        _refuse_copied_step(directory)
     raise NotACheckpointRoot(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has"
         f" {MANAGER_STORE}/ in it"
     )
+
+
+def _refuse_copied_step(directory: Path) -> None:
+    """Raise ``NotACheckpointRoot`` for steps of a manager without their segments, or for one step.
+
+    Orbax names steps by folders, so one of them is easily copied or given alone.
+    """
+    parent = directory.parent
+    manifests = [
+        path
+        for root in (directory, parent)
+        for path in manager_steps.step_manifests(root, None)
+        if path.is_relative_to(directory)
+    ]
+    if not manifests:
+        return
+    if (parent / MANAGER_STORE).is_dir():
+        raise NotACheckpointRoot(
+            f"{directory} is a step of the root {parent}: give that root, and the step"
+        )
+    raise NotACheckpointRoot(
+        f"{manifests[0]} is there without the segments that it needs: they are in {MANAGER_STORE}/"
+        " of the root that it was copied from. Read the step there, or copy the whole root"
+    )
+
+
+def _root_of(directory: Place, store: Place) -> Place:
+    """Return the path of the root whose segments are in ``store``.
+
+    A trainer's output folder has the root of an ``Engine`` in the place in which a manager root has
+    its segments.
+    """
+    return store if store != directory and _has_checkpoints(store) else directory
+
+
+def _has_checkpoints(store: Place) -> bool:
+    """Return whether a store has checkpoints of an ``Engine``; those of a manager lie beside it."""
+    names = storage_of(store / layout.CHECKPOINTS).directory_names()
+    return any(map(layout.is_checkpoint_id, names))
 
 
 def _local(path: Place) -> Path:
@@ -622,8 +675,8 @@ def is_root_or_fresh(path: Place) -> bool:
         NotACheckpointRoot: The path holds something else.
         Damaged: The path holds segments and has lost its own ``zarr.json``.
     """
-    attributes = _group_attributes(path)
-    if attributes is not None and attributes.get("format") == layout.FORMAT:
+    refuse_file(path)
+    if _is_root(path):
         return True
     _refuse_lost(path, Store(path))
     if path.is_dir() and not storage_of(path).is_fresh_root():
@@ -631,6 +684,17 @@ def is_root_or_fresh(path: Place) -> bool:
             f"{path} is not empty and not a deltacheck root; give an empty or new directory"
         )
     return False
+
+
+def refuse_file(path: Place) -> None:
+    """Raise ``NotACheckpointRoot`` if a path, or a part of it, is a file or a dangling link."""
+    if isinstance(path, Path):
+        for part in (path, *path.parents):
+            if part.is_dir():
+                return
+            if os.path.lexists(part):
+                kind = "a file" if part.exists() else "a link to a directory that does not exist"
+                raise NotACheckpointRoot(f"{part} is {kind}; give an empty or new directory")
 
 
 def check_root(path: Place) -> None:
@@ -670,11 +734,11 @@ def refuse_engine_root(root: Path) -> None:
 
     Two writers that do not know of each other's steps would delete each other's segments.
     """
+    refuse_file(root)
     engine_root = root
     if not _is_root(root):
         engine_root = root / MANAGER_STORE
-        steps = list_directory(engine_root / layout.CHECKPOINTS) if _is_root(engine_root) else []
-        if not any(layout.is_checkpoint_id(entry.name) for entry in steps):
+        if not _is_root(engine_root) or not _has_checkpoints(engine_root):
             return
     raise NotACheckpointRoot(
         f"{engine_root} is the root of an Engine, with whose segments a CheckpointManager in {root}"

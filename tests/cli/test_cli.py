@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -330,12 +331,42 @@ def test_log_groups_leaves_by_class(run: Run, deltacheck_: Command) -> None:
     assert "model bfloat16" in deltacheck_("log", run.root, "--by-class").out
 
 
-def test_a_root_without_a_step_is_no_error(tmp_path: Path, deltacheck_: Command) -> None:
+def test_a_root_without_a_step_has_nothing_to_verify(tmp_path: Path, deltacheck_: Command) -> None:
     Engine(tmp_path / "fresh").close()
     assert deltacheck_("ls", tmp_path / "fresh").out.endswith("has no committed step\n")
     assert deltacheck_("log", tmp_path / "fresh", "--json").json["steps"] == []
-    assert deltacheck_("verify", tmp_path / "fresh", "--deep").code == 0
-    assert deltacheck_("show", tmp_path / "fresh", "latest").code == 3
+    for command in (["verify", "--deep"], ["show", "latest"]):
+        assert deltacheck_(command[0], tmp_path / "fresh", *command[1:]).code == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "name"),
+    [("report", "--out", "page.html"), ("verify", "--resume", "progress.json")],
+)
+def test_a_full_disk_is_named_with_its_file_and_leaves_nothing(
+    run: Run,
+    tmp_path: Path,
+    deltacheck_: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    option: str,
+    name: str,
+) -> None:
+    def fill_disk(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export.os, "fsync", fill_disk)
+    failed = deltacheck_(command, run.root, option, tmp_path / name)
+    assert failed.code == 5
+    assert f"No space left on device: {tmp_path / name}. Free space" in failed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["/dev/full", "/dev/null"])
+def test_a_device_is_no_progress_of_a_check(run: Run, deltacheck_: Command, file: str) -> None:
+    refused = deltacheck_("verify", run.root, "--resume", file)
+    assert refused.code == 2
+    assert "not a regular file" in refused.err
 
 
 # --- diff -----------------------------------------------------------------------------------------

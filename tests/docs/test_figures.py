@@ -21,11 +21,14 @@ LONG_CLASSES = {
     "Item",  # one item of a manager root: saves, restores and their commit, with their reasons
     "Pipeline",  # the loops of a saver's threads, and every way in which a save can fail in them
     "Saver",  # the calls of the training thread, each with the invariants that it keeps
+    "Treatment",  # the treatment of one save, and the documentation of its arguments
 }
 WIDE_CLASSES = {
     "Manifest",  # the document on disk: one attribute per key
     "Recipe",  # the hyperparameters of a run, written as one JSON object
+    "RunState",  # all that a policy remembers between saves, each with its meaning
     "SaveOptions",  # one attribute per option of the public constructors
+    "_Run",  # one call of a trainer: what its hooks share
     "StepRecord",  # a row of the report: one attribute per column
 }
 

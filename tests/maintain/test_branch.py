@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
 from deltacheck.cli.app import app
+from deltacheck.maintain import branch as branching
 from deltacheck.maintain.blame import blame
 from deltacheck.maintain.branch import branch
+from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same, nudge, training_state
@@ -119,7 +122,42 @@ def test_a_step_that_is_deleted_meanwhile_is_not_committed(
     monkeypatch.setattr(os, "link", gone)
     with pytest.raises((OSError, errors.DeltacheckError)):
         branch(open_root(root), 3, tmp_path / "b")
-    assert deltacheck.open(tmp_path / "b").steps() == []
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_branch_that_has_failed_can_be_repeated(
+    run: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    exists: bool,
+) -> None:
+    target = tmp_path / "parent" / "b"
+    if exists:
+        target.mkdir(parents=True)
+    copied: list[Path] = []
+
+    def fill_disk(source: Path, target: Any, durability: Any) -> int:
+        copied.append(source)
+        if len(copied) == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy_file(source, target, durability)
+
+    monkeypatch.setattr(branching, "copy_file", fill_disk)
+    words = ["branch", str(run[0]), "3", "--to", str(target), "--copy"]
+    assert main(words) == 5
+    message = capsys.readouterr().err
+    assert f"No space left on device: {target}" in message
+    assert "Free space" in message
+    assert list((tmp_path / "parent").iterdir()) == ([target] if exists else [])
+    monkeypatch.undo()
+    assert main(words) == 0
+    assert list((tmp_path / "parent").iterdir()) == [target]
+    assert deltacheck.open(target).verify(deep=True) == []
+    with Engine(target) as engine:
+        assert_same(engine.restore(), run[1][3])
 
 
 def test_the_commands_say_what_was_done(

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_a_step_that_a_resumed_run_has_saved_again_does_not_count() -> None:
 
 def test_the_newest_step_is_the_last_one_saved_not_the_one_with_the_highest_number() -> None:
     assert retained(saved(7, 8, 9, 2), Retention(last=1)) == {3}
+
+
+def test_the_rules_apply_to_the_course_of_the_newest_step() -> None:
+    every = [replace(old, course="") for old in saved(97, 98, 99)]
+    every += [
+        Saved(seq, step, f"n{seq}", course="n3") for seq, step in enumerate((0, 99, 100), start=3)
+    ]
+    assert retained(every, Retention(last=1)) == {0, 1, 2, 5}
+    assert retained(every, Retention(every=50)) == {0, 1, 2, 3, 5}
+    assert partial_checkpoints(every, History(1)) == {3, 4}
+    # A run that has restored a step of the first course.
+    every.append(Saved(6, 100, "n6", course=""))
+    assert retained(every, Retention(last=2)) == {2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}])

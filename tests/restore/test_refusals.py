@@ -106,7 +106,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         blocker.write_text(
             "a file where the root's parent should be"
         )  # root may write anywhere, but not below a file
-        with pytest.raises(OSError, match="Not a directory"):
+        with pytest.raises(errors.NotACheckpointRoot, match="is a file"):
             Engine(blocker / "root")
         return
     tmp_path.chmod(0o500)

@@ -38,6 +38,7 @@ KINDS = {
     "worker": 0,
     "forked child": 0,
     "sigint": -signal.SIGINT,
+    "sigint in a wait": -signal.SIGINT,
     "sigterm, finish": -signal.SIGTERM,
     "sigterm inside save": -signal.SIGTERM,
     "sigterm, finish, handler": 75,
@@ -52,7 +53,7 @@ SUDDEN = {
 FAULTS = ("ok", "full", "hang", "stuck")
 
 EVERY = [
-    *product(KINDS, ["none"], FAULTS),
+    *product([kind for kind in KINDS if kind != "sigint in a wait"], ["none"], FAULTS),
     *product(["end", "exception", "sigterm, finish"], ["wait", "close"], FAULTS),
     *product(SUDDEN, ["none"], ["ok", "stuck"]),
 ]
@@ -199,6 +200,8 @@ ORBAX_CASES = [
     ("end", "none", "hang"),
     ("sigterm, finish", "none", "ok"),
     ("sigterm, finish", "none", "stuck"),
+    # Orbax waits with ``Thread.join``, which takes an interrupted thread for ended.
+    ("sigint in a wait", "none", "held"),
 ]
 
 
@@ -213,7 +216,7 @@ def test_a_managers_last_save_is_durable_or_the_exit_says_that_it_is_not(
 ) -> None:
     result = managers_ended[case]
     durable = check(result, KINDS[case[0]])
-    assert durable == (case[2] == "ok"), result["output"]
+    assert durable == (case[2] in ("ok", "held")), result["output"]
     if not durable:
         assert any(
             word in result["output"] for word in ("No space left", "Orbax has not finished it")

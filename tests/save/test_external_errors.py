@@ -16,6 +16,7 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.leaf.external_errors import translated
+from deltacheck.profile import Profile
 from deltacheck.restore.follow import follower as follower_module
 from deltacheck.store.files.local_storage import LocalStorage
 
@@ -103,7 +104,7 @@ def test_errors_of_the_system_keep_their_class_number_and_cause_beside_ours(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(errors.StorageFailed, match="file/root") as caught:
-        Engine(tmp_path / "file" / "root")
+        Profile.read(tmp_path / "file" / "root")
     failure = caught.value
     assert isinstance(failure, NotADirectoryError)
     assert failure.errno == errno.ENOTDIR

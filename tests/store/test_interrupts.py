@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -12,7 +13,17 @@ from typing import Any
 import pytest
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.interrupts import Change, Event, Lock, Turn, postponed, shielded, when_free
+from deltacheck.store.lock.interrupts import (
+    Change,
+    Event,
+    Lock,
+    Turn,
+    join,
+    postponed,
+    shielded,
+    when_free,
+)
+from tests.support.waiting import wait_until
 
 Install = Callable[[Callable[[], object]], None]
 
@@ -122,6 +133,59 @@ def test_a_handler_may_wait_for_what_it_has_interrupted_the_wait_for(handler: In
 
     assert end.wait_until(interrupted, 60)
     assert waits == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_no_lock_of_its_parent(handler: Install) -> None:
+    events: list[str] = []
+    handler(lambda: events.append("handled"))
+    with Lock(), postponed():
+        child = os.fork()
+        if not child:
+            send()
+            os._exit(len(events))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_wait_goes_on_if_its_notification_is_lost() -> None:
+    change, states = Change(), ["begun"]
+    patience = iter([False, False])
+
+    def condition() -> bool:
+        # True at the third look, with nobody to notify.
+        if next(patience, True):
+            states.append("ended")
+        return "ended" in states
+
+    assert change.wait_until(condition)
+    assert states == ["begun", "ended"]
+
+
+def test_an_interrupted_wait_for_a_thread_leaves_it_running(handler: Install) -> None:
+    def interrupt() -> None:
+        raise InterruptedError
+
+    def calls() -> set[str]:
+        frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+        names = set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return names
+
+    handler(interrupt)
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    sender = threading.Thread(target=lambda: wait_until(lambda: "join" in calls()) and send())
+    sender.start()
+    with pytest.raises(InterruptedError):
+        join(thread)
+    assert thread.is_alive()
+    assert not join(thread, 0)
+    release.set()
+    assert join(thread)
+    sender.join()
 
 
 def test_a_turn_is_of_one_thread_and_refuses_the_handler_that_interrupts_it(

@@ -80,5 +80,7 @@ def test_a_root_without_a_parent_is_made_and_one_below_a_file_is_refused(tmp_pat
     with Engine(tmp_path / "runs" / "today" / "root") as engine:
         engine.save(0, state(0)).wait()
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory"):
+    with pytest.raises(
+        errors.NotACheckpointRoot, match="file is a file; give an empty or new directory"
+    ):
         Engine(tmp_path / "file" / "root")

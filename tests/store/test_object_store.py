@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -450,12 +451,18 @@ def test_a_prefix_that_holds_something_else_is_not_written(address: str) -> None
 # --- conditional writes and one writer ------------------------------------------------------------
 
 
-def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: S3) -> None:
+@pytest.mark.parametrize("kind", ["unconditional", "501"])
+def test_nothing_is_written_to_a_store_without_conditional_writes(
+    address: str, s3_server: S3, kind: str
+) -> None:
+    folder = place.of(address, STORAGE)
+    assert isinstance(folder, ObjectPath)
     with (
-        s3_server.failing(Fault("unconditional", "/", times=FOREVER)),
-        pytest.raises(StorageFailed, match=r"does not honour conditional writes .*If-None-Match"),
+        s3_server.failing(Fault(kind, "/", times=FOREVER)),
+        pytest.raises(StorageFailed, match=r"conditional writes .*docs/how-to/object-stores\.md"),
     ):
         Engine(address, storage=STORAGE)
+    assert folder.keys() == []
 
 
 @pytest.mark.parametrize("kind", ["lost", "500"])
@@ -961,7 +968,7 @@ def test_an_address_that_is_none_is_refused(wrong: str) -> None:
 def test_an_address_that_became_a_path_is_refused() -> None:
     from pathlib import Path
 
-    with pytest.raises(ValueError, match="give it as a string"):
+    with pytest.raises(ValueError, match="lost a slash"):
         deltacheck.open(Path("s3://bucket/run"))
 
 
@@ -1027,6 +1034,20 @@ def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.Monkey
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ObjectStore(**wrong)
+
+
+def test_an_endpoint_without_a_scheme_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="endpoint 'host:9000' must begin with https://"):
+        deltacheck.open(address, storage=ObjectStore(endpoint="host:9000"))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_refusal_for_lack_of_access_names_the_credentials(scheme: str) -> None:
+    answer = Future[None]()
+    answer.set_exception(ValueError("PERMISSION_DENIED: Unknown [http_response_code='403']"))
+    path = ObjectPath(scheme, "bucket", "run", ObjectStore())
+    with pytest.raises(StorageFailed, match="Check the access to the bucket and"):
+        path._await(answer, "read")
 
 
 def test_a_root_can_be_read_by_its_store_alone(run: Run) -> None:

@@ -99,6 +99,7 @@ EXCEPTIONS = (
     Exemption("tests/suites/endurance.py", "_live", "sleep", _MOMENT),
     Exemption("tests/suites/flaky.py", "slow", "compare", "finds tests whose time depends on load"),
     Exemption("tests/suites/signals.py", "run_child", "sleep", _MOMENT),
+    Exemption("tests/suites/signals.py", "run_child", "compare", _ENDS_A_HANG),
     Exemption("tests/suites/soak.py", "soak", "compare", _BUDGET),
     Exemption("tests/support/data_kills.py", "_generate", "sleep", _MOMENT),
     Exemption("tests/support/exits_child.py", "fork_all", "compare", _ENDS_A_HANG),

@@ -60,12 +60,13 @@ class Kind:
 
 
 class Child:
-    """What a child knows, and how it reports to the parent."""
+    """The knowledge of a child, and its reports to the parent."""
 
     def __init__(
         self, kind: Kind, folder: Path, seed: int, workers: int, count: int, out: int
     ) -> None:
         self.kind, self.folder, self.workers, self.count = kind, folder, workers, count
+        self.process = os.getpid()
         self.random = random.Random(seed)
         self.handled = 0
         self.begun = -1
@@ -75,6 +76,11 @@ class Child:
     def is_done(self) -> bool:
         """True if the child has handled as many signals as it gets."""
         return self.kind.lives and self.handled >= self.count
+
+    def end_if_worker(self) -> None:
+        """End a worker of the ``DataLoader``, which has inherited the handler of the child."""
+        if os.getpid() != self.process:
+            os._exit(1)
 
     def report_begun(self, step: int) -> None:
         self.begun = step
@@ -133,6 +139,7 @@ def engine_body(child: Child) -> None:
     engine = opened()
 
     def handle(number: int, frame: object) -> None:
+        child.end_if_worker()
         problem = ""
         before = child.begun
         for _ in range(10):
@@ -295,6 +302,7 @@ def orbax_body(child: Child) -> None:
     mngr = manager(child.folder / "root", options, durability="process")
 
     def handle(number: int, frame: object) -> None:
+        child.end_if_worker()
         problem, before = "", child.begun
         try:
             mngr.wait_until_finished()
@@ -328,6 +336,7 @@ KINDS = [
     Kind("lightning, finish, ends", lightning_body, signal.SIGTERM, False, 2, (0, 2)),
     Kind("orbax, handler", orbax_body, signal.SIGUSR1, True, 10),
     Kind("orbax, finish, ends", orbax_body, signal.SIGTERM, False, 2),
+    Kind("orbax, Ctrl-C", orbax_body, signal.SIGINT, False, 2),
 ]
 
 
@@ -398,8 +407,9 @@ def run_child(kind: Kind, folder: Path, moments: random.Random, count: int) -> C
                 problems.append("lost: " + line[8:])
     # The child ends by itself: by the signal, or because it has handled as many as it gets. Its
     # workers have the pipe, too, and may live longer.
+    end = time.monotonic() + HANG_SECONDS
     while not problems and (line := lines.read()) != "":
-        if line is None:
+        if line is None or time.monotonic() > end:
             if os.waitpid(process, os.WNOHANG)[0]:
                 process = 0
             else:

@@ -1,4 +1,4 @@
-"""What ``clock_lint`` refuses, and what it lets pass."""
+"""The places that ``clock_lint`` refuses, and those that it lets pass."""
 
 from __future__ import annotations
 

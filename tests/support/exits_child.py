@@ -102,7 +102,13 @@ def stuck(*args: Any) -> Any:
     os.read(os.pipe()[0], 1)  # a system call that never returns
 
 
+def held(*args: Any) -> Any:
+    RELEASED.wait()
+    return ORIGINAL_SYNC(*args)
+
+
 ORIGINAL_SYNC = Durability.sync_tree
+RELEASED = threading.Event()
 
 
 def break_storage(fault: str) -> None:
@@ -115,6 +121,8 @@ def break_storage(fault: str) -> None:
             arrays.write = lambda *_: Hanging()
         case "stuck":
             Durability.sync_tree = stuck  # type: ignore[method-assign]
+        case "held":
+            Durability.sync_tree = held  # type: ignore[method-assign]
 
 
 # --- ways to end ----------------------------------------------------------------------------------
@@ -161,11 +169,30 @@ def save(case: Case) -> Any:
     return engine
 
 
+def interrupt_a_join() -> None:
+    """Send Ctrl-C once the main thread waits for the end of a thread."""
+    names: list[str] = []
+    while "join" not in names:
+        frame, names = sys._current_frames()[threading.main_thread().ident or 0], []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 INSIDE = {"sigterm inside save": signal.SIGTERM, "sigint inside save": signal.SIGINT}
 
 
 def train(case: Case) -> None:
     saves = save(case)
+    if case["kind"] == "sigint in a wait":
+        threading.Thread(target=interrupt_a_join, daemon=True).start()
+        try:
+            saves.wait_until_finished()
+        finally:
+            RELEASED.set()
+            # Orbax takes it for failed if its own wait is interrupted.
+            assert 1 in saves.all_steps()
     if case["ending"] == "wait":
         saves.wait_until_finished() if ORBAX else saves.wait()
     elif case["ending"] == "close":

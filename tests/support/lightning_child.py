@@ -20,14 +20,18 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 if importlib.util.find_spec("lightning"):
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import StochasticWeightAveraging as averaging
 else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.callbacks import StochasticWeightAveraging as averaging
 import torch
 
 import deltacheck
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.lightning import DeltaCheckIO
+from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.saver import Saver
 from tests.support import data_kills
 from tests.support.forked import digest, example, forked, run_all
 
@@ -126,8 +130,39 @@ def refused(folder: Path) -> Any:
     try:
         fit(folder, extra={"folder": Path("somewhere")})
     except TypeError as error:
-        return str(error)
+        return {"message": str(error), "left": os.listdir(folder)}
     return None
+
+
+def averaged(folder: Path) -> Any:
+    """The weights are replaced by their average while the last save still reads them."""
+    released, last = threading.Event(), 12
+    capture, settle, average = SaveJob.capture, Saver.settle_reads, averaging.transfer_weights
+
+    def capture_late(job: SaveJob, *sources: Any) -> None:
+        if job.request.step == last:
+            assert released.wait(100)
+        capture(job, *sources)
+
+    def settle_and_release(saver: Saver) -> bool:
+        released.set()
+        return settle(saver)
+
+    def average_and_release(source: Any, target: Any) -> None:
+        average(source, target)
+        released.set()
+
+    class Begun(DeltaCheckIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], *more: Any, **options: Any) -> None:
+            if checkpoint["global_step"] == last:
+                released.clear()
+            super().save_checkpoint(checkpoint, *more, **options)
+
+    SaveJob.capture = capture_late  # type: ignore[method-assign, assignment]
+    Saver.settle_reads = settle_and_release  # type: ignore[method-assign]
+    averaging.transfer_weights = staticmethod(average_and_release)
+    trained(folder, [Begun()], averaging(0.01, 2), ModelCheckpoint(folder, filename="{step}"))
+    return deltacheck.open(folder / "deltacheck").steps()
 
 
 def foreign(folder: Path) -> Any:
@@ -343,6 +378,7 @@ if __name__ == "__main__":
         "removed",
         "content",
         "refused",
+        "averaged",
         "foreign",
         "failing",
         "logged",

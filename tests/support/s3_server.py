@@ -32,6 +32,7 @@ FOREVER = 1 << 30
 # stored one. "ignored": said to be done, and not done.
 KINDS = (
     "500",
+    "501",
     "503",
     "429",
     "after 500",
@@ -239,7 +240,12 @@ def _without(entry: bytes, hidden: str) -> bytes:
 
 
 def _error(start_response: Any, status: str) -> Iterable[bytes]:
-    code = {"500": "InternalError", "503": "SlowDown", "429": "TooManyRequests"}[status]
+    code = {
+        "429": "TooManyRequests",
+        "500": "InternalError",
+        "501": "NotImplemented",
+        "503": "SlowDown",
+    }[status]
     error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
     body = f'<?xml version="1.0"?>{error}'.encode()
     start_response(

@@ -4,11 +4,13 @@ tests.support.trainer_child FOLDER.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,30 @@ def train(
     **options: Any,
 ) -> dict[str, object]:
     one = start(folder, DeltaCheckCallback(), *more, **options)
-    one.train(resume)
-    return outcome(one)
+    with logged() as lines:
+        one.train(resume)
+    return outcome(one) | {"logged": lines}
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Return the lines of deltacheck about resumes."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg.startswith(("training continues", "nothing is trained")):
+                lines.append(f"{record.levelname} {record.getMessage().split(' of ')[0]}")
+
+    log, handler = logging.getLogger("deltacheck"), Lines()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def killed_and_resumed(start: Callable[..., Trainer], folder: Path) -> dict[str, Any]:

@@ -10,10 +10,13 @@ import torch
 
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.store.lock.holding import Holding
 
 
 class NoLease:
-    def __init__(self, root: object) -> None: ...
+    def __init__(self, root: object) -> None:
+        self.holding = Holding()
+
     def check(self) -> None: ...
     def release(self) -> None: ...
 

@@ -19,7 +19,7 @@ from deltacheck.backends.hugging_face.model_folder import (
     require_whole,
 )
 from deltacheck.errors import NotACheckpointRoot, RootBusy
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.root import Root, open_root
 
 log = logging.getLogger("deltacheck")

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 from deltacheck.backends.hugging_face.model_folder import (
@@ -19,7 +19,7 @@ from deltacheck.backends.hugging_face.model_folder import (
     describes_model,
     description_files,
 )
-from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.errors import Damaged, StepNotFound, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.restore.export import (
@@ -40,6 +40,11 @@ from deltacheck.store.root import Root
 
 MODEL = "model/"  # the leaves that are weights, unless others are named
 _FILES = "files/"  # files that an import, or the callback of a trainer, keeps in a step
+# PEFT looks for the weights of an adapter in one file beside its configuration.
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER = "default"  # the name of an adapter whose files are not in a folder of its own
+# The kinds of adapters whose names PEFT forms by the rule of ``adapter_key``.
+_ADAPTER_KINDS = {"LORA", "IA3", "LOHA", "LOKR", "OFT"}
 _UNITS = {
     "": 1,
     "B": 1,
@@ -155,7 +160,8 @@ def write_model(
         manifest: The step.
         keys: The leaves to write.
         shard_size: The most bytes of the tensors of a shard. A larger tensor has a shard of its
-            own. Larger: fewer files; smaller: readers can load more files at once.
+            own. Larger: fewer files; smaller: readers can load more files at once. An adapter has
+            one file, because PEFT reads no shards.
         files_from: A folder whose files that describe the model are copied, in place of files of
             the step with the same name.
         metadata: The metadata of each shard.
@@ -164,7 +170,9 @@ def write_model(
     Raises:
         FileExistsError: The folder holds anything.
         FileNotFoundError: The folder above it, or ``files_from``, does not exist.
-        UnsupportedLeaf: safetensors lacks an element type, or a file is too long.
+        UnsupportedLeaf: safetensors lacks an element type, a file is too long, or PEFT has a rule
+            of its own for the names of such an adapter.
+        DuplicatePath: Two tensors of an adapter would have the same name.
         Damaged, ChainBroken: The step is not whole.
     """
     copies = {} if files_from is None else files_of(files_from)
@@ -175,25 +183,27 @@ def write_model(
         leaves = resolve(root, manifest, keys.weights)
         flat_shapes = shapes(manifest, keys.weights)
         sizes = {key: leaf.spec.raw_bytes for key, leaf in leaves.items()}
-        groups = _shard_groups(sizes, shard_size)
-        shards = shard_names(len(groups))
-        for name, group in zip(shards, groups, strict=True):
-            with new_file(folder / name) as file:
+        adapters = _adapter_names(root, manifest, keys.files, copies)
+        shards = adapter_files(keys.weights, adapters) if adapters else _shards(sizes, shard_size)
+        for shard, names in shards.items():
+            with _nested_file(folder, shard) as file:
                 write_safetensors(
-                    file, {key: leaves[key] for key in group}, metadata, progress, flat_shapes
+                    file,
+                    {name: leaves[key] for name, key in names.items()},
+                    metadata,
+                    progress,
+                    {name: flat_shapes[key] for name, key in names.items() if key in flat_shapes},
                 )
-        if len(shards) > 1:
+        if len(shards) > 1 and not adapters:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": {
-                    key: name for name, group in zip(shards, groups, strict=True) for key in group
-                },
+                "weight_map": {key: shard for shard, names in shards.items() for key in names},
             }
             with new_file(folder / (WEIGHTS[0] + INDEX_SUFFIX)) as file:
                 file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-        names = write_description(folder, root, manifest, keys.files, copies)
+        described = write_description(folder, root, manifest, keys.files, copies)
         file_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Written(tuple(shards), names, file_bytes)
+    return Written(tuple(shards), described, file_bytes)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -208,7 +218,92 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in description_files(folder)}
 
 
-def _shard_groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
+def adapter_files(weights: Iterable[str], adapters: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the files of adapters as PEFT names them.
+
+    PEFT writes each adapter to one file, and leaves the adapter's name out of those of tensors.
+
+    Args:
+        weights: The names of the tensors in the model.
+        adapters: Name of an adapter -> its folder in that of the model. Tensors without the name
+            of an adapter, such as trained biases, belong to the first.
+
+    Returns:
+        Name of a file -> name of a tensor in it -> its name in the model.
+
+    Raises:
+        DuplicatePath: Two tensors would have the same name.
+    """
+    first = next(iter(adapters))
+    pairs: dict[str, list[tuple[str, str]]] = {adapter: [] for adapter in adapters}
+    for key in weights:
+        parts = key.split(".")
+        adapter = next((name for name in adapters if name in parts[-2:]), first)
+        pairs[adapter].append((adapter_key(key, adapter), key))
+    return {
+        str(PurePosixPath(adapters[adapter], _ADAPTER_WEIGHTS)): tree.distinct(
+            keys_of_adapter, f"the file of the adapter {adapter!r}"
+        )
+        for adapter, keys_of_adapter in pairs.items()
+        if keys_of_adapter
+    }
+
+
+def adapter_key(key: str, adapter: str) -> str:
+    """Return the name of a tensor in the file of an adapter, from that in the model.
+
+    It is ``x.lora_A.weight`` for ``x.lora_A.default.weight``.
+    """
+    parts = key.split(".")
+    # The module of DoRA's magnitude has a name in files that is older than the module.
+    if parts[-3:] == ["lora_magnitude_vector", adapter, "weight"]:
+        return ".".join(parts[:-2])
+    for place in (-1, -2):
+        if len(parts) >= -place and parts[place] == adapter:
+            del parts[place]
+            # A module that is trained whole.
+            if place == -2 and parts[-2:-1] == ["modules_to_save"]:
+                del parts[-2]
+            break
+    return ".".join(parts)
+
+
+def _adapter_names(
+    root: Root, manifest: Manifest, files: Mapping[str, str], copies: Mapping[str, Path]
+) -> dict[str, str]:
+    """Return the folder of each adapter that the files of a model describe, by its name.
+
+    Raises:
+        UnsupportedLeaf: PEFT has a rule of its own for the names of such an adapter.
+    """
+    adapters: dict[str, str] = {}
+    for name in sorted({*files, *copies}, key=lambda name: ("/" in name, name)):
+        path = PurePosixPath(name)
+        if path.name != _ADAPTER_CONFIG:
+            continue
+        if name in copies:
+            text = copies[name].read_bytes()
+        else:
+            leaf = resolve(root, manifest, {name: files[name]})
+            text = b"".join(bytes(piece.data) for _, piece in stream(leaf))
+        try:
+            kind = json.loads(text)["peft_type"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UnsupportedLeaf(
+                f"{name} does not say which kind of adapter it describes; name the folder of"
+                " another with --files"
+            ) from error
+        if kind not in _ADAPTER_KINDS:
+            raise UnsupportedLeaf(
+                f"{name} describes an adapter of type {kind!r}, and --to hf writes"
+                f" {', '.join(sorted(_ADAPTER_KINDS))} as PEFT names them; use --to safetensors,"
+                " which keeps the names of the model"
+            )
+        adapters[path.parent.name or _ADAPTER] = str(path.parent)
+    return adapters
+
+
+def _shards(sizes: Mapping[str, int], shard_size: int) -> dict[str, dict[str, str]]:
     """Return the tensors of each shard, in order of their names."""
     groups: list[list[str]] = [[]]
     used = 0
@@ -218,7 +313,8 @@ def _shard_groups(sizes: Mapping[str, int], shard_size: int) -> list[list[str]]:
             used = 0
         groups[-1].append(key)
         used += size
-    return groups
+    names = shard_names(len(groups))
+    return {name: {key: key for key in group} for name, group in zip(names, groups, strict=True)}
 
 
 def shard_names(count: int) -> list[str]:

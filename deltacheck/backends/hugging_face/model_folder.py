@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -155,9 +156,9 @@ def _require_own(folder: Path, file: Path) -> None:
     In the cache of the Hub, a folder is ``snapshots/REVISION`` and its files are links to
     ``blobs`` of the same repository.
     """
-    target, own = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    in_cache = own.parent.name == "snapshots" and target.parent == own.parent.parent / "blobs"
-    if not (target.is_relative_to(own) or in_cache):
+    target, model = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    in_cache = model.parent.name == "snapshots" and target.parent == model.parent.parent / "blobs"
+    if not (target.is_relative_to(model) or in_cache):
         raise Damaged(
             f"{file} is a link to {target}, outside its folder, so its content is not read; put the"
             " file itself there",
@@ -174,7 +175,9 @@ def require_whole(shard: Path) -> None:
     with opened_file(Path(os.path.realpath(shard)), sys.maxsize) as (file, size):
         begin = file.read(8)
         if shard.suffix != ".safetensors":
-            if not begin.startswith(_TORCH_BEGINS):
+            # The directory of an archive is at its end.
+            is_cut = begin.startswith(b"PK") and not zipfile.is_zipfile(file)
+            if is_cut or not begin.startswith(_TORCH_BEGINS):
                 raise Damaged(f"{shard} is no file of torch.save", file=shard)
             return
         length = int.from_bytes(begin, "little")

@@ -37,10 +37,12 @@ from deltacheck.backends.orbax.state.targets import Part
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
+from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
+from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, refuse_engine_root, way_out, whole_steps
@@ -88,7 +90,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
-        NotACheckpointRoot: The root is that of an ``Engine``.
+        NotACheckpointRoot: The root is that of an ``Engine``, or a file.
+        StorageFailed: The root is an address of an object store.
         ValueError: An option has a value that it cannot have.
     """
 
@@ -111,7 +114,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
         self._is_eager = capture == "eager"
-        self._root = None if root is None else Path(root).absolute()
+        self._root = None if root is None else storage.local(root, "a handler").absolute()
         if self._root is not None:
             refuse_engine_root(self._root)
         self._options = SaveOptions(
@@ -328,7 +331,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         with item.sharing_failure():
             flat = item.flatten(args.item, has_log=args.log is not None)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
-            metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
+            metrics = metric_numbers(args.metrics)
             records = flat.records if isinstance(flat, KnownArrays) else records_of(flat.arrays)
             notes = Notes(metrics, require_json(args.custom_metadata), records)
         if not place.has_own_root:

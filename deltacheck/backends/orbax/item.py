@@ -40,12 +40,12 @@ from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.interrupts import Event, Lock
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Event, Lock
 from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.manifest import Manifest, SavedSharding
 

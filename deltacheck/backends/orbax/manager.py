@@ -24,6 +24,7 @@ from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     DEFAULT_ITEM,
     await_renames,
+    await_renames_of,
     delete_by_rename,
     item_names,
 )
@@ -32,10 +33,10 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFo
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save import exits
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.interrupts import postponed
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import postponed
 from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
@@ -198,7 +199,13 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no type
         with self._naming_steps(step, kwargs.get("directory")):
             if kwargs.get("directory") is None:
                 self._learn_items(step, kwargs.get("args"))
+            await_renames_of(self)
             return super().restore(step, *args, **kwargs)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the saves under way."""
+        await_renames_of(self)
+        super().wait_until_finished()
 
     def metadata(self, step: int | None = None) -> Any:
         """Return the metadata of a step, or of the manager."""
@@ -239,7 +246,7 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc] # orbax has no type
                 raise
             raise NotACheckpointRoot(
                 f"{step_directory} has no item: an interrupted deletion or another program has left"
-                f" it. Remove it. {describe_steps([other for other in steps if other != step])}"
+                f" it. Remove it. {describe_steps([number for number in steps if number != step])}"
             ) from error
 
     def _learn_items(self, step: int | None, args: Any = None) -> None:

@@ -29,6 +29,7 @@ from deltacheck.backends.orbax.manager_root import v1_internals
 from deltacheck.backends.orbax.manager_root.durable import on_thread
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
+    await_renames,
     is_foreign,
     remove_unused,
 )
@@ -36,9 +37,9 @@ from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.metadata import described
 from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage
-from deltacheck.store.interrupts import Event, Lock
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Event, Lock
 
 __all__ = ["context"]
 
@@ -62,14 +63,15 @@ def context(
     ``save_checkpointables``, ...) of ``orbax.checkpoint.v1`` work as usual. The functions take
     steps of the root, ``root/NAME``, whose name ends in the step number. Trees that plain Orbax has
     saved are loaded too. Other objects (JSON, ``StatefulCheckpointable``) are Orbax's. Contexts
-    that are made inside, by a library such as Tunix, save trees in the root, too. See
-    ``docs/how-to/orbax.md``.
+    that are made inside, by you or by a library such as Tunix, save trees in the root, too, with
+    their options. See ``docs/how-to/orbax.md``.
 
     Leaving the context finishes saves under way, and gives the root back.
 
     Args:
         root: The local directory of the steps.
-        base: An ``orbax.checkpoint.v1.Context`` whose options apply. Default: Orbax's.
+        base: An ``orbax.checkpoint.v1.Context``, made before, whose options apply inside. Default:
+            those of the contexts inside, or of Orbax.
         cast: Convert what is loaded to the dtypes of the target, as Orbax does. ``False``: only if
             every saved value is kept, so that none is rounded unnoticed.
         **options: Options of ``DeltaCheckpointHandler``, by name.
@@ -95,9 +97,15 @@ def context(
     registry = orbax_context.checkpointables.registry
     orbax_context.checkpointables.registry = v1_internals.with_handler(registry, handler)
     try:
-        # Not ``with orbax_context``: a call of a ``Checkpointer`` enters the active context again,
-        # which ends the first entry (0.12.8).
-        with orbax_context.__contextmanager__(), v1_internals.for_new_contexts(handler):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(v1_internals.for_new_contexts(handler))
+            stack.enter_context(v1_internals.without_plain_saves(path))
+            # Only if it has options: an active context takes precedence over that of a
+            # ``Checkpointer``, and over one inside after its first call (0.12.8).
+            if base is not None:
+                # Not ``with orbax_context``: a call of a ``Checkpointer`` enters the active context
+                # again, which ends the first entry.
+                stack.enter_context(orbax_context.__contextmanager__())
             yield orbax_context
     finally:
         session.close()
@@ -174,8 +182,13 @@ class _Session:
 
     def close(self) -> None:
         """Finish the saves under way and give the root back."""
+        timeout = self.delta._options.io_timeout_seconds
+        # A ``Checkpointer`` that nobody closes ends its saves on threads, which the end of the
+        # process does not wait for.
+        if self._under_way() and not await_renames(Deadline.after(timeout)):
+            log.error("while closing: Orbax has not finished a save after %g s", timeout)
         for save in self._under_way():
-            save.wait(self.delta._options.io_timeout_seconds)
+            save.wait(timeout)
             try:
                 save.commit.result()
             except (DeltacheckError, TimeoutError) as error:

@@ -31,16 +31,16 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
+from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
-from deltacheck.save.step_numbers import step_number, step_or_tag
 from deltacheck.store import tags
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
-from deltacheck.store.interrupts import Turn
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Turn
 from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")
@@ -56,7 +56,8 @@ class Engine:
     any more closes itself, and the saves that it has begun are finished.
 
     Args:
-        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist.
+        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist. In
+            a path, ``~`` is the home directory.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
@@ -304,7 +305,7 @@ class Engine:
         step = step_number(step)
         self._open.await_arrival()
         begin = time.perf_counter()
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        numbers = metric_numbers(metrics)
         is_whole = not extra_sources and replay is None
         attempt = self._session.begin(step, flat, numbers, is_whole=is_whole)
         # A rank is busy, and all ranks skip the save. Nothing has begun.
@@ -425,6 +426,19 @@ class Engine:
         """
         return self._session.steps()
 
+    def latest_step(self) -> int | None:
+        """Return the step that ``restore()`` restores: the newest save.
+
+        It is not the highest number if the run has gone back and on from an earlier step.
+
+        Returns:
+            The training step; ``None``: there is no step yet.
+
+        Raises:
+            Damaged: A manifest that cannot be read may be that of the newest step.
+        """
+        return self._session.latest_step()
+
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Name a committed step, which then stays until the tag is removed.
 
@@ -491,7 +505,7 @@ class Engine:
         """Restore a committed step, every byte verified. The next save continues its chains.
 
         Args:
-            step: The number of the step, or a tag. Default: the newest step.
+            step: The number of the step, or a tag. Default, or ``"latest"``: the newest step.
             into: A state of the same structure, whose tensors are filled in place on whatever
                 device. Nothing is written before all that has a digest is verified. Default: new
                 tensors on the host.

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer, torch_import
 from deltacheck.backends.torch.files.load import ReadStep, load, read_to_continue
-from deltacheck.backends.torch.state import rng
-from deltacheck.errors import StepNotFound
+from deltacheck.backends.torch.state import leaves, rng
+from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf.external_errors import typed
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
@@ -116,7 +116,7 @@ class DeltaCheckIO:
             )
         # This raises the failures of saves that have ended, without a wait for those under way.
         self._settle(wait=False)
-        target = place.local(path, "DeltaCheckIO").absolute()
+        target = _local(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
             self._engine = self._open(target)
@@ -153,7 +153,7 @@ class DeltaCheckIO:
         """
         # The path may belong to a save under way, whose pointer is not written yet.
         self._settle()
-        file = Path(path)
+        file = _local(path)
         if not file.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         self._loaded = None
@@ -183,7 +183,7 @@ class DeltaCheckIO:
             SaveFailed: An earlier save failed.
         """
         self._settle(wait=False)
-        target = Path(path).absolute()
+        target = _local(path)
         if self._engine is not None:
             self._enqueue(target, False, functools.partial(_remove, self._engine, target))
         elif not pointer.is_pointer(target) or target.is_symlink():
@@ -226,7 +226,7 @@ class DeltaCheckIO:
 
     @contextlib.contextmanager
     def _saving_in_background(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        before, self._in_background = self._in_background, Path(path).absolute()
+        before, self._in_background = self._in_background, _local(path)
         try:
             yield
         finally:
@@ -250,7 +250,7 @@ class DeltaCheckIO:
 
     def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a file is there after all changes under way; ``None``: none is of it."""
-        for file in (Path(path).absolute(), Path(path).resolve()):
+        for file in (_local(path), _local(path).resolve()):
             for task in reversed(self._under_way):
                 if task.path == file and not task.work.done():
                     return task.leaves_file
@@ -295,6 +295,9 @@ def _register(kind: type[DeltaCheckIO]) -> None:
             package = importlib.import_module(trainer)
             _wrap(package.callbacks.ModelCheckpoint, "_save_checkpoint", _save_in_background)
             _wrap(package.callbacks.ModelCheckpoint, "file_exists", _file_exists)
+            averaging = package.callbacks.StochasticWeightAveraging
+            _wrap(averaging, "on_train_epoch_start", _average)
+            _wrap(averaging, "on_train_end", _average)
             _wrap(package.Trainer, "save_checkpoint", _save_and_close)
             _wrap(package.Trainer, "_run_stage", _run_stage)
             _wrap(package.Trainer, "_teardown", _teardown)
@@ -350,6 +353,14 @@ def _file_exists(original: Callable[..., Any], callback: Any, filepath: str, tra
     return trainer.strategy.reduce_boolean_decision(expected, all=False)
 
 
+def _average(original: Callable[..., Any], callback: Any, trainer: Any, module: Any) -> Any:
+    """Replace hooks of ``StochasticWeightAveraging`` that write to weights past their ``data``."""
+    plugin = _plugin_of(trainer)
+    if plugin is not None and plugin._engine is not None:
+        plugin._engine.before_update()
+    return original(trainer, module)
+
+
 def _save_and_close(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Trainer.save_checkpoint``, which nothing follows outside of a training."""
     result = original(*args, **kwargs)
@@ -364,9 +375,34 @@ def _run_stage(original: Callable[..., Any], trainer: Any) -> Any:
     plugin = _plugin_of(trainer)
     if plugin is None:
         return original()
+    if trainer.state.fn == "fit":
+        _require_parameters(trainer)
     continues = trainer.is_global_zero and trainer.state.fn == "fit"
     with plugin._running(continues=continues):
         return original()
+
+
+def _require_parameters(trainer: Any) -> None:
+    """Check the hyperparameters, which never change, before anything is trained.
+
+    Raises:
+        UnsupportedLeaf: A checkpoint cannot keep one.
+    """
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        parameters = getattr(owner, "hparams", None)
+        if not parameters:
+            continue
+        # As Lightning puts them into a checkpoint.
+        plain = dict(parameters) if isinstance(parameters, dict) else parameters
+        try:
+            leaves.flatten({owner.CHECKPOINT_HYPER_PARAMS_KEY: plain})
+        except UnsupportedLeaf as error:
+            raise UnsupportedLeaf(
+                f"{error}. It is a hyperparameter of {type(owner).__qualname__}, and no checkpoint"
+                " could be saved: give save_hyperparameters() plain values (str(path);"
+                " OmegaConf.to_container(config) for a config of OmegaConf), or leave it out with"
+                " save_hyperparameters(ignore=[...])"
+            ) from None
 
 
 def _teardown(original: Callable[..., Any], trainer: Any) -> Any:
@@ -377,6 +413,10 @@ def _teardown(original: Callable[..., Any], trainer: Any) -> Any:
     finally:
         if plugin is not None:
             plugin.teardown()
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    return place.local(path, "DeltaCheckIO").absolute()
 
 
 def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:

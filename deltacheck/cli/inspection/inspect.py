@@ -49,6 +49,7 @@ _WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
 _REASON = Column("DECISION", "stage_reason", left=True, rank=3)
 _REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
+_COURSE = Column("COURSE", "course")
 _MERGED = Column("MERGED", "merged_bytes", output.size)
 _SURVIVES = Column(
     "SURVIVES",
@@ -67,7 +68,8 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
         _RAW,
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
-        # Most roots have neither replayed steps nor saves without syncs.
+        # Most roots have one course, no replayed steps and no saves without syncs.
+        *([_COURSE] if any(row["course"] != 1 for row in rows) else []),
         *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
@@ -84,7 +86,9 @@ def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
     # An unreadable tag or manifest becomes a warning. A listing is needed most when a root is
     # damaged.
     tags = _read_tags(root, problems)
+    courses: dict[str, int] = {}
     for step in history.steps(root, history.committed(root, problems)):
+        course = courses.setdefault(step.manifest.course, len(courses) + 1)
         depth = (
             None
             if step.states is None
@@ -93,6 +97,7 @@ def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
         rows.append(
             {
                 **_step_row(root, step, tags),
+                "course": course,
                 "raw_bytes": step.manifest.raw_bytes,
                 "stored_bytes": step.stored_bytes,
                 "chain_depth": depth,

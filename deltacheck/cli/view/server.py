@@ -216,10 +216,10 @@ class _TimedSocket(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         now = self._clock()
         # The time begins with the first bytes: a browser keeps connections that it may use later.
-        left = _IDLE_SECONDS if self._end is None else self._end - now
-        if left <= 0:
+        seconds = _IDLE_SECONDS if self._end is None else self._end - now
+        if seconds <= 0:
             raise TimeoutError(f"a request took longer than {_REQUEST_SECONDS} s")
-        self._connection.settimeout(left)
+        self._connection.settimeout(seconds)
         count = self._connection.recv_into(buffer)
         self._connection.settimeout(_IDLE_SECONDS)  # of the answer
         if self._end is None:

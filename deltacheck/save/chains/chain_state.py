@@ -19,7 +19,7 @@ from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
 from deltacheck.store.files.effort import Effort
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
 
 

@@ -24,7 +24,7 @@ from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, wri
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock, join
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
 
@@ -242,7 +242,7 @@ class Compactor:
         """Wait for the compaction under way, if there is one."""
         thread = self._running.thread
         if thread is not None:
-            thread.join(timeout)
+            join(thread, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Give up the compaction under way. A second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltacheck.errors import ReceiptFailed, SaveFailed
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 
 
 class FailureCount:

@@ -39,7 +39,7 @@ from deltacheck.save.ranks.rules import (
 from deltacheck.save.treatment.signals import Signals, combined
 from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import (
     LeafRecord,
     Manifest,

@@ -117,12 +117,12 @@ class MomentCodes:
         terms, limit = self.decisions[second].terms, self.decisions[second].limit
         if not limit or not isinstance(terms, Bounded):
             return
-        most = np.float32((1 - _ROUNDING) * 2.0**terms.limit)
+        limit_ratio = np.float32((1 - _ROUNDING) * 2.0**terms.limit)
         for block in _blocks(codes.size):
             means = self.restored({path: codes[block]})[path]
             least = adam.repair(np.zeros_like(means), means, limit)
             # A magnitude of 1 is the least one.
-            is_lower = (least > most * live[block]) & (codes[block] & _MAGNITUDE > 1)
+            is_lower = (least > limit_ratio * live[block]) & (codes[block] & _MAGNITUDE > 1)
             codes[block] -= is_lower.astype(codes.dtype)
 
     def largest_errors(

@@ -70,9 +70,9 @@ def paired(
     evidence: dict[tuple[str, str], float] = {}
     for shape in states.keys() & leaves.keys():
         changes = {path: _change(reader, sources[path]) for path in leaves[shape]}
-        moved = {path: change for path, change in changes.items() if change is not None}
-        for p in states[shape] if moved else ():
-            evidence |= _evidence(run, reader, sources, p, moved, rates[p.group or ""], counts)
+        moving = {path: change for path, change in changes.items() if change is not None}
+        for p in states[shape] if moving else ():
+            evidence |= _evidence(run, reader, sources, p, moving, rates[p.group or ""], counts)
     result = roles.pair(leaf_roles, evidence)
     run.pairs = (leaf_roles, result)
     return result
@@ -83,10 +83,10 @@ def _change(reader: LeafReader, source: LeafSource) -> Any:
 
     ``None``: the last save has not stored it exactly, or nothing has changed.
     """
-    stored = reader.stored(source.spec.path, source.spec)
-    if stored is None:
+    last = reader.stored(source.spec.path, source.spec)
+    if last is None:
         return None
-    change = sample(reader.live(source)).astype(np.float64) - sample(stored)
+    change = sample(reader.live(source)).astype(np.float64) - sample(last)
     change -= change.mean()
     return change if 0 < np.vdot(change, change) < np.inf else None
 
@@ -96,7 +96,7 @@ def _evidence(
     reader: LeafReader,
     sources: Mapping[str, LeafSource],
     parameter: Parameter,
-    moved: Mapping[str, Any],
+    moving: Mapping[str, Any],
     constants: Hyperparameters,
     counts: Mapping[str, int | None],
 ) -> dict[tuple[str, str], float]:
@@ -119,7 +119,7 @@ def _evidence(
     steps = max(1, count - (count - 1 if last_count is None else last_count))
     explained = (1 - beta1**steps) / (1 - beta1)
     evidence: dict[tuple[str, str], float] = {}
-    for path, change in moved.items():
+    for path, change in moving.items():
         product = -float(np.vdot(update, change))
         times = product / squares / rate
         if explained / _RATE_FACTOR <= times <= steps * _RATE_FACTOR:

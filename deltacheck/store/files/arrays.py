@@ -28,7 +28,6 @@ from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed
 from deltacheck.leaf import grid
 from deltacheck.leaf.external_errors import unreadable
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import chunk_files, native_files
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells, Piece
@@ -37,6 +36,7 @@ from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.object_path import brief
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
+from deltacheck.store.lock.deadline import Deadline
 
 Attributes = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 
-from deltacheck.store.interrupts import Change
+from deltacheck.store.lock.interrupts import Change
 
 _MOST_NICENESS = 19
 # The longest wait without progress, at the end of the process, for tasks that nobody waits for.

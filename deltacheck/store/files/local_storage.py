@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import tensorstore as ts
 
 from deltacheck.errors import Damaged, RootBusy, StorageFailed
-from deltacheck.leaf.external_errors import unreadable, walk
+from deltacheck.leaf.external_errors import remedy, unreadable, walk
 from deltacheck.store import layout
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.object_path import ABSENT
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.files.waiting import wait_for
 from deltacheck.store.lock import pins
+from deltacheck.store.lock.capabilities import lacking
 from deltacheck.store.lock.lease import Lease, LocalLease
 from deltacheck.store.lock.pins import Pin
 
@@ -108,9 +109,12 @@ class LocalStorage(Storage[Path]):
     def _writing(self, name: str) -> Iterator[None]:
         try:
             yield
-        # TensorStore's error for every request that fails, whatever the reason.
-        except ValueError as error:
-            raise StorageFailed(f"{self.path / name} could not be written: {error}") from error
+        # TensorStore's errors for every request that fails, whatever the reason.
+        except (ValueError, NotImplementedError) as error:
+            file = self.path / name
+            raise lacking(file, error) or StorageFailed(
+                f"{file} could not be written: {error}{remedy(error)}"
+            ) from error
 
     def _check_unfinished(self, name: str) -> None:
         """Raise ``Damaged`` if the file that TensorStore writes to first is a link: it follows."""
@@ -235,6 +239,11 @@ class LocalStorage(Storage[Path]):
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            missing = lacking(self.path, error, "fsync")
+            if missing is None:
+                raise
+            raise missing from error
         finally:
             os.close(descriptor)
 
@@ -267,7 +276,8 @@ class LocalStorage(Storage[Path]):
         return True
 
     def check_writable(self) -> None:
-        if not os.access(self.path / layout.SEGMENTS, os.W_OK):
+        segments = self.path / layout.SEGMENTS
+        if segments.exists() and not os.access(segments, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(self.path))
 
     def take_lease(self) -> Lease:

@@ -25,6 +25,17 @@ _FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
 # Requests that are handed over together; ObjectStore.concurrency limits those under way.
 _AT_ONCE = 64
 DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}  # URL scheme -> TensorStore's driver
+_CREDENTIALS = {
+    "s3": (
+        ". Check the access to the bucket and the credentials: AWS_ACCESS_KEY_ID and"
+        " AWS_SECRET_ACCESS_KEY, or the source that ObjectStore(credentials=...) names"
+    ),
+    "gs": (
+        ". Check the access to the bucket and Google's default credentials:"
+        " GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
+    ),
+    "memory": "",
+}
 # S3 allows 63 characters, Google 222 if the name has dots. The service checks the rest.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
@@ -96,6 +107,9 @@ class ObjectStore:
 
         Returns:
             A key-value store specification.
+
+        Raises:
+            ValueError: The endpoint has no scheme.
         """
         if scheme == "memory":
             return {"driver": "memory", "path": f"{bucket}/{path}"}
@@ -113,6 +127,12 @@ class ObjectStore:
             # writers can win.
             spec["use_conditional_write"] = True
             if endpoint:
+                if not endpoint.startswith(("http://", "https://")):
+                    raise ValueError(
+                        f"the endpoint {endpoint!r} must begin with https:// or http://: give"
+                        f" ObjectStore(endpoint='https://{endpoint}'), or the same in"
+                        " AWS_ENDPOINT_URL"
+                    )
                 spec["endpoint"] = endpoint.rstrip("/")
             # AWS itself can be asked for a region. Other services need not answer that, so they get
             # a default.
@@ -362,8 +382,12 @@ class ObjectPath:
         except TimeoutError:
             future.cancel()
             raise StorageFailed(f"{self}: no answer to a {verb} within {wait:.3g} s") from None
-        except ValueError as error:
-            raise StorageFailed(f"{self}: the store refused a {verb}: {brief(error)}") from error
+        # TensorStore has an exception of its own for status 501.
+        except (ValueError, NotImplementedError) as error:
+            text = brief(error)
+            if "PERMISSION_DENIED" in text or "credentials" in text:
+                text += _CREDENTIALS[self.scheme]
+            raise StorageFailed(f"{self}: the store refused a {verb}: {text}") from error
 
 
 @cache

@@ -15,8 +15,8 @@ from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.store import layout
 from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
 from deltacheck.store.files.storage_interface import Storage
-from deltacheck.store.interrupts import Lock
 from deltacheck.store.lock import object_lease
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.lock.pins import Pin
@@ -217,7 +217,7 @@ def check_conditional_writes(folder: ObjectPath) -> None:
     An object is written, swapped and deleted again.
 
     Raises:
-        StorageFailed: The store ignores a condition.
+        StorageFailed: The store ignores a condition, or refuses requests that have one.
     """
     probe = folder / f"probe-{secrets.token_hex(8)}"
     contents = [secrets.token_bytes(8) for _ in range(4)]
@@ -226,16 +226,26 @@ def check_conditional_writes(folder: ObjectPath) -> None:
         is_refused = probe.swap(contents[1], ABSENT) is None
         second = None if first is None else probe.swap(contents[2], first)
         is_refused = is_refused and first is not None and probe.swap(contents[3], first) is None
+    except StorageFailed as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        raise _unconditional(folder, "has no conditional writes", error) from error
     finally:
         with contextlib.suppress(StorageFailed):
             probe.unlink()
     if not (first is not None and second is not None and is_refused):
-        raise StorageFailed(
-            f"{folder}: the store does not honour conditional writes (PUT with If-None-Match and"
-            " If-Match), without which two writers could commit the same step. Requests carry them"
-            " (use_conditional_write of TensorStore's s3 driver is set): turn them on in the"
-            " store, use a version of it that has them, or use another store"
-        )
+        raise _unconditional(folder, "does not honour conditional writes")
+
+
+def _unconditional(folder: ObjectPath, fault: str, error: Exception | None = None) -> StorageFailed:
+    detail = "" if error is None else f" ({error})"
+    return StorageFailed(
+        f"{folder}: the store {fault} (PUT with If-None-Match and If-Match), without which two"
+        f" writers could commit the same step{detail}. No root was made or changed. Requests have"
+        " conditions (use_conditional_write of TensorStore's s3 driver is set): turn them on in the"
+        " store, use a version of it that has them, or use another store; see"
+        " docs/how-to/object-stores.md"
+    )
 
 
 class _WriteCounter:

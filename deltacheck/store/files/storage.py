@@ -27,6 +27,8 @@ _SERVICES: tuple[tuple[type, type[Storage[Any]]], ...] = (
     (Path, LocalStorage),
     (ObjectPath, ObjectStorage),
 )
+# ``os.path.abspath`` puts the working directory before an address.
+_LOST_SLASH = re.compile(r"(?:^|/)([A-Za-z][A-Za-z0-9+.-]+):(?:/|\Z)")
 # Without DOTALL, a name would be cut off at a line feed.
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 
@@ -44,31 +46,50 @@ def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = N
 
     Args:
         where: ``s3://bucket/prefix``, ``gs://bucket/prefix``, or a path of the local file system.
+            Of the latter, ``~`` is the home directory, and ``..`` is resolved.
         store: How an object store is reached; ``None``: the defaults.
 
     Raises:
-        ValueError: The address is none of these, or a ``pathlib.Path`` was made from an address.
+        ValueError: The address is none of these, has lost a slash (as in ``pathlib.Path``), or has
+            a backslash.
     """
     if isinstance(where, ObjectPath):
         return where
     text = os.fspath(where)
-    if isinstance(where, Path):
-        if re.match(rf"({'|'.join(DRIVERS)}):/", text):
-            raise ValueError(
-                f"{text} is an address that became a path, which drops a slash: give it as a string"
-            )
-        return where
-    # A single colon is no address: it may stand in the name of a local file.
-    parsed = _ADDRESS.match(text)
+    parsed = None if isinstance(where, Path) else _ADDRESS.match(text)
     if parsed is None:
-        return Path(text)
+        return _local_path(text)
     scheme, rest = parsed.groups()
     if scheme not in DRIVERS:
         raise ValueError(
-            f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a local path, not"
-            f" {scheme}://"
+            f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a local path (without"
+            f" file://), not {scheme}://"
         )
     return object_path.parse(text, scheme, rest, store)
+
+
+def _local_path(text: str) -> Path:
+    """Return a local path in the form in which TensorStore can write below it."""
+    lost = _LOST_SLASH.search(text)
+    if lost is not None:
+        raise ValueError(
+            f"{text!r} looks like an address that has lost a slash ({lost[1]}:/), as pathlib.Path"
+            " and os.path change it: give the address as a string, s3://BUCKET/PREFIX or"
+            " gs://BUCKET/PREFIX, or a local path without file://"
+        )
+    if text == "~" or text.startswith("~/"):
+        text = os.path.expanduser(text)
+    # TensorStore takes a backslash for a slash.
+    if "\\" in os.path.abspath(text):
+        raise ValueError(
+            f"{os.path.abspath(text)!r} has a backslash, which no part of a path may have: rename"
+            " the directory"
+        )
+    # Not by the names alone: the directory above a link is not the one that its name shows.
+    if ".." in text.split("/"):
+        text = os.path.realpath(text)
+    # POSIX leaves the meaning of two leading slashes to the system.
+    return Path("/" + text.lstrip("/") if text.startswith("//") else text)
 
 
 def local(where: str | os.PathLike[str] | ObjectPath, what: str) -> Path:

@@ -187,7 +187,7 @@ class Storage(ABC, Generic[PathT]):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise an error if this process cannot write the root safely."""
+        """Raise an error if this process cannot write a root here safely, which need not exist."""
 
     @abstractmethod
     def take_lease(self) -> Lease:

@@ -1,1 +1,1 @@
-"""Keep writers and readers of a root apart: the lease of the writer, and the pins of readers."""
+"""Keep writers and readers of a root apart, and waits bounded: leases, pins, locks, deadlines."""

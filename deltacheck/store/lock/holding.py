@@ -1,4 +1,4 @@
-"""What a second opener of a root learns if the first one is in the same process.
+"""A second opener of a root in the process that holds it already.
 
 An owner that nobody refers to any more (a notebook cell that ran twice, a retry after an exception)
 finishes its saves and gives its root back by itself; the second opener waits for that. If the owner

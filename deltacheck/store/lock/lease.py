@@ -23,6 +23,7 @@ from typing import Protocol
 
 from deltacheck.errors import Damaged, RootBusy
 from deltacheck.store import layout
+from deltacheck.store.lock.capabilities import lacking
 from deltacheck.store.lock.holding import Holding
 
 _held: weakref.WeakSet[LocalLease] = weakref.WeakSet()
@@ -52,6 +53,7 @@ class LocalLease:
     Raises:
         RootBusy: Another process holds the root; the message names it.
         Damaged: The lock's file is not a regular file.
+        StorageFailed: The file system has no locks.
     """
 
     def __init__(self, root: Path) -> None:
@@ -105,6 +107,11 @@ class LocalLease:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            missing = lacking(self._path, error, "lock")
+            if missing is None:
+                raise
+            raise missing from error
         return True
 
     def _own_holding(self) -> Holding | None:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from deltacheck.errors import RootBusy, StorageFailed
 from deltacheck.store import layout
-from deltacheck.store.interrupts import postponed
 from deltacheck.store.lock.holding import Holding
+from deltacheck.store.lock.interrupts import postponed
 
 if TYPE_CHECKING:
     from deltacheck.store.files.object_path import ObjectPath

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from deltacheck.backends.hugging_face import base_root, model_export
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.files import torch_import
+from deltacheck.backends.torch.trainer.training_state import model_state
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
 from deltacheck.errors import Damaged, UnsupportedLeaf
@@ -128,6 +132,104 @@ def test_a_folder_without_a_configuration_is_reported(
     assert main(["export", str(tmp_path / "root"), "--to", "hf", "--out", str(tmp_path / "o")]) == 0
     assert "has no config.json" in capsys.readouterr().err
     assert load_file(tmp_path / "o" / "model.safetensors").keys() == {"layer.weight"}
+
+
+ADAPTER = {
+    "m.q.lora_A.default.weight": "m.q.lora_A.weight",
+    "m.q.lora_magnitude_vector.default.weight": "m.q.lora_magnitude_vector",
+    "m.e.lora_embedding_A.default": "m.e.lora_embedding_A",
+    "m.head.modules_to_save.default.weight": "m.head.weight",
+    "m.default.q.base_layer.bias": "m.default.q.base_layer.bias",
+}
+
+
+def save_adapter(root: Path, config: bytes, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.full((2,), float(n)) for n, name in enumerate(names)}
+    files = {"adapter_config.json": config, "ref/adapter_config.json": config}
+    content = {name: np.frombuffer(text, np.uint8) for name, text in files.items()}
+    with Engine(root) as engine:
+        engine.save(1, {"model": tensors, "files": content}).wait()
+    return tensors
+
+
+def test_an_adapter_gets_the_files_and_names_of_peft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    names = [*ADAPTER, "m.q.lora_A.ref.weight"]
+    tensors = save_adapter(root, b'{"peft_type": "LORA"}', names)
+    assert main(["export", str(root), "--to", "hf", "--shard-size", "1", "--out", str(out)]) == OK
+    assert not capsys.readouterr().err
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.*")) == [
+        f"{folder}adapter_{name}"
+        for folder in ("", "ref/")
+        for name in ("config.json", "model.safetensors")
+    ]
+    expected = {new: tensors[old] for old, new in sorted(ADAPTER.items(), key=lambda pair: pair[1])}
+    assert_same(expected, load_file(out / "adapter_model.safetensors"))
+    ref = load_file(out / "ref" / "adapter_model.safetensors")
+    assert_same({"m.q.lora_A.weight": tensors["m.q.lora_A.ref.weight"]}, ref)
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "message"),
+    [
+        (b'{"peft_type": "P_TUNING"}', ["p.default.x"], "type 'P_TUNING', and --to hf writes IA3"),
+        (b"[]", ["q.lora_A.default.weight"], "does not say which kind of adapter"),
+        (b'{"peft_type": "LORA"}', ["q.w.default", "q.default.w"], "would both be called 'q.w'"),
+    ],
+)
+def test_an_adapter_that_peft_would_not_read_is_refused(
+    config: bytes,
+    names: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_adapter(tmp_path / "root", config, names)
+    code, about = run(capsys, "export", tmp_path / "root", "--to", "hf", "--out", tmp_path / "out")
+    assert code == REFUSED, about
+    assert message in str(about)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not (find_spec("peft") and find_spec("transformers")), reason="needs PEFT")
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "loha", "lokr", "oft"])
+def test_peft_loads_an_exported_adapter(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    kinds = {
+        "lora": partial(peft.LoraConfig, modules_to_save=["2"], init_lora_weights=False),
+        "dora": partial(peft.LoraConfig, use_dora=True, init_lora_weights=False),
+        "ia3": partial(peft.IA3Config, feedforward_modules=[], init_ia3_weights=False),
+        "loha": partial(peft.LoHaConfig, init_weights=False),
+        "lokr": partial(peft.LoKrConfig, init_weights=False),
+        "oft": partial(peft.OFTConfig, r=0, oft_block_size=4, init_weights=False),
+    }
+
+    def base() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+    model: Any = peft.get_peft_model(base(), kinds[kind](target_modules=["0"]))
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            torch.nn.init.constant_(parameter, number / 64)
+    model.save_pretrained(tmp_path / "own")
+    config = (tmp_path / "own" / "adapter_config.json").read_bytes()
+    state = {
+        "model": model_state(model),
+        "files": {"adapter_config.json": np.frombuffer(config, np.uint8)},
+    }
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, state).wait()
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "root"), "--to", "hf", "--out", str(out)]) == OK
+    name = "adapter_model.safetensors"
+    assert_same(load_file(tmp_path / "own" / name), load_file(out / name))
+    loaded = peft.PeftModel.from_pretrained(base(), out)
+    probe = torch.ones(1, 8)
+    assert torch.equal(loaded(probe), model(probe))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What else lies in the directory of a ``CheckpointManager``: no damage, and never moved."""
+"""Folders of others in the directory of a ``CheckpointManager``: no damage, and never moved."""
 
 from __future__ import annotations
 
@@ -189,3 +189,17 @@ def test_the_store_of_a_manager_is_no_root(
     assert main(["gc", str(tmp_path / "deltacheck"), "--grace", "0"]) != 0
     assert "whose root is" in capsys.readouterr().err
     assert segments_of(tmp_path) == before
+
+
+def test_a_copied_step_and_a_step_in_the_place_of_its_root_are_named(tmp_path: Path) -> None:
+    root, copied = tmp_path / "root", tmp_path / "copied"
+    with manager(root) as mngr:
+        mngr.save(2, args=DeltaSaveArgs({"w": np.arange(3)}))
+    shutil.copytree(root / "2", copied / "2")
+    with pytest.raises(errors.NotACheckpointRoot, match=r"is a step of .*: give that root"):
+        deltacheck.open(root / "2")
+    for place in (copied, copied / "2"):
+        with pytest.raises(
+            errors.NotACheckpointRoot, match=r"without the segments .* the whole root"
+        ):
+            deltacheck.open(place)

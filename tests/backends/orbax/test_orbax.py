@@ -65,6 +65,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
+from deltacheck.store.root import open_root
 from tests.support.waiting import open_when_called, wait_until
 
 Options = ocp.CheckpointManagerOptions
@@ -367,6 +368,19 @@ def test_the_plain_checkpoint_manager_finds_the_root_by_itself(tmp_path: Path) -
     assert (tmp_path / "ckpt_000012").is_dir()
     assert deltacheck.open(tmp_path).steps() == [12, 13]
     assert is_delta(tmp_path, 13)
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], np.ones(2), "0.5x", None, {"a": 1}])
+def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with manager(tmp_path) as mngr:
+        with pytest.raises(ValueError, match="metric 'loss' must be a number"):
+            mngr.save(0, args=DeltaSaveArgs({"x": jnp.ones(2)}, metrics={"loss": value}))
+        for number in (np.float32(0.5), np.ones(1) / 2, jnp.float32(0.5)):
+            args = DeltaSaveArgs({"x": jnp.ones(2)}, metrics={"loss": number})
+            mngr.save((mngr.latest_step() or 0) + 1, args=args)
+        mngr.wait_until_finished()
+    run = open_root(tmp_path)
+    assert [run.manifest(step).metrics for step in (1, 2, 3)] == [{"loss": 0.5}] * 3
 
 
 def test_metrics_are_kept_with_the_step_and_best_fn_chooses_by_orbaxs_own(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ from deltacheck.backends.orbax import (
 )
 from deltacheck.backends.orbax import v1 as delta_v1
 from deltacheck.errors import SaveFailed, StepNotFound, TreeMismatch, UnsupportedLeaf
+from deltacheck.store.files.durability import Durability
+from tests.support.waiting import HANG_SECONDS, open_when_called
 
 training = v1.training
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -537,8 +540,47 @@ def test_a_target_on_an_abstract_mesh_is_restored_on_the_mesh_that_is_set(tmp_pa
     with manager(tmp_path) as mngr:
         mngr.save(0, args=DeltaSaveArgs({"w": jnp.arange(8.0)}))
         mngr.wait_until_finished()
-        with pytest.raises(ValueError, match=r"leaf 'w' .*jax\.set_mesh"):
-            mngr.restore(0, args=DeltaRestoreArgs(target))
+        for args in (
+            DeltaRestoreArgs(target),
+            DeltaRestoreArgs(shardings=abstract),
+            DeltaRestoreArgs(shardings={"w": abstract}),
+            DeltaRestoreArgs(leaves=["w"], shardings={"w": abstract}),
+        ):
+            with pytest.raises(TreeMismatch, match=r"leaf 'w' .*jax\.set_mesh"):
+                mngr.restore(0, args=args)
+            with jax.set_mesh(mesh):
+                restored = mngr.restore(0, args=args)
+            assert restored["w"].sharding == NamedSharding(mesh, spec)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None)])
+def test_v1_refuses_a_target_on_an_abstract_mesh_if_no_mesh_is_set(
+    tmp_path: Path, spec: PartitionSpec
+) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    abstract = NamedSharding(AbstractMesh((4,), ("x",)), spec)
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=abstract)}
+    with delta_v1.context(tmp_path):
+        v1.save(tmp_path / "0", {"w": jnp.arange(8.0)})
+        with pytest.raises(TreeMismatch, match=r"leaf 'w' .*Mesh\(\).*jax\.set_mesh"):
+            v1.load(tmp_path / "0", target)
         with jax.set_mesh(mesh):
-            restored = mngr.restore(0, args=DeltaRestoreArgs(target))
-    assert restored["w"].sharding == NamedSharding(mesh, spec)
+            assert v1.load(tmp_path / "0", target)["w"].sharding == NamedSharding(mesh, spec)
+
+
+def test_leaving_a_v1_context_finishes_a_save_of_a_checkpointer_that_nobody_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, original = threading.Event(), Durability.sync_tree
+
+    def held(*args: Any) -> Any:
+        assert gate.wait(HANG_SECONDS)
+        return original(*args)
+
+    monkeypatch.setattr(Durability, "sync_tree", held)
+    open_when_called(monkeypatch, delta_v1._Session, "close", gate)
+    with delta_v1.context(tmp_path):
+        checkpointer = training.Checkpointer(tmp_path)
+        checkpointer.save_async(0, state())
+    assert (tmp_path / "0" / "_CHECKPOINT_METADATA").exists()
+    checkpointer.close()

@@ -5,6 +5,7 @@ The sequences are those of Tunix 0.1.7 (v0), of Tunix's development version (v1)
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or "--xla_force_host_platform_device_count=4"
@@ -29,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import deltacheck
 from deltacheck.backends.orbax import manager, v1
+from deltacheck.errors import TreeMismatch
 
 SAVES, LAST = 3, 6
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -318,6 +320,53 @@ def test_contexts_of_libraries_save_in_the_root_only_while_ours_is_open(tmp_path
             save(plain / "0")
     assert save(plain / "0") == [0, 1, 2]
     assert [_saved_by_deltacheck(root) for root in (outer, inner, plain)] == [True, True, False]
+
+
+def test_options_of_a_context_inside_apply_to_every_call(tmp_path: Path) -> None:
+    saved, part = {"x": jnp.zeros(3), "y": jnp.ones(3)}, {"x": jnp.zeros(3)}
+
+    def partial(context: Any = None) -> Any:
+        new = ocp.v1.Context(context)
+        new.pytree.loading.partial_load = True
+        return new
+
+    before = partial()
+    with v1.context(tmp_path):
+        for given, entered in ((None, partial()), (partial(), contextlib.nullcontext())):
+            with entered, ocp.v1.training.Checkpointer(tmp_path, context=given) as checkpointer:
+                checkpointer.save(0, saved, force=True, overwrite=True)
+                for _ in range(2):
+                    assert checkpointer.load(0, part).keys() == {"x"}
+        with (
+            ocp.v1.training.Checkpointer(tmp_path) as checkpointer,
+            pytest.raises(TreeMismatch, match="leaf 'y'"),
+        ):
+            checkpointer.load(0, part)
+    assert _saved_by_deltacheck(tmp_path)
+    with v1.context(tmp_path, before), ocp.v1.training.Checkpointer(tmp_path) as checkpointer:
+        for _ in range(2):
+            assert checkpointer.load(0, part).keys() == {"x"}
+
+
+@pytest.mark.parametrize("way", ["entered", "given"])
+def test_a_context_that_was_made_before_is_refused(tmp_path: Path, way: str) -> None:
+    before, root = ocp.v1.Context(), tmp_path / "root"
+    tree = {"x": jnp.zeros(3)}
+    with v1.context(root):
+        with contextlib.ExitStack() as stack:
+            if way == "entered":
+                stack.enter_context(before)
+            context = before if way == "given" else None
+            checkpointer = stack.enter_context(ocp.v1.training.Checkpointer(root, context=context))
+            with pytest.raises(ValueError, match=r"v1\.context\(.*, base\)"):
+                checkpointer.save(0, tree)
+            with pytest.raises(ValueError, match=r"v1\.context\(.*, base\)"), before:
+                ocp.v1.save(root / "1", tree)
+        with before:
+            ocp.v1.save(tmp_path / "elsewhere" / "0", tree)
+    assert not (root / "0").exists()
+    with before:
+        ocp.v1.save(root / "0", tree)
 
 
 @pytest.mark.parametrize("kind", ["orbax", "deltacheck"])

@@ -243,3 +243,34 @@ def test_bases_that_cannot_be_shared_are_refused(place: Path) -> None:
         Engine(place / "run", base=tiny)
     with Engine(place / "run") as engine:  # none of them has kept the lease
         assert engine.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", (10**12).to_bytes(8, "little")),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"{}"),
+        ("pytorch_model.bin", b""),
+        ("pytorch_model.bin", b"PK\x03\x04"),
+    ],
+)
+def test_a_base_whose_header_does_not_fit_is_refused_before_it_is_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, begin: bytes
+) -> None:
+    class Unread:
+        def __init__(self, *_: object) -> None: ...
+
+        def update(self, content: bytes) -> None:
+            raise AssertionError("the content was read")
+
+    monkeypatch.setattr(base_roots.xxhash, "xxh3_128", Unread)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / name).write_bytes(begin)
+    os.truncate(folder / name, 40 << 30)  # sparse: it takes no space
+    with pytest.raises(errors.Damaged, match=name):
+        Engine(tmp_path / "run", base=folder)
+    assert not (tmp_path / "run" / "checkpoints" / "c0000000000").exists()
+    assert [entry.name for entry in tmp_path.glob("base-*")] == []

@@ -103,8 +103,17 @@ def test_a_checkpoint_comes_back_as_lightning_made_it(told: dict[str, Any]) -> N
     assert found["weights"]
 
 
-def test_a_hyperparameter_that_is_an_object_is_refused_by_name(told: dict[str, Any]) -> None:
-    assert "'hyper_parameters/extra/folder' is of type pathlib." in told["refused"]
+def test_a_hyperparameter_that_is_an_object_is_refused_before_the_training(
+    told: dict[str, Any],
+) -> None:
+    found = told["refused"]
+    assert "'hyper_parameters/extra/folder' is of type pathlib." in found["message"]
+    assert "OmegaConf.to_container(config)" in found["message"]
+    assert found["left"] == []
+
+
+def test_weights_are_averaged_once_the_last_save_has_read_them(told: dict[str, Any]) -> None:
+    assert told["averaged"] == [12]
 
 
 def test_a_file_of_lightning_itself_is_read_without_running_its_code(told: dict[str, Any]) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+import deltacheck
 from deltacheck.backends.torch import Engine
-from deltacheck.save import exits, pipeline
+from deltacheck.save import exits, pipeline, saver
 from deltacheck.save.job import early_copies, save_job
-from deltacheck.store.interrupts import Event
+from deltacheck.store.lock.interrupts import Event
+from tests.support.waiting import HANG_SECONDS, open_when_called
 
 
 @pytest.fixture
@@ -66,6 +68,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
         monkeypatch.setattr(save_job.SaveJob, "capture", capture_late)
 
         def handle() -> None:
+            engine.before_update()  # copies, too, but not within a copy
             engine.wait(60)
             handled.extend(engine.steps())
 
@@ -114,16 +117,63 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
             signal.signal(signal.SIGTERM, before)
 
 
-def test_load_state_dict_waits_for_the_save(tmp_path: Path, trained: Any) -> None:
-    model, optimizer, _ = trained
+def test_close_waits_for_the_save_whatever_a_handler_raises(
+    tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closes, is_interrupted, commit = Event(), Event(), pipeline.Pipeline._commit
+    is_shielded = saver.shielded
+
+    def fail() -> None:
+        is_interrupted.set()
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    def commit_late(self: Any, job: Any) -> None:
+        assert closes.wait(HANG_SECONDS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert is_interrupted.wait(HANG_SECONDS)
+        commit(self, job)
+
+    @contextlib.contextmanager
+    def then_close() -> Any:
+        with is_shielded() as errors:
+            closes.set()
+            yield errors
+
+    monkeypatch.setattr(pipeline.Pipeline, "_commit", commit_late)
+    monkeypatch.setattr(saver, "shielded", then_close)
+    on_usr1(fail)
+    engine = Engine(tmp_path)
+    engine.save(0, {"x": torch.ones(100)})
+    with pytest.raises(RuntimeError, match="worker is killed"):
+        engine.close()
+    assert deltacheck.open(tmp_path).steps() == [0]
+
+
+def test_load_state_dict_waits_for_the_save(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, train = trained
+    gate, capture = threading.Event(), save_job.SaveJob.capture
+    caller = threading.current_thread()
+
+    def capture_late(job: Any, sources: Any) -> None:
+        assert threading.current_thread() is caller or gate.wait(HANG_SECONDS)
+        capture(job, sources)
+
+    monkeypatch.setattr(save_job.SaveJob, "capture", capture_late)
     other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    before = copy.deepcopy(model.state_dict())
     with Engine(tmp_path, durability="process") as engine:
+        train()  # the engine now knows the optimizer, and reads its parameters in the background
+        before = copy.deepcopy(model.state_dict())
         for step in range(3):
+            gate.clear()
             engine.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            model.load_state_dict(other)
+            with monkeypatch.context() as patch:
+                open_when_called(patch, saver.Saver, "settle_reads", gate)
+                model.load_state_dict(other)
+            gate.set()
+            engine.wait()
             model.load_state_dict(before)
-        engine.wait()
         restored = engine.restore()["model"]
     assert all(torch.equal(restored[name], before[name]) for name in before)
     assert torch.nn.Module.load_state_dict.__module__ == torch.nn.Module.__module__

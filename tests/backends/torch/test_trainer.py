@@ -43,6 +43,10 @@ def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: s
     assert found["killed"] == {"killed": 9}
     assert found["resumed"].pop("began_at") in (2, 4, 6)  # which was committed when the kill came
     assert found["whole"].pop("began_at") == 0
+    # Whoever has not asked for a resume sees it.
+    assert found["whole"].pop("logged") == []
+    (line,) = found["resumed"].pop("logged")
+    assert line.startswith("WARNING training continues from step ")
     assert found["resumed"] == found["whole"]
 
 
@@ -66,6 +70,14 @@ def test_resume_from_checkpoint_takes_a_step_true_and_false(told: dict[str, Any]
     for how in ("finished", "named", "asked"):
         assert found[how]["state"] == found["whole"]["state"], how
     assert found["finished"]["losses"] == found["whole"]["losses"]
+    ended = "WARNING nothing is trained: step 8"
+    assert {how: found[how]["logged"] for how in found} == {
+        "whole": [],
+        "finished": ["WARNING training continues from step 8", ended],
+        "named": ["INFO training continues from step 4"],
+        "asked": ["INFO training continues from step 8", ended],
+        "afresh": [],
+    }
 
 
 def test_of_a_peft_model_only_what_is_trained_is_saved(told: dict[str, Any]) -> None:

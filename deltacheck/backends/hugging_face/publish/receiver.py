@@ -29,6 +29,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import escape_key
 from deltacheck.restore.follow.follower import LeafChange, Update, changed_elements
+from deltacheck.store.files import storage
 
 # Attempts to read a version while old ones are removed beside it.
 _ATTEMPTS = 5
@@ -55,7 +56,7 @@ class Receiver:
         self, folder: str | os.PathLike[str], *, limits: limits.Limits | None = None
     ) -> None:
         self._limits = limits
-        self._folder = Path(folder)
+        self._folder = storage.local(folder, "a receiver")
         version_folder.require_identity(self._folder)
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}

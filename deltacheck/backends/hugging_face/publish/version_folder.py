@@ -258,7 +258,7 @@ class _MetadataOfAny(msgspec.Struct):
 
 
 class _DocumentOfAny(msgspec.Struct):
-    """What is read of an index of any writer and any format."""
+    """The content of an index of any writer and any format, as far as it is read."""
 
     metadata: _MetadataOfAny
 
@@ -272,19 +272,19 @@ def _decoded(data: bytes, kind: type[_Struct]) -> _Struct:
 
 
 def _parsed(data: bytes, number: int) -> Index:
-    found = _decoded(data, _DocumentOfAny).metadata
-    if found.deltacheck is None:
+    header = _decoded(data, _DocumentOfAny).metadata
+    if header.deltacheck is None:
         raise UnsupportedFormat(
             f"version {number} was not published by deltacheck; publish to a folder of its own"
         )
-    if found.deltacheck.format != _FORMAT:
+    if header.deltacheck.format != _FORMAT:
         raise UnsupportedFormat(
-            f"version {number} has format {found.deltacheck.format}, this version of deltacheck"
+            f"version {number} has format {header.deltacheck.format}, this version of deltacheck"
             f" reads {_FORMAT}; use a newer version"
         )
-    if found.delta_encoding not in ("", *ENCODINGS.values()):
+    if header.delta_encoding not in ("", *ENCODINGS.values()):
         raise UnsupportedFormat(
-            f"version {number} has the encoding {found.delta_encoding!r}, which this version of"
+            f"version {number} has the encoding {header.delta_encoding!r}, which this version of"
             " deltacheck does not read; use a newer version"
         )
     document = _decoded(data, _Document)

@@ -94,7 +94,7 @@ class VersionSeries:
             raise ValueError(f"encoding must be 'slime' or 'compact', not {encoding!r}")
         self._encoding = ENCODINGS[encoding]
         self._full_every = full_every
-        self.folder = Path(storage.local(folder, "a folder of published versions")).absolute()
+        self.folder = storage.local(folder, "a folder of published versions").absolute()
         self._lease = _claim(self.folder, owner)
         try:
             _remove_leftovers(self.folder)

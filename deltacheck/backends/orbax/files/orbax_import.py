@@ -256,12 +256,12 @@ def write_orbax(
             # Orbax makes the folder anew, in one rename.
             checkpointer.save(folder, args=ocp.args.PyTreeSave(state), force=True)
         del state
-        stored = _digests(_read(folder))
-        if stored != expected:
-            place = next(p for p in (expected | stored) if expected.get(p) != stored.get(p))
+        digests = _digests(_read(folder))
+        if digests != expected:
+            place = next(p for p in (expected | digests) if expected.get(p) != digests.get(p))
             raise UnsupportedLeaf(
                 f"the value {place!r} of step {manifest.step} is {expected.get(place)}, but Orbax"
-                f" has stored {stored.get(place)}; leave it out with --leaves"
+                f" has stored {digests.get(place)}; leave it out with --leaves"
             )
         Durability.POWER.sync_tree(folder)
 

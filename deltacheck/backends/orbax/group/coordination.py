@@ -17,8 +17,8 @@ import jax
 from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
 from deltacheck.errors import RankFailed
 from deltacheck.save.ranks.channel import Ranks
-from deltacheck.store.deadline import Deadline
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import Lock
 
 # Size of the parts of a message. The service holds them in memory, and limits its own messages.
 _PART_BYTES = 1 << 20

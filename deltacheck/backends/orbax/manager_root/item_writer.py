@@ -15,7 +15,7 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
-from deltacheck.store.interrupts import postponed
+from deltacheck.store.lock.interrupts import postponed
 from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.root import Root, Store, create_manager_store
 

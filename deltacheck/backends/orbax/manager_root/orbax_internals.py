@@ -19,8 +19,10 @@ from typing import Any
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import storage
 from deltacheck.store.layout import UNFINISHED_STEP, step_name
+from deltacheck.store.lock.deadline import Deadline
+from deltacheck.store.lock.interrupts import join
 from deltacheck.store.manager_steps import MANAGER_STORE
 
 _COMMIT_FILE = "commit_success.txt"
@@ -57,7 +59,7 @@ class ItemPlace:
                 f"{path} is not in a local file system; this version writes and reads local"
                 " directories only"
             )
-        return cls(Path(path).absolute())
+        return cls(storage.local(path, "a handler").absolute())
 
     @classmethod
     def to_save(cls, directory: str | os.PathLike[str], root: Path | None) -> ItemPlace:
@@ -231,20 +233,28 @@ def remove_unused(directory: str | os.PathLike[str], awaited_seconds: float = 0.
 def await_renames(deadline: Deadline) -> bool:
     """Wait until Orbax has finished, well or not, its work after the futures of a save are done.
 
-    Each manager has a thread for that work, with a fixed name (0.11.30 to 0.12.8). If a release
-    renames it, ``wait_until_finished`` waits for it without a deadline.
+    Each manager has threads for that work, with fixed names (0.12.5 to 0.12.8). If a release
+    renames them, ``wait_until_finished`` waits for them without a deadline. The thread that commits
+    may be alone, if Ctrl-C has ended the call of ``save`` that had begun it.
 
     Returns:
         False if the time ran out.
     """
-    # The manager refers to its thread only in private attributes, so it is found by name.
-    for thread in threading.enumerate():
-        if thread.name == "save_finalize":
-            # Orbax's own ``join`` would raise the failure here, and the manager would not.
-            threading.Thread.join(thread, deadline.left)
-            if thread.is_alive():
-                return False
-    return True
+    return all(
+        join(thread, deadline.left)
+        for thread in threading.enumerate()
+        if thread.name in ("async_save", "save_finalize")
+    )
+
+
+def await_renames_of(manager: Any) -> None:
+    """Wait as ``await_renames``, for the last save of one manager, as long as it takes.
+
+    Orbax waits with ``Thread.join``, and is to find the thread ended: see ``join``.
+    """
+    thread = manager._finalize_thread.get()
+    if thread is not None:
+        join(thread)
 
 
 def _is_same(path: Path, root: Path) -> bool:

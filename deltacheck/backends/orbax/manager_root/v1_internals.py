@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from orbax.checkpoint import v1
@@ -14,7 +16,8 @@ from orbax.checkpoint.experimental.v1._src.handlers.compatibility import (
     CompatibilityCheckpointHandler,
 )
 
-from deltacheck.store.interrupts import Lock
+from deltacheck.backends.orbax.manager_root.orbax_internals import remove_unused
+from deltacheck.store.lock.interrupts import Lock
 
 
 def active_context() -> Any:
@@ -65,6 +68,40 @@ def for_new_contexts(handler: type) -> Iterator[None]:
             _register_globally(
                 _active_handlers[-1] if _active_handlers else v1.handlers.PyTreeHandler, handler
             )
+
+
+@contextlib.contextmanager
+def without_plain_saves(root: Path) -> Iterator[None]:
+    """Refuse that Orbax's own handler saves a tree in ``root``.
+
+    A context that was made before has that handler, and nothing would show it.
+    """
+    _roots.append(root)
+    v1.handlers.PyTreeHandler.save = _save_elsewhere
+    try:
+        yield
+    finally:
+        _roots.remove(root)
+        if not _roots:
+            v1.handlers.PyTreeHandler.save = _SAVE
+
+
+_SAVE: Any = v1.handlers.PyTreeHandler.save
+_roots: list[Path] = []
+
+
+@functools.wraps(_SAVE)
+async def _save_elsewhere(handler: Any, directory: Any, checkpointable: Any) -> Any:
+    for root in _roots:
+        if root in Path(directory.path).parents:
+            drop_creation(directory)
+            remove_unused(directory.path)
+            raise ValueError(
+                f"the active context, or that of the Checkpointer, was made before the one of"
+                f" deltacheck, and would save {directory.path} with Orbax's handler. Make it inside"
+                f" of v1.context({str(root)!r}), or give it as v1.context({str(root)!r}, base)"
+            )
+    return await _SAVE(handler, directory, checkpointable)
 
 
 def _register_globally(handler: type, *former: type) -> None:

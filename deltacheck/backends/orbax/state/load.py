@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.backends.orbax.state.metadata import as_tree
-from deltacheck.backends.orbax.state.saved_shardings import saved_shardings
+from deltacheck.backends.orbax.state.saved_shardings import concrete, saved_shardings
 from deltacheck.backends.orbax.state.targets import (
     NUMPY_TAGS,
     ArrayRequest,
@@ -173,6 +173,7 @@ def restore_tree(
             require_leaves(root, manifest)
         # Outside of own_rules, too: the mesh that is set is the training's.
         target = on_mesh(as_tree(part.target))
+        placements = _shardings_by_path(shardings, places_of(manifest.tree), manifest.step)
         selection = Selection.of(part._replace(target=target), manifest, contract)
         if paths is not None:
             if target is not None:
@@ -194,7 +195,6 @@ def restore_tree(
             # Outside of own_rules: the update belongs to the training, and so do its settings.
             read = log.replayed(root, manifest, selection.target, max_bytes)
         with leaves.own_rules():
-            placements = _shardings_by_path(shardings, places_of(manifest.tree), manifest.step)
             if paths is None:
                 return _restore_tree(root, manifest, selection, placements, max_bytes, read)
             return _restore_leaves(root, manifest, paths, placements, max_bytes)
@@ -363,21 +363,22 @@ def _shardings_by_path(
     if shardings is None:
         return {}
     if isinstance(shardings, Sharding | jax.Device):
-        return dict.fromkeys(places, _as_sharding(shardings))
+        return dict.fromkeys(places, _as_sharding(shardings, min(places, default="")))
     flat = tree.flatten(shardings, _describe_sharding, leaves.expand)
     unknown = sorted(flat.arrays.keys() - places.keys())
     if unknown:
         raise StepNotFound(
             f"shardings name leaf {unknown[0]!r}, which is not an array of step {step}"
         )
-    return {path: _as_sharding(value) for path, value in flat.arrays.items()}
+    return {path: _as_sharding(value, path) for path, value in flat.arrays.items()}
 
 
-def _as_sharding(value: object) -> Sharding:
+def _as_sharding(value: object, path: str) -> Sharding:
     if isinstance(value, jax.Device):
         return SingleDeviceSharding(value)
-    assert isinstance(value, Sharding)
-    return value
+    sharding = concrete(value, path)
+    assert sharding is not None
+    return sharding
 
 
 def _describe_sharding(value: object) -> ArrayLeaf | None:

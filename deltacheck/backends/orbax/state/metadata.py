@@ -171,9 +171,9 @@ def metadata_of(manifest: Manifest, directory: str | os.PathLike[str]) -> TreeMe
 def _sharding_record(sharding: Sharding | None, record: SavedSharding | None) -> Any:
     """Return Orbax's record of the sharding that a restore gives to an array."""
     if isinstance(sharding, NamedSharding):
-        named = _NamedSharding.from_jax_sharding(sharding)
-        named.sharding = sharding
-        return named
+        named_sharding = _NamedSharding.from_jax_sharding(sharding)
+        named_sharding.sharding = sharding
+        return named_sharding
     if record is None:
         # Orbax takes an array without a sharding for one of NumPy.
         return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(

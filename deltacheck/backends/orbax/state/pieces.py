@@ -219,10 +219,12 @@ def assembled(
     return result
 
 
-def spread(array: NDArray[Any], placed: Sharding, tag: str | None) -> jax.Array:
+def spread(array: NDArray[Any], sharding: Sharding, tag: str | None) -> jax.Array:
     """Return a host array, equal on every process, as an array of all processes."""
     parts = {
         device: np.ascontiguousarray(array[box])
-        for device, box in boxes_of(placed, array.shape).items()
+        for device, box in boxes_of(sharding, array.shape).items()
     }
-    return assembled({"": array.shape}, {"": placed}, {"": parts}, {"": array.dtype}, {"": tag})[""]
+    return assembled({"": array.shape}, {"": sharding}, {"": parts}, {"": array.dtype}, {"": tag})[
+        ""
+    ]

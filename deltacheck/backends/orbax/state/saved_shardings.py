@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.store.manifest import Manifest, SavedSharding
 
@@ -106,22 +107,28 @@ def saved_shardings(manifest: Manifest, paths: Iterable[str]) -> dict[str, Shard
 
 
 def concrete(sharding: Any, path: str) -> Sharding | None:
-    """Return the sharding that a target gives to a leaf, on the devices of the current mesh.
+    """Return the sharding that a caller gives to a leaf, on the devices of the current mesh.
+
+    JAX ends the process if it is asked for the devices of a mesh that has none. In Orbax's v1
+    interface, that is what an ``AbstractMesh`` becomes if no mesh is set.
 
     Args:
         sharding: The sharding; one of an ``AbstractMesh`` is of the mesh of ``jax.set_mesh``.
         path: The path of the leaf, for error messages.
 
     Raises:
-        ValueError: No mesh is set, or another one.
+        TreeMismatch: No mesh is set, or another one.
     """
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+    if not isinstance(sharding, NamedSharding):
         return sharding  # type: ignore[no-any-return]
+    requested = sharding.mesh
+    if not isinstance(requested, AbstractMesh) and not requested.empty:
+        return sharding
     mesh = jax.sharding.get_mesh()
-    if mesh.empty or mesh.abstract_mesh.shape != sharding.mesh.shape:
-        raise ValueError(
-            f"leaf {path!r} of the target has a sharding of {sharding.mesh}, which has no devices,"
-            f" and the mesh that is set is {mesh}. Restore in `with jax.set_mesh(mesh)`, or give"
-            " shardings"
+    if mesh.empty or mesh.abstract_mesh.shape != requested.shape:
+        raise TreeMismatch(
+            f"leaf {path!r} is to get a sharding of {requested}, which has no devices, and the mesh"
+            f" that is set is {mesh}. Restore in `with jax.set_mesh(mesh)`, or give shardings of"
+            " a mesh with devices"
         )
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 
 Watcher = Callable[[torch.Tensor], None]
 

@@ -258,7 +258,7 @@ def _add(guard: Guard) -> None:
 def _remove(guard: Guard) -> None:
     global _guards
     with _lock:
-        _guards = tuple(other for other in _guards if other is not guard)
+        _guards = tuple(member for member in _guards if member is not guard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,12 +25,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from torch.utils._pytree import tree_map
 
-from deltacheck.backends.torch.dcp import names
+from deltacheck.backends.torch.dcp import names, objects
 from deltacheck.backends.torch.dcp.foreign_options import refuse
-from deltacheck.backends.torch.dcp.stream import Restored, keep
+from deltacheck.backends.torch.dcp.stream import Restored, follow_course, keep
 from deltacheck.backends.torch.state import leaves
-from deltacheck.backends.torch.state.sampling import refusal
-from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
+from deltacheck.errors import StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.sharding import whole
@@ -279,6 +277,7 @@ class DeltaStorageReader(StorageReader):
         # much again.
         reader.boxes(requests, place, batch_bytes=_BATCH_BYTES)
         # Kept after the last box only: a load that has failed is no base of a save.
+        follow_course(self._root.path, manifest)
         if self._resume:
             keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 
@@ -294,7 +293,7 @@ class DeltaStorageReader(StorageReader):
             # The user has accepted that the author of the root may run code here.
             if self._allow_pickle:
                 return io.BytesIO(content)
-            value = _screened(content, fqn, manifest.step)
+            value = objects.read(content, fqn, manifest.step)
         else:
 
             def content_of(leaf: Any) -> Any:
@@ -398,28 +397,3 @@ def _place(item: ReadItem, planner: LoadPlanner, leaf: Loaded, step: int) -> Non
         )
     leaves.copyable(target).copy_(leaves.copyable(tensor))
     planner.commit_tensor(item, target)
-
-
-def _screened(content: bytes, fqn: str, step: int) -> object:
-    """Load an object that ``torch.save`` has written, without running code.
-
-    Raises:
-        UnsupportedLeaf: The object cannot be loaded without running code.
-        Damaged: The bytes are not an object of ``torch.save``.
-    """
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsupportedLeaf(
-            f"{fqn!r} of step {step} is an object that only running its pickle would give back:"
-            f" {refusal(error)}. If you trust whoever wrote this root, DeltaStorageReader(root,"
-            " allow_pickle=True) does; torch.serialization.add_safe_globals lets single classes"
-            " through"
-        ) from None
-    except DeltacheckError:
-        raise
-    # torch raises many types of errors for bytes that are damaged or made by an attacker.
-    except Exception as error:
-        raise Damaged(
-            f"{fqn!r} is not what torch.save has written: {type(error).__name__}: {error}", leaf=fqn
-        ) from error

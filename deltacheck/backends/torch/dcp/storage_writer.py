@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from deltacheck.backends.torch.dcp import names, stream
+from deltacheck.backends.torch.dcp import names, objects, stream
 from deltacheck.backends.torch.dcp.decisions import tree_of_numbers
 from deltacheck.backends.torch.dcp.foreign_options import refuse
 from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, stream_of
@@ -34,6 +34,7 @@ from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
+from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
@@ -95,9 +96,10 @@ class DeltaStorageWriter(StorageWriter):
     one process have the same options.
 
     A save that fails on any rank makes no step and leaves earlier steps as they were. Objects that
-    are not tensors are kept as ``torch.save`` bytes. Every rank needs DCP's collectives
-    (``use_collectives=True``). Saves raise ``RootBusy``, ``UnsupportedLeaf`` and ``SaveFailed``
-    within DCP's ``CheckpointException``. See ``docs/how-to/dcp.md``.
+    are not tensors are kept as ``torch.save`` bytes, and refused if a load would not accept them.
+    Every rank needs DCP's collectives (``use_collectives=True``). Saves raise ``RootBusy``,
+    ``UnsupportedLeaf`` and ``SaveFailed`` within DCP's ``CheckpointException``. See
+    ``docs/how-to/dcp.md``.
 
     Args:
         root: A directory or an address of an object store, the same on every rank.
@@ -167,7 +169,7 @@ class DeltaStorageWriter(StorageWriter):
         refuse("DeltaStorageWriter", other)
         super().__init__()
         self._overwrite = overwrite
-        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
         self._options = SaveOptions(
             policy=policy or Policy.exact(),
@@ -326,7 +328,7 @@ class DeltaStorageWriter(StorageWriter):
 
         Raises:
             SaveFailed: The plan is not of this save, or the storage failed.
-            UnsupportedLeaf: A tensor cannot be kept exactly.
+            UnsupportedLeaf: A tensor cannot be kept exactly, or a load would refuse an object.
             RankFailed: This rank does not see the folder of the coordinator.
         """
         # A planner may replace the plan that the coordinator returned.
@@ -567,6 +569,7 @@ def _flat(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner
                 )
             # The size is known only now. The coordinator gets it with the report (``Part.sizes``).
             pickled = data.getvalue()
+            objects.require_readable(pickled, item.index.fqn)
             arrays[path] = np.frombuffer(pickled, np.uint8)
             array_leaves[path] = ArrayLeaf((len(pickled),), "uint8", None, names.OBJECT)
             continue

@@ -44,7 +44,7 @@ from deltacheck.save.treatment.treatment import leaf_groups
 from deltacheck.store import collect
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
-from deltacheck.store.interrupts import Lock
+from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone, remove_unused
 from deltacheck.store.root import Root, Store, is_root_or_fresh
@@ -306,6 +306,9 @@ class Stream:
         self._last_written, self._manifest = task.seq, None
         # Its content is the base of the next save only, and takes as much memory as the state.
         restored = _restored.pop(str(self.path), None)
+        course = _courses.pop(str(self.path), None)
+        if course is not None:
+            self._root_writer.course.follow(course)
         if restored is not None and not saver.has_chains:
             names = [
                 name for name in flat.leaves if name in restored.chains and name in restored.stored
@@ -418,6 +421,7 @@ class Stream:
 # By root. A restored step stays here until the next save to its root.
 _streams: dict[str, Stream] = {}
 _restored: dict[str, Restored] = {}
+_courses: dict[str, str] = {}
 _turns: dict[str, Turns] = {}
 # ``async_save`` makes and uses writers on threads of DCP.
 _lock = Lock()
@@ -426,6 +430,11 @@ _lock = Lock()
 def keep(path: Place, restored: Restored) -> None:
     """Let the next save of this process to a root continue from a restored step."""
     _restored[str(path)] = restored
+
+
+def follow_course(path: Place, manifest: Manifest) -> None:
+    """Let the next save of this process to a root belong to the course of a step that was read."""
+    _courses[str(path)] = manifest.course
 
 
 def turns_of(path: Place) -> Turns:
@@ -459,6 +468,7 @@ def release(path: Place) -> None:
     with _lock:
         stream = _streams.pop(str(path), None)
         _restored.pop(str(path), None)
+        _courses.pop(str(path), None)
     # Outside of the lock, because it may wait for the storage.
     if stream is not None:
         stream.close()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.interrupts import Change, Lock
+from deltacheck.store.lock.interrupts import Change, Lock
 
 # A save without a call for so long has failed between two of them, in a planner or a collective.
 _IDLE_SECONDS = 60.0

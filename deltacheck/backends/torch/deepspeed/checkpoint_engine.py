@@ -44,6 +44,7 @@ from deltacheck.backends.torch.deepspeed.saved_state import (
 from deltacheck.backends.torch.files.load import MapLocation
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore.fill import StepReader
+from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
@@ -141,7 +142,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         refuse_unsupported(engine, policy)
         self._is_exact = not is_bounded(policy)
         root = self._options.pop("root", None)
-        self._root = None if root is None else Path(root).absolute()
+        self._root = None if root is None else _local(root)
         self._deepspeed = engine
         # The methods of the class: those of the instance may be wrapped by an earlier call.
         engine.save_checkpoint = functools.partial(
@@ -169,7 +170,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         # ``save_16bit_model`` calls this too, outside of ``save_checkpoint``.
         if self._saving is not None:
-            self._saving = PendingSave(Path(info.save_dir).absolute(), info.tag, info.save_latest)
+            self._saving = PendingSave(_local(info.save_dir), info.tag, info.save_latest)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take the content of one file.
@@ -203,7 +204,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             Damaged, ChainBroken: The step is not whole; the message names step, leaf and file.
         """
         reading = self._reading or Reading()
-        name = os.path.abspath(path)
+        name = str(_local(path))
         if name not in reading.files:  # DeepSpeed reads the model's file twice
             reading.files[name] = load_file(self._deepspeed, Path(name), reading, map_location)
         return reading.files[name]
@@ -358,7 +359,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """Run DeepSpeed's ``load_checkpoint``, which reads its files with ``load``."""
         self.wait()
-        add_pointers(self._deepspeed, Path(load_dir), tag)
+        folder = _local(load_dir)
+        add_pointers(self._deepspeed, folder, tag)
         self._reading = reading = Reading()
         runtime = deepspeed.runtime.engine
         # DeepSpeed calls this if only weights are loaded. It unpickles the files of all ranks.
@@ -367,7 +369,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._deepspeed, reading
         )
         try:
-            result = original(self._deepspeed, load_dir, tag, *args, **kwargs)
+            result = original(self._deepspeed, str(folder), tag, *args, **kwargs)
         finally:
             self._reading = None
             runtime.get_fp32_state_dict_from_zero_checkpoint = consolidate
@@ -380,3 +382,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
             self._read = reading.reader
         return result
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    return storage.local(path, "DeepSpeed").absolute()

@@ -21,7 +21,7 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy.retention import Retention
 from deltacheck.store.files import storage
-from deltacheck.store.interrupts import postponed
+from deltacheck.store.lock.interrupts import postponed
 
 SUFFIX = ".deltacheck"
 # Most series that are open at a time. Each holds a copy of its state.
@@ -104,7 +104,7 @@ def save(
         )
     # As ``torch.save`` does, a link is followed: its target is written. A folder that is reached in
     # two ways has one root.
-    path = storage.local(f, "a file in torch.save's place").resolve()
+    path = _target(f)
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory; save to a file name in it, or use Engine({str(path)!r})"
@@ -129,10 +129,14 @@ def release(f: str | os.PathLike[str] | None = None) -> None:
         f: A file of the series; ``None``: all series.
     """
     with postponed(), _lock:
-        for root in list(_open) if f is None else [series_of(Path(f).resolve()).root]:
+        for root in list(_open) if f is None else [series_of(_target(f)).root]:
             engine = _open.pop(root, None)
             if engine is not None:
                 engine.close()
+
+
+def _target(f: str | os.PathLike[str]) -> Path:
+    return storage.local(f, "a file in torch.save's place").resolve()
 
 
 def _engine(root: Path, keep_last: int | None) -> Engine:
@@ -142,6 +146,8 @@ def _engine(root: Path, keep_last: int | None) -> Engine:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
         engine = Engine(root, keep_last=keep_last)
+        # A program that is started again replaces files, as with ``torch.save``.
+        engine._writer.course.follow("")
     # Each call may pass another ``keep_last``.
     engine._writer.retention = Retention(last=keep_last)
     _open[root] = engine

@@ -16,6 +16,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
+from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.root import open_root
 
@@ -80,9 +81,9 @@ def load(  # noqa: PLR0913 - one argument per option
         step, map_location = None, step
     if not isinstance(root, str | os.PathLike):
         raise TypeError(f"deltacheck reads from a path, not from a {type(root).__name__}")
-    path = Path(root)
+    path = place.of(root, storage)
     # A file is one step. A root is a directory, or an address, which is never a local file.
-    if path.is_file():
+    if isinstance(path, Path) and path.is_file():
         opened, manifest = pointer.opened(path)
         if step not in (None, manifest.step):
             raise ValueError(
@@ -90,7 +91,7 @@ def load(  # noqa: PLR0913 - one argument per option
                 f" {opened.path}"
             )
     else:
-        opened = open_root(root, item, storage=storage)
+        opened = open_root(path, item)
         manifest = opened.manifest(step)
     opened.require_digest(manifest, expected_digest)
     require_leaves(opened, manifest)

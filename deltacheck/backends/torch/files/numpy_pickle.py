@@ -1,13 +1,16 @@
-"""Read NumPy arrays of ``torch.save`` files without NumPy's own unpickling.
+"""Read ``torch.save`` files with arrays of NumPy, paths and ``BytesIO``, and run no code of them.
 
 NumPy restores arrays from pickles by ``ndarray.__setstate__`` and ``dtype.__setstate__``, which
 trust what they are given. Here the names that a file refers to stand for classes of this module,
-which accept numbers and texts of NumPy in plain layouts only.
+which accept numbers and texts of NumPy in plain layouts only. Paths and ``BytesIO`` hold nothing
+but text and bytes.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pathlib
 from collections import OrderedDict
 from typing import Any
 
@@ -85,11 +88,18 @@ _GLOBALS: list[Any] = [
         for package in ("_core", "core")
         for function, name in ((_reconstruct, "_reconstruct"), (_scalar, "scalar"))
     ),
+    (io.BytesIO, "_io.BytesIO"),
+    # Python has moved them. A path of another system cannot be made.
+    *(
+        (kind, f"{module}.{kind.__name__}")
+        for module in ("pathlib", "pathlib._local")
+        for kind in (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    ),
 ]
 
 
 def load(path: Any, **options: Any) -> object:
-    """Return the content of a file of ``torch.save``, with arrays of NumPy. No code of it is run.
+    """Return the content of a file of ``torch.save``. No code of it is run.
 
     Args:
         path: The file.

@@ -124,13 +124,13 @@ def _as_damage(path: Path) -> Iterator[None]:
         raise ModuleNotFoundError(
             f"reading {path.name} needs safetensors: pip install safetensors"
         ) from error
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - torch raises many types
         raise Damaged(
             f"{path} cannot be read without running code from it: {type(error).__name__}:"
             f" {refusal(error)}."
             " If you trust the file, name its classes with torch.serialization.add_safe_globals, or"
             " load it yourself and save what it holds with Engine"
-        ) from error
+        ) from None  # torch's text advises to run the file
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -214,6 +214,8 @@ def ingest(
             raise ValueError(
                 f"{engine.root} has step {existing[0]} already; import into another root"
             )
+        # Files of one run may be imported in several calls, and in any order.
+        engine._writer.course.follow("")
         for step, path in files:
             # Each step is committed before the next file is read, so a damaged file does not affect
             # it.

@@ -18,7 +18,7 @@ import torch
 
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.external_errors import typed
-from deltacheck.store.interrupts import Event
+from deltacheck.store.lock.interrupts import Event
 
 # The last overlapped restore into each optimizer.
 _newest: WeakKeyDictionary[torch.optim.Optimizer, Arrival] = WeakKeyDictionary()

@@ -24,8 +24,8 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.restore.chain import Chain
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 

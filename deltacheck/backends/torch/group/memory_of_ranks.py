@@ -18,11 +18,11 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 
@@ -191,6 +191,10 @@ class MemoryOfRanksSession(ProcessGroupSession):
     def steps(self) -> list[int]:
         """Return the steps in memory and in the durable root, ascending."""
         return self._roots.steps()
+
+    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """Return the newest save of a step, a tag's save or the newest step, and its root."""
+        return self._roots.find(step)
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root; a step that is only in memory is copied there first."""

@@ -15,7 +15,7 @@ from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.single_process import SingleProcessSession
 from deltacheck.save import exits
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.lock.deadline import Deadline
 
 
 class OpenSession:

@@ -26,6 +26,7 @@ from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
 from deltacheck.backends.torch.state.repeated import Flattener
+from deltacheck.errors import StepNotFound
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
@@ -123,6 +124,7 @@ class SingleProcessSession:
             self.saver = Saver(self.live.store, TorchCodec(), options, Numbers(next_seq))
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
+        self.saver.on_resume = self.writer.course.follow
 
     def _open(self, path: Place, options: SaveOptions) -> Opened:
         return open_alone(path, options.durability)
@@ -166,6 +168,13 @@ class SingleProcessSession:
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
         return self.root.steps()
+
+    def latest_step(self) -> int | None:
+        """Return the step that a restore without a number restores; ``None`` if there is none."""
+        try:
+            return self.find(None)[1].step
+        except StepNotFound:
+            return None
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a committed step."""

@@ -86,12 +86,13 @@ def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 def refusal(error: Exception) -> str:
     """Return the reason why a file was not read, in one line, without torch's advice to run it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    blocked = re.search(r"GLOBAL (\S+) was not an allowed", text)
+    blocked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", text)
     if blocked:
         return f"it contains {blocked[1]}"
-    reason = re.search(r"WeightsUnpickler error: *([^\n]+)", text)
+    reason = re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
     lines = [reason[1]] if reason else text.strip().split("\n")
-    return next((line for line in lines if "weights_only" not in line), "torch refuses it")
+    own_words = (line for line in lines if line and "weights_only" not in line)
+    return next(own_words, "torch refuses it")
 
 
 def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
@@ -106,9 +107,9 @@ def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         # torch raises many types of errors for files that are damaged or made by an attacker.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as the comment says
             raise Damaged(
                 f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}:"
                 f" {refusal(error)}"
-            ) from error
+            ) from None  # its text advises to run the file
         yield step, state

@@ -179,6 +179,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # A finished run that is started again would do one more step.
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
+            if self._run is not None:
+                self._run.warn_if_finished(trainer.state)
             return
         original(trainer, *args, **kwargs)
 
@@ -280,6 +282,7 @@ class _Run:
         self._is_described = False
         self._temporary = temporary
         self._is_sharded = bool(trainer.is_fsdp_enabled)
+        self._is_first = trainer.args.process_index == 0
         # Kept until the first step, because the trainer reads it in several methods.
         self.resumed: Mapping[str, Any] | None = None
         self.resumed_path = ""
@@ -363,8 +366,27 @@ class _Run:
             saved = self.ranks.restore(step)
         write_files(path, {**saved.get("files", {}), STATE_FILE: saved["trainer_state"]})
         self.resumed, self.resumed_path, self._saved_step = saved, str(path), step
-        log.info("training goes on from step %d of %s", saved["step"], self.engine.root)
+        if self._is_first:
+            # ``Trainer`` starts anew if no checkpoint is asked for, so its users must see this.
+            level = logging.WARNING if request is None else logging.INFO
+            log.log(level, "training continues from step %d of %s", saved["step"], self.engine.root)
         return str(path)
+
+    def warn_if_finished(self, state: Any) -> None:
+        """Warn that nothing is left to train after the resumed step.
+
+        Args:
+            state: The trainer's state.
+        """
+        if self._is_first and self.resumed is not None:
+            log.warning(
+                "nothing is trained: step %d of %s is the last of this training (max_steps %d). To"
+                " continue, raise max_steps or num_train_epochs; to start anew, use another"
+                " output_dir or resume_from_checkpoint=False",
+                state.global_step,
+                self.engine.root,
+                state.max_steps,
+            )
 
     def _requested(self, request: object, newest: bool) -> int | None:
         steps = self.engine.steps()

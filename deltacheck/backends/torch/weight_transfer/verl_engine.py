@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from deltacheck.backends.hugging_face.publish.tensor_publisher import TensorPubl
 from deltacheck.backends.torch.weight_transfer.tensors import published, tensor_of
 from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.tree import escape_key
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import storage
+from deltacheck.store.lock.deadline import Deadline
 
 _OWNER = "weights of verl"
 _POLL_SECONDS = 0.05
@@ -58,7 +58,7 @@ class DeltaCheckCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         timeout_seconds: float = 600.0,
         changed_only: bool = False,
     ) -> None:
-        self._folder = Path(folder)
+        self._folder = storage.local(folder, "a weight transfer")
         self._is_master = is_master
         self._full_every = full_every
         self._timeout_seconds = timeout_seconds

@@ -28,9 +28,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.deadline import Deadline
+from deltacheck.store.lock.deadline import Deadline
 
 _LOOK_SECONDS = 1.0
+# The longest delay of a handler in a wait for a thread.
+_JOIN_SECONDS = 0.1
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 # All of these belong to the main thread. The number of locks that it holds, and of the blocks that
@@ -256,6 +258,27 @@ class Change:
             return True
         finally:
             self._waiters.remove(waiter)
+
+
+def join(thread: threading.Thread, timeout: float | None = None) -> bool:
+    """Wait for the end of a thread; return false if ``timeout`` seconds have passed before.
+
+    Up to Python 3.12, ``Thread.join`` takes a running thread for ended if a handler raises an error
+    in it, such as ``KeyboardInterrupt``. Nobody waits for that thread any more, not even the end of
+    the process. So handlers run between two short waits here.
+    """
+    deadline = Deadline.after(timeout)
+    while True:
+        left = deadline.left
+        with Lock():
+            # Not that of a subclass, which may raise the error of the thread.
+            threading.Thread.join(
+                thread, _JOIN_SECONDS if left is None else min(left, _JOIN_SECONDS)
+            )
+            if not thread.is_alive():
+                return True
+        if left == 0:
+            return False
 
 
 class Event:

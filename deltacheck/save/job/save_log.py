@@ -1,0 +1,67 @@
+"""Log each committed save, and a summary of the saves of a root at the end."""
+
+from __future__ import annotations
+
+import logging
+
+from deltacheck.leaf.spec import SaveReport
+from deltacheck.save.progress import Progress
+
+log = logging.getLogger("deltacheck")
+
+
+class SaveLog:
+    """The log of the saves of one root in one process, at level INFO. Every entry point has it."""
+
+    def __init__(self) -> None:
+        self._root: object = None
+        self._committed = self._failed = self._stored_bytes = 0
+        self._blocking_seconds = 0.0
+        # Training may still wait for this save, so its time is added later.
+        self._last: Progress | None = None
+
+    def committed(self, root: object, progress: Progress, report: SaveReport) -> None:
+        """Log a save that was committed.
+
+        Args:
+            root: The root.
+            progress: The state of the save.
+            report: The cost of the save.
+        """
+        self._root = root
+        self._committed += 1
+        self._stored_bytes += report.stored_bytes
+        self._take_last()
+        self._last = progress
+        log.info(
+            "step %d is committed to %s: %s bytes of %s written, in %.2f s in the background;"
+            " training waited %.3f s",
+            report.step,
+            root,
+            f"{report.stored_bytes:,}",
+            f"{report.raw_bytes:,}",
+            report.durable_seconds,
+            report.blocking_seconds,
+        )
+
+    def failed(self) -> None:
+        """Count a save that failed. Its error is logged where it arises."""
+        self._failed += 1
+
+    def close(self) -> None:
+        """Log the summary, if there was a save that ended."""
+        self._take_last()
+        if self._root is not None:
+            log.info(
+                "%s: %d saves committed, %d failed; %s bytes written, training waited %.3f s",
+                self._root,
+                self._committed,
+                self._failed,
+                f"{self._stored_bytes:,}",
+                self._blocking_seconds,
+            )
+
+    def _take_last(self) -> None:
+        if self._last is not None:
+            self._blocking_seconds += self._last.blocking_seconds
+        self._last = None
