@@ -198,11 +198,6 @@ class SegmentWriter:
         return pending
 
     @property
-    def delta_arrays(self) -> int:
-        """Number of arrays of the parts so far."""
-        return schema.arrays_of(self.parts)
-
-    @property
     def scratch_bytes(self) -> int:
         """Memory that the encoding of files takes, whatever their size."""
         return self._streams.scratch_bytes
