@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -690,11 +691,16 @@ def refuse_file(path: Place) -> None:
     """Raise ``NotACheckpointRoot`` if a path, or a part of it, is a file or a dangling link."""
     if isinstance(path, Path):
         for part in (path, *path.parents):
-            if part.is_dir():
-                return
-            if os.path.lexists(part):
-                kind = "a file" if part.exists() else "a link to a directory that does not exist"
-                raise NotACheckpointRoot(f"{part} is {kind}; give an empty or new directory")
+            # One look: another process may make the directory at the same moment.
+            try:
+                if stat.S_ISDIR(os.stat(part).st_mode):
+                    return
+                kind = "a file"
+            except OSError:
+                if not os.path.islink(part):
+                    continue
+                kind = "a link to a directory that does not exist"
+            raise NotACheckpointRoot(f"{part} is {kind}; give an empty or new directory")
 
 
 def check_root(path: Place) -> None:

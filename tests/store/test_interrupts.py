@@ -136,6 +136,7 @@ def test_a_handler_may_wait_for_what_it_has_interrupted_the_wait_for(handler: In
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, where another test has imported it
 def test_a_forked_child_has_no_lock_of_its_parent(handler: Install) -> None:
     events: list[str] = []
     handler(lambda: events.append("handled"))

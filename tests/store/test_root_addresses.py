@@ -20,6 +20,7 @@ from deltacheck.cli import main
 from deltacheck.errors import Damaged, NotACheckpointRoot
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.store.files import storage
+from deltacheck.store.root import refuse_file
 
 # DCP says with every call that it is used without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -243,3 +244,20 @@ def test_the_folder_of_a_manager_stays_a_manager_root(tmp_path: Path) -> None:
     with manager(tmp_path / "new"):
         pass
     assert deltacheck.open(tmp_path / "run").steps() == [0]
+
+
+def test_a_directory_that_another_process_makes_meanwhile_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "root"
+
+    def made_before(look: Callable[[Path], bool]) -> Callable[[Path], bool]:
+        def call(part: Path) -> bool:
+            path.mkdir(exist_ok=True)
+            return look(part)
+
+        return call
+
+    for name in ("islink", "lexists"):
+        monkeypatch.setattr(os.path, name, made_before(getattr(os.path, name)))
+    refuse_file(path)
