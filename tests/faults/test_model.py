@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,15 @@ class Killed(BaseException):
 
 @dataclass
 class Save:
-    """A checkpoint in the model. ``key``: equal for all forms of one save."""
+    """A checkpoint in the model. ``key``: equal for all forms of one save; ``course``: the key of
+    the save that began its course, 0 for the first course.
+    """
 
     key: int
     step: int
     state: dict[str, Any]
     loss: float
+    course: int = 0
 
 
 def where_saved(do: Callable[..., None]) -> Callable[..., None]:
@@ -157,6 +160,7 @@ class Model(RuleBasedStateMachine):
             "n": 0,
         }
         self.keys = 0
+        self.course: int | None = None  # of this engine's saves; ``None``: its first one decides
         self.time, self.jump = time.time, 0.0
         time.time = lambda: self.time() + self.jump
 
@@ -169,9 +173,11 @@ class Model(RuleBasedStateMachine):
         """Return the steps that a retention keeps, computed as plainly as possible."""
         if retention.keeps_all:
             return dict(saved)
-        of_step = {save.step: seq for seq, save in sorted(saved.items())}
+        course = saved[max(saved)].course if saved else 0
+        of_step = {s.step: seq for seq, s in sorted(saved.items()) if s.course == course}
         asked = sorted(of_step.values())
         stay = set(asked[-(retention.last or 1) :])
+        stay |= {seq for seq, s in saved.items() if s.course != course}
         stay |= {seq for seq in asked if retention.every and saved[seq].step % retention.every == 0}
         for best in retention.best:
             finite = [seq for seq in asked if saved[seq].loss == saved[seq].loss]
@@ -186,7 +192,18 @@ class Model(RuleBasedStateMachine):
 
     def committed(self, seq: int, save: Save) -> None:
         assert self.engine is not None
-        self.saved = self.expected_after(self.saved | {seq: save}, self.engine._writer.retention)
+        saved = self.saved | {seq: self.in_its_course(save, self.saved)}
+        self.saved = self.expected_after(saved, self.engine._writer.retention)
+
+    def in_its_course(self, save: Save, saved: dict[int, Save]) -> Save:
+        """Return a save that comes after others with its course."""
+        if self.course is None:
+            newest = saved[max(saved)] if saved else None
+            if newest is None or save.step > newest.step:
+                self.course = newest.course if newest else 0
+            else:
+                self.course = save.key
+        return replace(save, course=self.course)
 
     def settle(self) -> None:
         for handle, save in self.pending:
@@ -225,6 +242,7 @@ class Model(RuleBasedStateMachine):
         self, depth: int, compact_after: int | None, keep: dict[str, Any], go_on: bool
     ) -> None:
         policy = Policy.exact(max_chain_depth=depth)
+        self.course = None
         self.engine = Engine(
             self.path,
             policy=policy,
@@ -304,6 +322,11 @@ class Model(RuleBasedStateMachine):
         a retention lets go may have gone.
         """
         found, before = {}, self.saved
+        # A save is committed after all before it, so these decide about its course.
+        earlier = dict(before)
+        for save in in_flight:
+            earlier[max(earlier, default=-1) + 1] = self.in_its_course(save, earlier)
+        in_flight = list(earlier.values())[len(before) :]
         opened = open_root(self.path) if self.path.joinpath("zarr.json").exists() else None
         for ref in opened.checkpoints() if opened is not None else ():
             if ref.seq not in before:
@@ -343,6 +366,7 @@ class Model(RuleBasedStateMachine):
         if from_engine and self.engine is not None:
             self.live = self.engine.restore(step)
             assert_same(self.newest(step).state, self.live)
+            self.course = self.newest(step).course
         else:
             found = deltacheck.open(self.path).restore(step)
             assert_same(
