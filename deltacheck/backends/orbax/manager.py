@@ -72,8 +72,8 @@ def manager(  # noqa: PLR0913 - one argument per option
 
     In a run of several processes each of them makes a manager and the same calls. Each writes what
     lies on its devices, replicated parts are written once, and process 0 commits one step for all.
-    A failure of one process is raised in all. The policy must then be exact, arrays must span all
-    processes, and NumPy arrays and numbers must be equal in each. See ``docs/how-to/orbax.md``.
+    A failure of one process is raised in all. Arrays must then span all processes, and NumPy arrays
+    and numbers must be equal in each. See ``docs/how-to/orbax.md``.
 
     A save under way when the interpreter exits is finished first; plain Orbax loses it.
 

@@ -1,7 +1,7 @@
 """The interface of a storage service: every operation that a root needs of the place it lies in.
 
 A ``Storage`` is bound to one path. ``storage.storage_of(path)`` chooses the implementation by the
-type of the path, once; no other module asks which kind of storage a path belongs to.
+type of the path.
 """
 
 from __future__ import annotations

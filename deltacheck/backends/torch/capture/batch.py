@@ -1,8 +1,7 @@
 """Plan the reads of all tensors of a state in host memory together, if its forms are known.
 
 ``save`` takes what must be taken at once: addresses, version counters, fingerprints, and copies of
-small leaves that may change at any time. The sources of the leaves are sources from it behind the
-training loop.
+small leaves that may change at any time. The leaves are read from it behind the training loop.
 """
 
 from __future__ import annotations
