@@ -780,11 +780,38 @@ def size_figures(package: Package) -> Iterator[Figure]:
             if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and docstring_of(node):
                 statements -= 1
                 docstrings += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+    code = sum(code_lines(module) for module in modules)
+    title = f"lines of code in `{PACKAGE}/`: no blank lines, comments or docstrings"
+    yield Figure("code-lines", title, str(code), "<= 40000")
     total = sum(sizes)
     yield Figure("python-lines", f"lines of Python in `{PACKAGE}/`", str(total))
     title = "statements per line, docstrings not counted"
     yield Figure("statements", title, f"{statements / total:.2f}")
     yield Figure("docstring-lines", "share of docstring lines", percent(docstrings, total))
+
+
+def code_lines(module: Module) -> int:
+    """Count the lines of a module that are neither blank nor a comment nor part of a docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and docstring_of(node):
+            first = node.body[0]
+            docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+        if token.type not in _NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def _distribution(values: list[int]) -> str:
