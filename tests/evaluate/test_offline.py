@@ -168,4 +168,4 @@ def test_every_named_policy_is_made() -> None:
             with pytest.raises(ValueError, match="needs a profile"):
                 policy_of(name)
         else:
-            assert isinstance(policy_of(f"{name}:max_chain_depth=9"), Policy)
+            assert isinstance(policy_of(f"{name}:max_restore_ratio=9"), Policy)

@@ -119,7 +119,7 @@ SUITES = (
             *pytest(
                 "codec/test_codec_properties",
                 "codec/test_codec_lattice",
-                "codec/test_codec_relative",
+                "codec/test_codec_nested",
                 "codec/test_codec_octaves",
                 "codec/test_codec_ratios",
                 "leaf/test_tree",
