@@ -2,7 +2,7 @@
 
 A step of a thousand ranks has a million tiles. Their places follow a few rules, and their digests
 are in the tables of the segments that hold them. ``docs/reference/format.md``, section 3, defines
-the form (feature ``tiles.compact``).
+the form (key ``compact``).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def pays(leaves: Mapping[str, Tiles]) -> bool:
 
 
 def packed(manifest: Manifest) -> dict[str, Any]:
-    """Return the body of a manifest that has the feature ``tiles.compact``."""
+    """Return the body of a manifest in the compact form."""
     axes: dict[Axis, int] = {}
     cuts: dict[Cuts, int] = {}
     cut_numbers: dict[tuple[int, ...], int] = {}
@@ -234,7 +234,7 @@ class LaneTables:
     A lane is read when a tile of it is asked for, and proven by its digest in the manifest.
 
     Args:
-        manifest: A manifest with the feature ``tiles.compact``.
+        manifest: A manifest in the compact form.
         table_of: Return the table of a segment.
     """
 

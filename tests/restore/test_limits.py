@@ -96,7 +96,7 @@ def tiles_by_rule(count: int) -> Callable[[dict[str, Any]], None]:
         refs, paths = manifest["segments"], list(manifest["leaves"])
         tile_leaf = {"dtype": "float32", "cuts": 0, "lanes": 0}
         manifest |= {
-            "must_understand": ["tiles", "tiles.compact"],
+            "must_understand": ["tiles"],
             "segments": [],
             "leaves": {},
             "lanes": [list(range(len(refs)))],
