@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from deltacheck.store.layout import LATEST
+
 if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 
-# These words are part of the command line's interface, see docs/reference/cli.md.
-LATEST = "latest"
-TAG = "@"
+TAG = "@"  # part of the command line's interface, see docs/reference/cli.md
 # Numbers of up to 18 digits fit a signed integer of 64 bits. A longer run of digits is the name of
 # a root.
 _STEP = re.compile(r"[0-9]{1,18}")

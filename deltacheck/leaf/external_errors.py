@@ -103,7 +103,7 @@ def translated(
             return None
         return _storage_failed(error, where)
     if type(error) in _STATUS_CLASSES and _STATUS.match(str(error)):
-        return StorageFailed(f"{where}: the storage refused: {error}. {_remedy_of_storage(error)}")
+        return StorageFailed(f"{where}: the storage refused: {error}. {_remedy_of(error)}")
     return None
 
 
@@ -118,15 +118,23 @@ def remedy(error: BaseException) -> str:
         return ""
     if is_out_of_memory(error):
         return f". {_MEMORY_REMEDY}"
+    is_known = isinstance(error, OSError) or is_external(error)
+    return f". {_remedy_of(error)}" if is_known else ""
+
+
+def _remedy_of(error: BaseException) -> str:
+    return _REMEDIES.get(system_error(error) or 0, _REMEDY)
+
+
+def system_error(error: BaseException) -> int | None:
+    """Return the system's number of an error; ``None`` if there is none.
+
+    TensorStore has it in the text of its errors.
+    """
     if isinstance(error, OSError):
-        return f". {_REMEDIES.get(error.errno or 0, _REMEDY)}"
-    return f". {_remedy_of_storage(error)}" if is_external(error) else ""
-
-
-def _remedy_of_storage(error: BaseException) -> str:
-    """Return the remedy of an error of TensorStore, whose text ends with that of the system."""
-    number = re.search("os_error_code='([0-9]+)'", str(error))
-    return _REMEDY if number is None else _REMEDIES.get(int(number[1]), _REMEDY)
+        return error.errno
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(code[1]) if code else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -240,16 +248,14 @@ def _place(args: tuple[Any, ...]) -> object:
 
 
 def _storage_failed(error: OSError, where: str) -> StorageFailed:
-    number = error.errno
-    remedy = _REMEDIES.get(number or 0, _REMEDY)
-    message = f"{where}: {str(error).rstrip('.')}. {remedy}"
+    message = f"{where}: {str(error).rstrip('.')}. {_remedy_of(error)}"
     failure = (
         StorageTimeout(message)
         if isinstance(error, TimeoutError)
         else _class_like(type(error))(message)
     )
     # Not ``filename``, with which an ``OSError`` would print other text than this message.
-    failure.errno = number
+    failure.errno = error.errno
     return failure
 
 

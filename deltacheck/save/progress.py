@@ -92,7 +92,7 @@ class Progress:
         Raises:
             TimeoutError: ``timeout`` seconds have passed.
         """
-        if not self.wait_until(lambda: self.done(), timeout):
+        if not self.wait_until(self.done, timeout):
             raise TimeoutError(
                 f"the save of step {self.step} is only {self.state} after {timeout:.3g} s"
             )
@@ -159,7 +159,7 @@ class Progress:
             # A committed step exists, whatever fails afterwards.
             if not self.done():
                 # Before the state: whoever sees that the save has failed must find the error.
-                self._set_error(error)
+                self.error, self.has_unseen_error = error, True
                 self.state = "failed"
         self._changed.notify()
 
@@ -167,9 +167,6 @@ class Progress:
         """Record that the step was read back."""
         self._pulse.beat()
         self.receipt = receipt
-
-    def _set_error(self, error: Exception) -> None:
-        self.error, self.has_unseen_error = error, True
 
     def mark_reads_enqueued(self) -> None:
         """Record that every read of the state is enqueued on its device."""

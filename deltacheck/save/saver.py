@@ -265,9 +265,6 @@ class Saver:
         Args:
             manifest: The manifest of the step.
         """
-        self._resumed(manifest)
-
-    def _resumed(self, manifest: Manifest) -> None:
         self._treatment.resumed(manifest.rates)
         if self.on_resume is not None:
             self.on_resume(manifest.course)
@@ -328,7 +325,7 @@ class Saver:
         if self._setup.shadow_file is not None:
             bases = self._setup.shadow_file.moved(bases)
         self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
-        self._resumed(manifest)
+        self.resumed(manifest)
 
     @property
     def has_chains(self) -> bool:

@@ -16,18 +16,9 @@ from hypothesis import strategies as st
 from deltacheck import _native
 from deltacheck.codec.lossy import lattice, nested, reference_codes
 from deltacheck.codec.lossy.lattice import LEAST_STEP, MOST_STEP
+from tests.codec.test_codec_lattice import MASK, MOST, bits, phase
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
-
-MASK = 2**64 - 1
-MOST = float(np.finfo(np.float32).max)
-
-
-def phase(number):
-    z = number & MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
-    return ((z ^ z >> 31) >> 40) * 2.0**-24
 
 
 def float_of(bits):
@@ -37,10 +28,6 @@ def float_of(bits):
 def rounded(x):
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(ml_dtypes.bfloat16)
-
-
-def bits(array):
-    return np.asarray(array, np.float32).view(np.uint32)
 
 
 def lists_of_floats(**options):

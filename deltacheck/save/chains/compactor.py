@@ -1,10 +1,10 @@
 """Shorten long chains behind a training, between two of its saves.
 
-Deltas of a leaf are merged into one. No manifest is touched. The new
-segment has a sequence number that was set aside between two saves, and it holds the leaves as the
-first of these saves has them. Once it is durable, the chains of the next save use it and keep the
-deltas that came later. Until then no chain refers to it. A kill at any moment therefore leaves an
-unneeded segment and nothing else.
+Deltas of a leaf are merged into one. No manifest is touched. The new segment has a sequence number
+that was set aside between two saves, and it holds the leaves as the first of these saves has them.
+Once it is durable, the chains of the next save use it and keep the deltas that came later. Until
+then no chain refers to it. A kill at any moment therefore leaves an unneeded segment and nothing
+else.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class CompactedChains:
     epoch: int
     ref: SegmentRef | None
     links: Mapping[str, Links]
-    decoded_bytes: Mapping[str, int] = field(default_factory=dict)
-    declined: frozenset[str] = frozenset()
+    decoded_bytes: Mapping[str, int]
+    declined: frozenset[str]
 
 
 def deltas_to_merge(leaves: Mapping[str, LeafState], policy: Policy) -> dict[str, Links]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,31 +34,24 @@ class WeightCapture:
         its weight. It is stored exactly if a value does not fit or lies outside the cell of its
         weight.
         """
-        group = self._group
-        live = group.live(path)
-        weights = group.live(decision.of) if decision.of else None
-        bits = nested.MOST_BITS + 1
-        if weights is not None:
+        group, weights = self._group, None
+        codes_of: Callable[..., lattice.Coded] = lattice.codes
+        if decision.of:
+            weights = group.live(decision.of)
             bits = nested.most_bits(weights, decision.spacing, decision.halvings)
-        if weights is None or bits + decision.spare_bits > nested.MOST_BITS:
-            coded = lattice.codes(
-                live,
-                decision.spacing,
-                decision.seed,
-                halvings=decision.halvings,
-                spare_bits=decision.spare_bits,
-                weights=weights,
-            )
-        else:
-            coded = nested.codes(
-                live,
-                decision.spacing,
-                decision.seed,
-                halvings=decision.halvings,
-                spare_bits=decision.spare_bits,
-                weights=weights,
-            )
-        return self._bounded(path, replace(decision, how="lattice" if bits else "drawn"), coded)
+            if bits + decision.spare_bits <= nested.MOST_BITS:
+                codes_of = nested.codes
+            if bits == 0:
+                decision = replace(decision, how="drawn")
+        coded = codes_of(
+            group.live(path),
+            decision.spacing,
+            decision.seed,
+            halvings=decision.halvings,
+            spare_bits=decision.spare_bits,
+            weights=weights,
+        )
+        return self._bounded(path, decision, coded)
 
     def _bounded(self, path: str, decision: Decision, coded: lattice.Coded) -> Any:
         """Return the codes of a master, or its exact values if the codes break the contract."""

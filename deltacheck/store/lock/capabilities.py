@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.errors import StorageFailed
+from deltacheck.leaf.external_errors import system_error
 
 # The system's answers of a file system that does not have an operation.
 _MISSING = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
-_CODE = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
 
 class _Capability(NamedTuple):
@@ -53,13 +53,11 @@ def lacking(path: Path, error: Exception, operation: str = "") -> StorageFailed 
     Returns:
         The error; ``None`` if it has another reason.
     """
-    text = str(error)
-    code = _CODE.search(text)
-    number = error.errno if isinstance(error, OSError) else int(code[1]) if code else None
+    number = system_error(error)
     if number not in _MISSING:
         return None
     # Without the names of files, which may contain anything.
-    call = operation or re.sub(r'"[^"]*"|/\S*', "", text)
+    call = operation or re.sub(r'"[^"]*"|/\S*', "", str(error))
     for capability in _CAPABILITIES:
         if re.search(capability.pattern, call, re.IGNORECASE):
             return StorageFailed(

@@ -144,7 +144,6 @@ class ProcessGroupSession(SingleProcessSession):
 
 
 def _require_supported(options: SaveOptions) -> None:
-    # The ranks agree on one save at a time and on the tiles that it writes. A compaction would
-    # write leaves outside of this agreement.
+    # The ranks agree on one save at a time.
     if options.max_pending != 1:
         raise ValueError("ranks that save together need max_pending=1")
