@@ -132,10 +132,19 @@ def run_tests(context: Context, *files: str) -> Result:
     command += [str(_TESTS / file) for file in files]
     platforms = "cpu" if context.rehearse else "cuda,cpu"
     environment = os.environ | {"JAX_PLATFORMS": platforms}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=context.seconds_left()
-    )
-    print(done.stdout[-20_000:], done.stderr[-5000:], file=sys.stderr)
+    # To a file: what the tests printed before a limit ended them is needed most.
+    log = context.folder / "tests.log"
+    try:
+        with log.open("w") as output:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=context.seconds_left(),
+            )
+    finally:
+        print(log.read_text(errors="replace")[-20_000:], file=sys.stderr)
     if not report.exists():
         raise RuntimeError(f"pytest ended with {done.returncode}; see the log of this part")
     suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
