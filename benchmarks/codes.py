@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.encode import threads_restored
 from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck import _native
-from deltacheck.codec.lossy import lattice, nested, reference_codes
+from deltacheck.codec.lossy import lattice, nested
+from tests.reference import codes as reference_codes
 
 _STEP, _SEED = 1e-5, 7
 # Of the time of one element in NumPy.

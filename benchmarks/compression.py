@@ -109,15 +109,14 @@ def run(settings: Settings) -> Result:
     finally:
         _native.set_threads(threads)
     pipeline = _pipeline(pairs, seconds)
-    if arrays.native_stream_writer() is not None:
-        figures.append(
-            Figure(
-                "encoding and compressing 1 GB of AdamW state on one thread",
-                pipeline,
-                LIMIT_SECONDS_PER_GB,
-                "seconds",
-            )
+    figures.append(
+        Figure(
+            "encoding and compressing 1 GB of AdamW state on one thread",
+            pipeline,
+            LIMIT_SECONDS_PER_GB,
+            "seconds",
         )
+    )
     columns: dict[str, Unit] = {
         "leaves": "text",
         "words changed": "ratio",
@@ -189,10 +188,8 @@ def _methods(pair: Pair, settings: Settings, folder: Path) -> dict[str, tuple[in
     ways: dict[str, Callable[[], int]] = {
         _BYTE_GROUPS: lambda: _zstd(_byte_groups(long_now)),
         _XOR: lambda: _zstd((long_now ^ long_before).view(np.uint8)),
+        _OURS: lambda: _encode(long_now, shadow),
     }
-    native = arrays.native_stream_writer()
-    if native is not None:
-        ways[_OURS] = lambda: _encode(long_now, shadow, native)
     sizes: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 if settings.quick else REPETITIONS):
@@ -205,7 +202,7 @@ def _methods(pair: Pair, settings: Settings, folder: Path) -> dict[str, tuple[in
         name: (sizes[name] // times, median(seconds[name]) / times) for name in ways
     }
     segment_bytes, stream_bytes = _on_disk(pair, folder)
-    results[_OURS] = (segment_bytes, results[_OURS][1] if native is not None else None)
+    results[_OURS] = (segment_bytes, results[_OURS][1])
     return results | {_STREAMS: (stream_bytes, None)}
 
 
@@ -226,7 +223,7 @@ def _zstd(data: Bytes) -> int:
     )
 
 
-def _encode(now: NDArray[Any], shadow: NDArray[Any], native: Callable[..., int]) -> int:
+def _encode(now: NDArray[Any], shadow: NDArray[Any]) -> int:
     """Encode in the runs that a save uses, write the streams to /dev/null, and return their bytes.
 
     The bytes are those before the entropy stage.
@@ -243,7 +240,7 @@ def _encode(now: NDArray[Any], shadow: NDArray[Any], native: Callable[..., int])
             for data in encoded.streams.values():
                 spec = ArraySpec.flat(data.size, "uint8", stream_codec([data]), {})
                 for number in range(spec.file_count):
-                    arrays.write_stream_file(native, sink.fileno(), spec, [data], number)
+                    arrays.write_stream_file(sink.fileno(), spec, [data], number)
                 total += data.size
     return total
 

@@ -149,7 +149,8 @@ def encoder_settings_restored() -> Iterator[None]:
     """The encoder's threads and instruction set are the process's: as they were, once the test has
     ended.
     """
-    _native = pytest.importorskip("deltacheck._native")
+    from deltacheck import _native
+
     threads, kernels = _native.threads(), _native.instruction_set()
     yield
     _native.set_threads(threads)

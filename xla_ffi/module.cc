@@ -21,15 +21,13 @@
 #include <tuple>
 #include <utility>
 
+#include "encoder/crc32c.h"
 #include "encoder/delta.h"
+#include "encoder/entropy.h"
+#include "encoder/entropy_read.h"
 #include "encoder/fingerprint.h"
 #include "handlers/registrations.h"
 #include "objects.h"
-#ifdef DELTACHECK_ENTROPY
-#  include "encoder/crc32c.h"
-#  include "encoder/entropy.h"
-#  include "encoder/entropy_read.h"
-#endif
 
 namespace nb = nanobind;
 
@@ -179,7 +177,6 @@ std::optional<std::pair<uint64_t, std::string>> apply_rows_arrays(
   return std::make_pair(bad_row, refusal);
 }
 
-#ifdef DELTACHECK_ENTROPY
 int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
                uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded, int level,
                uint64_t number) {
@@ -213,13 +210,6 @@ constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
 
 // Returns the codecs that this build can decode; store/files/native_files.py leaves the others to
 // TensorStore.
-std::vector<std::string> readable_codecs() {
-  std::vector<std::string> names;
-  for (const auto& [name, codec] : kChunkCodecs) {
-    if (can_read(codec)) names.push_back(name);
-  }
-  return names;
-}
 
 // A file as Python passes it: descriptor, chunk bytes, chunks per file, sharded, codec.
 using FileArguments = std::tuple<int, uint64_t, uint64_t, bool, std::string>;
@@ -233,9 +223,9 @@ SourceFile source_of(const FileArguments& arguments) {
     throw std::invalid_argument(
         "a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
   }
-  const auto* entry = std::find_if(
-      std::begin(kChunkCodecs), std::end(kChunkCodecs),
-      [&codec = codec](const auto& item) { return codec == item.first && can_read(item.second); });
+  const auto* entry =
+      std::find_if(std::begin(kChunkCodecs), std::end(kChunkCodecs),
+                   [&codec = codec](const auto& item) { return codec == item.first; });
   if (entry == std::end(kChunkCodecs))
     throw std::invalid_argument("this build reads no codec '" + codec + "'");
   return {descriptor, {chunk_bytes, chunks_per_file, sharded}, entry->second};
@@ -283,7 +273,6 @@ std::optional<std::pair<uint64_t, std::string>> read_files(const std::vector<Fil
   if (refusal.why.empty()) return std::nullopt;
   return std::make_pair(refusal.file, refusal.why);
 }
-#endif
 
 nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
                        const Array<const uint64_t>& bounds, int word_bytes) {
@@ -628,22 +617,17 @@ NB_MODULE(_native, m) {
         nb::arg("keys"), nb::arg("types"),
         "Return the children of dictionaries, lists and tuples in order, or None if a length, a "
         "key of a dictionary or the type of a child is not the expected one.");
-#ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
         nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),
-        nb::arg("number"),
-        "Return 0, or the errno of the write that failed. Only in builds with libzstd.");
+        nb::arg("number"), "Return 0, or the errno of the write that failed.");
   m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"),
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"),
-        nb::arg("out").noconvert(),
-        "Return '', or the damage of the file. Only in builds with libzstd.");
+        nb::arg("out").noconvert(), "Return '', or the damage of the file.");
   m.def("read_array_files", read_files, nb::arg("files"), nb::arg("pieces").noconvert(),
         nb::arg("out").noconvert(),
         "Read pieces of several files. files: the first five arguments of read_array_file. pieces: "
         "number of the file, first byte, size, offset in out, which ascends. Return None, or the "
-        "number of a damaged file and its damage. Only in builds with libzstd.");
-  m.def("readable_codecs", readable_codecs,
-        "Return the codecs that read_array_file decodes. Only in builds with libzstd.");
+        "number of a damaged file and its damage.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {
@@ -651,7 +635,6 @@ NB_MODULE(_native, m) {
                         : crc32c(data.data(), data.size());
       },
       nb::arg("data"), nb::arg("by_table"), "Return the checksum of data, for tests.");
-#endif
   m.def("registrations", registrations,
         "Return [(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty in "
         "builds without handlers.");

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deltacheck.codec.base import (
     BITMAP,
@@ -34,10 +33,7 @@ from deltacheck.codec.base import (
     GroupJob,
     GroupSpan,
 )
-from deltacheck.codec.reference import ReferenceCodec
-
-if TYPE_CHECKING:
-    from deltacheck.codec.native import NativeCodec
+from deltacheck.codec.native import NativeCodec
 
 __all__ = [
     "BITMAP",
@@ -67,31 +63,11 @@ __all__ = [
     "GroupJob",
     "GroupSpan",
     "NativeCodec",
-    "ReferenceCodec",
     "default_codec",
 ]
 
 
 @cache
 def default_codec() -> Codec[Any]:
-    """Return the native codec, or the reference codec without a fitting extension.
-
-    The reference gives the same bytes, many times slower.
-    """
-    try:
-        from deltacheck.codec.native import NativeCodec
-    except ImportError as error:
-        # Once in a process, because the result is cached.
-        logging.getLogger("deltacheck").warning(
-            "The NumPy codec is in use, which is many times slower: %s", error
-        )
-        return ReferenceCodec()
+    """Return the codec of leaves in host memory."""
     return NativeCodec()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "NativeCodec":  # on first use: the extension may be missing
-        from deltacheck.codec.native import NativeCodec
-
-        return NativeCodec
-    raise AttributeError(f"module 'deltacheck.codec' has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """The interface of a codec: it turns (current, base) into rows and streams, and back.
 
-``docs/reference/format.md``, section 4, defines the bytes. Every implementation (NumPy reference,
-native extension, XLA FFI, CUDA) gives the same bytes. ``deltacheck.testing.codec`` is the contract
-that each must pass.
+``docs/reference/format.md``, section 4, defines the bytes. Every implementation (native extension,
+XLA FFI, CUDA) gives those of the executable form, ``tests/reference/codec.py``, and must pass the
+contract, ``tests/contracts/codec.py``.
 """
 
 from __future__ import annotations

@@ -1,30 +1,22 @@
-"""The import of the native extension, if it has the version that this package needs."""
+"""The native extension, after a check that it has the interface that this package needs."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+try:
+    from deltacheck import _native as native
+except ImportError as error:
+    raise ImportError(
+        f"the native module of deltacheck cannot be loaded ({error}): install a wheel, or build it"
+        " with `pip install .` in the source tree"
+    ) from error
 
-# The interface of the extension; raised on both sides (xla_ffi/module.cc) if a signature changes.
+__all__ = ["INTERFACE", "native"]
+
+# Raised on both sides (xla_ffi/module.cc) if a signature changes.
 INTERFACE = 10
 
-
-def required() -> Any:
-    """Return ``deltacheck._native``; ``ImportError`` if it is missing or of another interface."""
-    from deltacheck import _native
-
-    if _native.INTERFACE != INTERFACE:
-        raise ImportError(
-            f"deltacheck._native has interface {_native.INTERFACE}, this package needs {INTERFACE}:"
-            " build it again"
-        )
-    return _native
-
-
-@cache
-def extension() -> Any | None:
-    """Return ``deltacheck._native``; ``None`` if NumPy must be used, with the same bytes."""
-    try:
-        return required()
-    except ImportError:
-        return None
+if native.INTERFACE != INTERFACE:
+    raise ImportError(
+        f"deltacheck._native has interface {native.INTERFACE}, this package needs {INTERFACE}:"
+        " build it again"
+    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from deltacheck.codec.base import U64
-from deltacheck.codec.extension import extension
+from deltacheck.codec.extension import native
 from deltacheck.leaf import fingerprint
 
 
@@ -44,15 +41,8 @@ def fingerprints(addresses: U64, sizes: U64, seed: int) -> U64:
         seed: Any integer of at least 0, less than 2^64.
     """
     out = np.empty(addresses.size, np.uint64)
-    native: Any = extension()
-    if native is not None:
-        sampling = (fingerprint.WHOLE_BYTES, fingerprint.BLOCKS, fingerprint.BLOCK_BYTES, seed)
-        native.fingerprints(addresses, sizes, sampling, out)
-        return out
-    for number, (address, size) in enumerate(zip(addresses.tolist(), sizes.tolist(), strict=True)):
-        content = np.asarray(Memory(address, size, None)) if size else np.empty(0, np.uint8)
-        sample = np.ascontiguousarray(fingerprint.sampled(content, seed))
-        out[number] = xxhash.xxh3_64_intdigest(sample.data)
+    sampling = (fingerprint.WHOLE_BYTES, fingerprint.BLOCKS, fingerprint.BLOCK_BYTES, seed)
+    native.fingerprints(addresses, sizes, sampling, out)
     return out
 
 

@@ -7,12 +7,11 @@ each with a checksum of 4 bytes behind it.
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import numpy as np
 
 from deltacheck.codec.base import U8
-from deltacheck.codec.extension import extension
+from deltacheck.codec.extension import native
 from deltacheck.errors import DamagedStream, UnsupportedLeaf
 
 # The longest content that the native module puts into one frame.
@@ -29,14 +28,13 @@ def compress(data: U8, level: int = 1) -> bytes:
 
     Raises:
         UnsupportedLeaf: The content is empty or too long for one frame.
-        ImportError: The native module is missing, or was built without libzstd.
     """
     if not 0 < data.size <= MAX_FRAME_BYTES:
         raise UnsupportedLeaf(
             f"a frame has 1 to {MAX_FRAME_BYTES:,} bytes, not {data.size:,}; cut the array"
         )
     with tempfile.TemporaryFile() as file:
-        _native("write_stream_file")(file.fileno(), [data], data.size, 1, False, level, 0)
+        native.write_stream_file(file.fileno(), [data], data.size, 1, False, level, 0)
         file.seek(0)
         return file.read()[:-_CRC_BYTES]
 
@@ -50,7 +48,6 @@ def decompress(frame: U8, size: int) -> U8:
 
     Raises:
         DamagedStream: The frame is damaged, or its content has another size.
-        ImportError: The native module is missing, or was built without libzstd.
     """
     if not 0 < size <= MAX_FRAME_BYTES:
         raise DamagedStream(f"no frame has {size:,} bytes")
@@ -58,19 +55,9 @@ def decompress(frame: U8, size: int) -> U8:
     out = np.empty(size, np.uint8)
     with tempfile.TemporaryFile() as file:
         file.write(contiguous.data)
-        file.write(_native("crc32c")(contiguous, False).to_bytes(_CRC_BYTES, "little"))
+        file.write(native.crc32c(contiguous, False).to_bytes(_CRC_BYTES, "little"))
         file.flush()
-        refusal = _native("read_array_file")(file.fileno(), size, 1, False, "stream", 0, out)
+        refusal = native.read_array_file(file.fileno(), size, 1, False, "stream", 0, out)
     if refusal:
         raise DamagedStream(f"a frame of zstd is damaged: {refusal}")
     return out
-
-
-def _native(name: str) -> Any:
-    function = getattr(extension(), name, None)
-    if function is None:
-        raise ImportError(
-            "frames of zstd need deltacheck._native with libzstd: install a wheel of deltacheck, or"
-            " build it with libzstd"
-        )
-    return function

@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from deltacheck.codec import memory
 from deltacheck.codec.base import STREAMS, U8, U64, ApplyRows, Encoded
-from deltacheck.codec.extension import required
+from deltacheck.codec.extension import native as _native
 from deltacheck.errors import DamagedStream
-
-# At import, so that ``default_codec`` learns here that it needs the reference.
-_native = required()
 
 
 class NativeCodec:

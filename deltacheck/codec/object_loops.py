@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltacheck.codec.base import U64
-from deltacheck.codec.extension import extension
+from deltacheck.codec.extension import native
 from deltacheck.leaf.outline import MatchChildren
 
 
@@ -25,12 +25,7 @@ def read_numbers(
         second: Called with the result of ``first`` and returns the integer. Default: ``first``
             returns it. Integers are at least 0 and less than 2^64.
     """
-    native: Any = extension()
-    if native is not None:
-        native.read_numbers(objects, first, second, out)
-        return
-    results = map(first, objects)
-    out[:] = list(results if second is None else map(second, results))
+    native.read_numbers(objects, first, second, out)
 
 
 def load_ahead(addresses: U64) -> None:
@@ -39,12 +34,9 @@ def load_ahead(addresses: U64) -> None:
     Args:
         addresses: The addresses of the lines, uint64. The memory need not exist any more.
     """
-    native: Any = extension()
-    if native is not None:
-        native.load_ahead(addresses)
+    native.load_ahead(addresses)
 
 
-def matching_children() -> MatchChildren | None:
-    """Return the native comparison of containers for ``Outline``; ``None`` without the module."""
-    native: Any = extension()
-    return None if native is None else native.matching_children
+def matching_children() -> MatchChildren:
+    """Return the comparison of containers for ``Outline``."""
+    return native.matching_children

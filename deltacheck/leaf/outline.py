@@ -93,7 +93,7 @@ class Outline:
         skeleton: Node,
         scalars: list[object],
         owners: Sequence[tuple[str, str]],
-        match_children: MatchChildren | None,
+        match_children: MatchChildren,
         expand: Expand | None,
     ) -> None:
         self.owners = owners
@@ -110,7 +110,7 @@ class Outline:
         cls,
         state: object,
         skeleton: Node,
-        match_children: MatchChildren | None = None,
+        match_children: MatchChildren,
         expand: Expand | None = None,
     ) -> Outline | None:
         """Return the outline of a state; ``None`` if it has containers of other types.
@@ -118,8 +118,7 @@ class Outline:
         Args:
             state: The state.
             skeleton: Its skeleton, as ``tree.flatten`` returns it.
-            match_children: The comparison of the containers of one depth in native code. Default:
-                Python compares them, which takes three times as long.
+            match_children: The comparison of the dictionaries, lists and tuples of one depth.
             expand: As for ``tree.flatten``, for containers whose nodes have fields. Default: a
                 state with other containers than Python's has no outline.
         """
@@ -181,7 +180,7 @@ class Outline:
 
     def _children(self, containers: list[Any], depth: _Depth) -> list[Any] | None:
         """Return the children of the containers of a depth; ``None`` if they do not match it."""
-        if self._match_children is None or not depth.is_native:
+        if not depth.is_native:
             contents, values = _contents(containers, depth.is_plain, self._expand)
             return values if contents == depth.contents else None
         expected = depth.contents

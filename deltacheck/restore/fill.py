@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from deltacheck.codec.base import U8, Codec
+from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.chain import Chain
@@ -45,7 +45,6 @@ class StepReader:
         manifest: The step to read.
         max_bytes: Refuse a read that would allocate more than this; ``None``: the memory of the
             machine.
-        codec: Decodes the chains; ``None``: the default codec.
         keep: Record ``stored``. This keeps the bytes of the whole chains in memory; pass ``False``
             if no save continues from the step.
     """
@@ -56,7 +55,6 @@ class StepReader:
         manifest: Manifest,
         *,
         max_bytes: int | None = None,
-        codec: Codec[Any] | None = None,
         keep: bool = True,
     ) -> None:
         self.root = root
@@ -64,7 +62,6 @@ class StepReader:
         self.chains: dict[str, Chain] = {}
         self.stored: dict[str, U8] = {}
         self._max_bytes = max_bytes
-        self._codec = codec
         self._keep = keep
 
     def whole(
@@ -93,7 +90,6 @@ class StepReader:
         loaded = load_leaves(
             leaves,
             max_bytes=self._max_bytes,
-            codec=self._codec,
             stored=self.stored if self._keep else None,
             into=None if into is None else into(),
         )
@@ -146,7 +142,6 @@ class StepReader:
                 {str(number): leaves[boxes[number].leaf] for number in batch},
                 {str(number): boxes[number].box for number in batch},
                 max_bytes=self._max_bytes,
-                codec=self._codec,
                 stored=self.stored if self._keep else None,
             )
             for number in batch:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, Codec
+from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged
 from deltacheck.leaf import grid, limits
 from deltacheck.leaf.digest import chunk_digests
@@ -36,9 +35,7 @@ _HASH_THREADS = 4
 _PACKED_READ_BYTES = 4 << 20
 
 
-def read_chunks(
-    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None
-) -> dict[str, U8]:
+def read_chunks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> dict[str, U8]:
     """Read, decode and verify chunks of stored leaves.
 
     The caller must have checked that the result fits into memory.
@@ -46,7 +43,6 @@ def read_chunks(
     Args:
         chains: The leaves, by stored path.
         chunks: Numbers of the chunks to read of each leaf, ascending.
-        codec: Decodes the deltas; ``None``: the default codec.
 
     Returns:
         For each leaf the bytes of its chunks, one after the other.
@@ -57,7 +53,7 @@ def read_chunks(
     limits.check_time()
     blocks = allocate_blocks(chains, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
-    _fill(items, codec or default_codec())
+    _fill(items)
     _verify(blocks)
     return {path: items[path].data for path in chains}
 
@@ -87,7 +83,7 @@ def read_across(
     }
     blocks = allocate_blocks(runs, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
-    with Deltas(items, default_codec()) as deltas:
+    with Deltas(items) as deltas:
         for path, item in items.items():
             item.data[:] = earlier[path]
         deltas.apply()
@@ -95,7 +91,7 @@ def read_across(
     return earlier, {path: items[path].data for path in after}
 
 
-def read_unverified(chain: Chain, codec: Codec[Any] | None = None) -> U8:
+def read_unverified(chain: Chain) -> U8:
     """Read and decode a whole leaf without a comparison. The caller must compare the leaf's digest.
 
     Raises:
@@ -104,12 +100,12 @@ def read_unverified(chain: Chain, codec: Codec[Any] | None = None) -> U8:
     ((item,),) = allocate_blocks(
         {chain.spec.path: chain}, {chain.spec.path: list(range(chain.spec.chunk_count))}
     )
-    _fill({chain.spec.path: item}, codec or default_codec())
+    _fill({chain.spec.path: item})
     return item.data
 
 
 def follow_links(
-    chains: Mapping[str, Chain], codec: Codec[Any] | None = None, *, verified: bool = True
+    chains: Mapping[str, Chain], *, verified: bool = True
 ) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
     """Walk through chains and yield the content of the leaves after each segment, oldest first.
 
@@ -119,7 +115,6 @@ def follow_links(
 
     Args:
         chains: The chains by path.
-        codec: Decodes the deltas; ``None``: the default codec.
         verified: If false, nothing is compared and no digests are read; the caller must compare.
 
     Yields:
@@ -152,7 +147,7 @@ def follow_links(
             )
             for path, entry in entries.items()
         }
-        _fill(link, codec or default_codec())
+        _fill(link)
         for item in link.values() if verified else ():
             _check_link(item)
         yield segment, entries, {path: items[path].data for path in entries}
@@ -175,7 +170,7 @@ def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | N
     ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
     if base is not None:
         item.data[:] = base
-    _fill({spec.path: item}, default_codec())
+    _fill({spec.path: item})
     _check_link(item)
     return item.data
 
@@ -229,9 +224,9 @@ def _keyframe_path(segment: Segment, keyframe: KeyframeAt) -> Place:
     )
 
 
-def _fill(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
+def _fill(items: Mapping[str, Filling]) -> None:
     """Read and decode keyframes and deltas of leaves into their blocks."""
-    with Deltas(items, codec) as deltas:
+    with Deltas(items) as deltas:
         # Deltas are applied to the keyframes in place.
         _read_keyframes(items)
         deltas.apply()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from deltacheck.codec.base import U8, Codec
+from deltacheck.codec.base import U8
 from deltacheck.errors import BudgetExceeded
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore import read
@@ -31,7 +31,6 @@ def load_leaves(
     chunks: Mapping[str, list[int]] | None = None,
     *,
     max_bytes: int | None = None,
-    codec: Codec[Any] | None = None,
     stored: dict[str, U8] | None = None,
     into: Mapping[str, U8] | None = None,
 ) -> dict[str, Loaded]:
@@ -42,7 +41,6 @@ def load_leaves(
         chunks: Numbers of the chunks to load, ascending, by the same keys. Leaves without an entry
             are loaded whole.
         max_bytes: Refuse to allocate more than this; ``None``: the memory of the machine.
-        codec: Decodes the chains; ``None``: the default codec.
         stored: Receives the bytes of the chains that were read whole, by stored path.
         into: Memory for leaves that are computed whole, by path. Nothing is written to it before
             all content that has a digest was verified.
@@ -80,7 +78,7 @@ def load_leaves(
         data = {path: leaf.chunk_values(numbers[path], loaded) for path, leaf in ordered}
         return {path: Loaded(leaf.spec, numbers[path], data[path]) for path, leaf in leaves.items()}
 
-    return _read(leaves, chunk_sets, computed, load, max_bytes, codec, stored, into)
+    return _read(leaves, chunk_sets, computed, load, max_bytes, stored, into)
 
 
 def load_boxes(
@@ -88,7 +86,6 @@ def load_boxes(
     boxes: Mapping[str, Box],
     *,
     max_bytes: int | None = None,
-    codec: Codec[Any] | None = None,
     stored: dict[str, U8] | None = None,
 ) -> dict[str, Array]:
     """Read, decode, verify and compute a box of each leaf.
@@ -100,7 +97,6 @@ def load_boxes(
         leaves: The leaves, by any key.
         boxes: The box of each leaf, by the same keys; bounded, step 1.
         max_bytes: As in ``load_leaves``.
-        codec: As in ``load_leaves``.
         stored: As in ``load_leaves``.
 
     Returns:
@@ -115,7 +111,7 @@ def load_boxes(
     def load(loaded: LoadedChunks) -> dict[str, Array]:
         return {path: leaf.box_values(boxes[path], loaded) for path, leaf in leaves.items()}
 
-    return _read(leaves, chunk_sets, computed, load, max_bytes, codec, stored)
+    return _read(leaves, chunk_sets, computed, load, max_bytes, stored)
 
 
 def _read(
@@ -124,7 +120,6 @@ def _read(
     computed_bytes: int,
     load: Callable[[LoadedChunks], dict[str, _Content]],
     max_bytes: int | None,
-    codec: Codec[Any] | None,
     stored: dict[str, U8] | None,
     into: Mapping[str, U8] | None = None,
 ) -> dict[str, _Content]:
@@ -140,7 +135,7 @@ def _read(
     )
     check_budget(max_bytes, total)
     try:
-        data = read.read_chunks(chains, chunks, codec)
+        data = read.read_chunks(chains, chunks)
         # Whole chains only: a save can continue from a leaf only if it has all of its content. It
         # needs no content of a leaf that it stores whole anyway.
         if stored is not None:

@@ -46,9 +46,6 @@ from deltacheck.store.manifest import Brief, Manifest, SegmentRef, SegmentTable
 from deltacheck.store.manifest_cache import ManifestCache
 from deltacheck.store.segment import Segment, SegmentWriter, TableRead, digests_spec, start_table
 
-# Of decoded zarr chunks while reading: packed leaves share chunks.
-_CACHE_BYTES = 64 << 20
-
 
 class Store:
     """The segments of a root.
@@ -70,10 +67,6 @@ class Store:
         self._open: WeakValueDictionary[SegmentRef, Segment] = WeakValueDictionary()
 
     @cached_property
-    def _reading(self) -> ts.Context:
-        return arrays.context(self.threads, _CACHE_BYTES, parent=places.context(self.path))
-
-    @cached_property
     def _writing(self) -> ts.Context:
         # No cache: a cached chunk would go on referring to the source memory after its commit, and
         # show later values of it.
@@ -81,7 +74,7 @@ class Store:
 
     @cached_property
     def _streams(self) -> StreamWriter:
-        return StreamWriter(self._writing, self.durability, local=storage_of(self.path).has_files)
+        return StreamWriter(self.path, self.durability)
 
     def start_threads(self) -> None:
         """Start the threads that write files, unless they run.
@@ -264,7 +257,7 @@ class Store:
             inside(self.path, self.path / layout.SEGMENTS / ref.id)
             # The pin comes first: from here on no collection removes what is read.
             pin = storage_of(self.path / layout.SEGMENTS / ref.id / "zarr.json").pin()
-            segment = self._open[ref] = Segment(self.path, ref, self._reading, table)
+            segment = self._open[ref] = Segment(self.path, ref, table)
             segment.pin = pin
         return segment
 

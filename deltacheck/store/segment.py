@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorstore as ts
@@ -24,13 +25,12 @@ from deltacheck.leaf import grid
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
-from deltacheck.store.files import arrays, native_files
+from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.native_files import JoinedRead
-from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
@@ -306,7 +306,6 @@ class Segment:
     Args:
         root: The store.
         ref: The segment's reference in a checked manifest.
-        context: TensorStore's resources.
         table: The result of ``start_table``; ``None``: the table is read now.
 
     Raises:
@@ -314,12 +313,9 @@ class Segment:
         Damaged: Its table is not the committed one.
     """
 
-    def __init__(
-        self, root: Place, ref: SegmentRef, context: ts.Context, table: TableRead | None = None
-    ) -> None:
+    def __init__(self, root: Place, ref: SegmentRef, table: TableRead | None = None) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
-        self._context = context
         for folder in (self.path.parent, self.path):
             storage_of(folder).check_directory()
         try:
@@ -358,9 +354,7 @@ class Segment:
 
     @cached_property
     def _digests(self) -> Reading:
-        return ReadableArray(
-            self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._context
-        ).start()
+        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests)).start()
 
     @cached_property
     def digests(self) -> U64:
@@ -385,7 +379,7 @@ class Segment:
         for first in range(0, spec.shape[0], rows):
             stop = min(first + rows, spec.shape[0])
             with contextlib.suppress(Damaged):
-                array = ReadableArray(self._folder(layout.DIGESTS), spec, self._context)
+                array = ReadableArray(self._folder(layout.DIGESTS), spec)
                 digests[first:stop] = array.read([slice(first, stop), slice(0, 2)])
         return digests
 
@@ -394,14 +388,14 @@ class Segment:
     ) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._context)
+        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec))
         return array.start_into(out.view(spec.element.storage).reshape(shape), box)
 
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
         folder = self._folder(layout.PACKED)
         return {
-            s: ReadableArray(folder / s, packed_spec(s, length), self._context)
+            s: ReadableArray(folder / s, packed_spec(s, length))
             for s, length in self.table.packed.items()
         }
 
@@ -416,7 +410,6 @@ class Segment:
             self._parts[number] = PartReader(
                 path,
                 self.table.parts[number],
-                self._context,
                 allows_ordered=schema.ORDERED in self.table.must_understand,
             )
         return self._parts[number]
@@ -491,13 +484,10 @@ class Segment:
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(
-        self, path: Place, part: Part, context: ts.Context, *, allows_ordered: bool
-    ) -> None:
+    def __init__(self, path: Place, part: Part, *, allows_ordered: bool) -> None:
         self._path = path
         self._allows_ordered = allows_ordered
         self._part = part
-        self._context = context
 
     @cached_property
     def index(self) -> U32:
@@ -526,9 +516,7 @@ class PartReader:
 
     @cached_property
     def _index(self) -> Reading:
-        return ReadableArray(
-            self._path / "index", index_spec(self._part.rows), self._context
-        ).start()
+        return ReadableArray(self._path / "index", index_spec(self._part.rows)).start()
 
     def start_index(self) -> None:
         """Begin to read ``index``."""
@@ -560,10 +548,12 @@ class PartReader:
         return {name: stream_spec(name, stream) for name, stream in self._part.streams.items()}
 
     @cached_property
-    def _arrays(self) -> Mapping[str, ReadableArray]:
+    def _places(self) -> Mapping[str, Place | str]:
+        """The directories of the streams, as ``JoinedRead.add`` takes them."""
+        path = self._path
         return {
-            name: ReadableArray(self._path / name, spec, self._context)
-            for name, spec in self._specs.items()
+            name: f"{path}/{name}" if isinstance(path, Path) else path / name
+            for name in self._specs
         }
 
     @cached_property
@@ -577,13 +567,6 @@ class PartReader:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
         return self._ends[stop] - self._ends[first]
 
-    def is_small(self, first: int, stop: int) -> bool:
-        """Return whether reading past these rows costs less than a read of its own.
-
-        A chunk of a stream is decoded whole in any case.
-        """
-        return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
-
     def row_within(self, first: int, stop: int, size: int) -> int:
         """Return the last row, at most ``stop``, up to which the streams have ``size`` bytes."""
         limit = self._ends[first] + max(0, size)
@@ -592,17 +575,12 @@ class PartReader:
         return bisect.bisect_right(self._ends, limit, first, stop) - 1
 
     @property
-    def is_native(self) -> bool:
-        """Return True if the native module reads all streams."""
-        return all(native_files.reads(self._path, spec.codec) for spec in self._specs.values())
-
-    @property
     def file_count(self) -> int:
         """The number of files of the streams."""
         return sum(spec.file_count for spec in self._specs.values())
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
-        """Add the streams of ranges of rows to a joined read. The part must be ``is_native``.
+        """Add the streams of ranges of rows to a joined read.
 
         Args:
             read: The read.
@@ -624,7 +602,7 @@ class PartReader:
             # Differences of unsigned numbers wrap, and so do the sums below.
             shifts[present, column] = (
                 read.add(
-                    f"{self._path}/{name}",
+                    self._places[name],
                     self._specs[name].cells,
                     self._specs[name].codec,
                     begin[present, column],
@@ -635,35 +613,24 @@ class PartReader:
         offsets: U64 = self._stream_offsets[rows] + np.repeat(shifts, lengths, axis=0)
         return offsets
 
-    def start(self, first: int, stop: int, scratch: Scratch) -> StreamsReading:
-        """Begin to read the streams of rows ``first`` to ``stop``."""
-        readings, data = [], {}
-        for name, offsets in self.offsets.items():
-            begin, end = int(offsets[first]), int(offsets[stop])
-            # A stream without bytes in these rows is left out, as encoders leave it out.
-            if end > begin:
-                data[name] = scratch.take(end - begin)
-                readings.append(self._arrays[name].start_into(data[name], [slice(begin, end)]))
-        return StreamsReading(readings, data)
-
-
-class StreamsReading(NamedTuple):
-    """Streams that are being read into ``data``, by name.
-
-    The memory goes back to its ``Scratch`` when no caller needs it.
-    """
-
-    readings: list[Reading]
-    data: dict[str, U8]
-
-    def result(self) -> Mapping[str, U8]:
-        """Return the streams. Raises what ``Reading.result`` raises.
-
-        After an error the other streams may still be written to.
-        """
-        for reading in self.readings:
-            reading.result()
-        return self.data
+    def streams(self, first: int, stop: int) -> Mapping[str, U8]:
+        """Read the streams of rows ``first`` to ``stop``; those without bytes are left out."""
+        begin, end = self._stream_offsets[first], self._stream_offsets[stop]
+        read = JoinedRead(self._path)
+        ranges = {}
+        for column in np.flatnonzero(end > begin).tolist():
+            name, size = STREAMS[column], end[column] - begin[column]
+            (offset,) = read.add(
+                self._places[name],
+                self._specs[name].cells,
+                self._specs[name].codec,
+                np.array([begin[column]]),
+                np.array([size]),
+            ).tolist()
+            ranges[name] = slice(offset, offset + int(size))
+        data = np.empty(read.size, np.uint8)
+        arrays.start_joined(read, data, self._path).result()
+        return {name: data[part] for name, part in ranges.items()}
 
 
 def stream_sizes(index: U32) -> dict[str, U64]:

@@ -37,9 +37,9 @@ MODULES = (
     "deltacheck.backends.orbax.v1",
     "deltacheck.evaluate",
     "deltacheck.errors",
-    "deltacheck.testing.codec",
-    "deltacheck.testing.place",
-    "deltacheck.testing.ranks",
+    "tests.contracts.codec",
+    "tests.contracts.place",
+    "tests.contracts.ranks",
 )
 
 HOW_TO = {
@@ -78,7 +78,7 @@ HOW_TO = {
     "deltacheck.backends.orbax.load": "cross-framework.md",
     "deltacheck.evaluate.TorchRun": "evaluate.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
-    "deltacheck.testing.codec": "write-a-backend.md",
+    "tests.contracts.codec": "write-a-backend.md",
 }
 
 HEAD = """\

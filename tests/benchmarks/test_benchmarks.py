@@ -225,7 +225,6 @@ def test_a_logged_step_is_smaller_than_a_delta_and_exact(
 
 
 def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
-    pytest.importorskip("deltacheck._native")
     encode = importlib.import_module("benchmarks.encode")
     with encode.threads_restored():
         for density, method in ((0.0, "unchanged"), (0.001, "sparse"), (1.0, "diff")):

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, Encoded, ReferenceCodec
-from deltacheck.testing.codec import CASES, CodecContract
+from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, Encoded
+from tests.contracts.codec import CASES, CodecContract
+from tests.reference.codec import ReferenceCodec
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "encoder.json").read_text())
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec.lossy import reference_codes
-
-_native = pytest.importorskip("deltacheck._native")
+from deltacheck import _native
 from deltacheck.codec.lossy import lattice
 from deltacheck.codec.lossy.lattice import LEAST_STEP, MOST_STEP
+from tests.reference import codes as reference_codes
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
@@ -281,16 +280,13 @@ def test_a_halving_takes_the_highest_spare_bit_of_a_code_and_changes_no_other():
 
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())
-def test_codes_with_a_spare_bit_that_is_not_zero_are_refused(kernels, monkeypatch):
+def test_codes_with_a_spare_bit_that_is_not_zero_are_refused(kernels):
     _native.use_instruction_set(kernels)
     codes = np.full(100, -12, np.int32)
     lattice.values(codes, 1e-3, 0, halvings=3, spare_bits=2)
     codes[[3, 97]] = 6, -1
-    for native in (True, False):
-        if not native:
-            monkeypatch.setattr(lattice, "extension", lambda: None)
-        with pytest.raises(ValueError, match="2 of 100 codes are no multiples of 4"):
-            lattice.values(codes, 1e-3, 0, halvings=3, spare_bits=2)
+    with pytest.raises(ValueError, match="2 of 100 codes are no multiples of 4"):
+        lattice.values(codes, 1e-3, 0, halvings=3, spare_bits=2)
 
 
 def test_a_value_whose_code_has_no_room_for_its_spare_bits_is_refused():
@@ -301,19 +297,6 @@ def test_a_value_whose_code_has_no_room_for_its_spare_bits_is_refused():
     assert lattice.codes(x, 1.0, 3).refused == 0
     weights = x.astype(ml_dtypes.bfloat16)
     assert lattice.cast_errors(x, 1.0, 3, spare_bits=7, weights=weights).refused == 2
-
-
-def test_without_the_extension_codes_and_values_are_the_same(monkeypatch):
-    x = (np.random.default_rng(0).standard_normal(5000) * 0.02).astype(np.float32)
-    form, weights = {"halvings": 2, "spare_bits": 2}, x.astype(ml_dtypes.bfloat16)
-    coded, back = there_and_back(x, 5e-5, 1, **form)
-    errors = lattice.cast_errors(x, 5e-5, 1, weights=weights, **form)
-    monkeypatch.setattr(lattice, "extension", lambda: None)
-    plain, restored = there_and_back(x, 5e-5, 1, **form)
-    assert np.array_equal(plain.codes, coded.codes)
-    assert plain[1:] == coded[1:]
-    assert np.array_equal(bits(restored), bits(back))
-    assert lattice.cast_errors(x, 5e-5, 1, weights=weights, **form) == errors
 
 
 def test_cast_errors_are_those_of_the_weights_that_a_restore_casts():

@@ -2,9 +2,8 @@
 kernels, from any memory.
 """
 
-import importlib
-import logging
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import deltacheck.codec
+from deltacheck import _native
 from deltacheck.codec import (
     CHANGED,
     DIFF,
@@ -24,13 +23,11 @@ from deltacheck.codec import (
     TILE_BYTES,
     Encoded,
     NativeCodec,
-    ReferenceCodec,
 )
 from deltacheck.codec.base import ORDERED
 from deltacheck.errors import DamagedStream
-from deltacheck.testing.codec import CASES, DAMAGES, Case, moved, same, words
-
-_native = pytest.importorskip("deltacheck._native")
+from tests.contracts.codec import CASES, DAMAGES, Case, moved, same, words
+from tests.reference.codec import ReferenceCodec
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
@@ -387,20 +384,24 @@ def test_the_extension_loads_without_a_framework():
     assert subprocess.run([sys.executable, "-c", say], check=False).returncode == 0
 
 
-def test_a_stale_extension_is_replaced_by_the_reference_and_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(_native, "INTERFACE", -1)
-    monkeypatch.delitem(sys.modules, "deltacheck.codec.native")
-    deltacheck.codec.default_codec.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, "deltacheck"):
-            assert deltacheck.codec.default_codec().name == "reference"
-        assert "interface -1" in caplog.text
-        assert "build it again" in caplog.text
-    finally:
-        monkeypatch.undo()
-        importlib.import_module("deltacheck.codec.native")
-        deltacheck.codec.default_codec.cache_clear()
-    assert deltacheck.codec.default_codec().name == "native"
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            "sys.modules['deltacheck._native'] = None",
+            "cannot be loaded .*: install a wheel, or build it",
+        ),
+        (
+            "from deltacheck import _native; _native.INTERFACE = -1",
+            "has interface -1, this package needs .*: build it again",
+        ),
+    ],
+)
+def test_an_extension_that_is_missing_or_stale_is_an_error_with_a_remedy(change, says):
+    say = f"import sys; {change}; import deltacheck.codec"
+    done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(says, done.stderr.splitlines()[-1])
 
 
 def test_memory_is_what_the_output_needs():

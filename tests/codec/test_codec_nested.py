@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltacheck import _native
-from deltacheck.codec.lossy import lattice, nested, reference_codes
+from deltacheck.codec.lossy import lattice, nested
 from deltacheck.codec.lossy.lattice import LEAST_STEP, MOST_STEP
 from tests.codec.test_codec_lattice import MASK, MOST, bits, phase
+from tests.reference import codes as reference_codes
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
@@ -359,15 +360,3 @@ def test_the_least_and_the_largest_spacing_are_taken():
     coded = nested.codes(x, MOST_STEP, 0, halvings=0, spare_bits=0, weights=weights)
     assert not coded.codes.any()
     assert lattice.MOST_STEP == MOST_STEP
-
-
-def test_without_the_extension_codes_and_values_are_the_same(monkeypatch):
-    x, weights = masters(5000)
-    coded = nested.codes(x, 5e-5, 1, halvings=2, spare_bits=2, weights=weights)
-    values = nested.values(coded.codes, 5e-5, 1, halvings=2, spare_bits=2, weights=weights)
-    monkeypatch.setattr(nested, "extension", lambda: None)
-    plain = nested.codes(x, 5e-5, 1, halvings=2, spare_bits=2, weights=weights)
-    assert np.array_equal(plain.codes, coded.codes)
-    assert plain[1:] == coded[1:]
-    restored = nested.values(plain.codes, 5e-5, 1, halvings=2, spare_bits=2, weights=weights)
-    assert np.array_equal(bits(restored), bits(values))

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec.lossy import reference_codes
-
-_native = pytest.importorskip("deltacheck._native")
+from deltacheck import _native
 from deltacheck.codec.lossy import octaves
+from tests.reference import codes as reference_codes
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

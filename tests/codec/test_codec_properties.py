@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from deltacheck import _native
 from deltacheck.codec import (
     BITMAP,
     DIFF,
@@ -24,11 +25,9 @@ from deltacheck.codec import (
     TILE_BYTES,
     Encoded,
     NativeCodec,
-    ReferenceCodec,
 )
-from deltacheck.testing.codec import same
-
-_native = pytest.importorskip("deltacheck._native")
+from tests.contracts.codec import same
+from tests.reference.codec import ReferenceCodec
 
 # dtype -> bytes of a word: the widest power of two up to 8 that its elements are made of.
 DTYPES = {

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.codec.lossy import reference_codes
-from deltacheck.policy import adam
-
-_native = pytest.importorskip("deltacheck._native")
+from deltacheck import _native
 from deltacheck.codec.lossy import ratios
+from deltacheck.policy import adam
+from tests.reference import codes as reference_codes
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

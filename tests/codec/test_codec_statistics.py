@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltacheck import _native
 from deltacheck.codec import TILE_BYTES
-from deltacheck.errors import UnsupportedLeaf
-from deltacheck.testing.codec import moved, words
-
-_native = pytest.importorskip("deltacheck._native")
 from deltacheck.codec.statistics import NUMBERS, Statistics, statistics
+from deltacheck.errors import UnsupportedLeaf
+from tests.contracts.codec import moved, words
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 

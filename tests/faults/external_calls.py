@@ -35,7 +35,6 @@ import torch
 
 from deltacheck import _native
 from deltacheck.errors import Damaged, ReceiptFailed
-from deltacheck.store.files import arrays
 from tests.faults import scenarios
 from tests.faults.campaign import Tally, scratch
 
@@ -157,7 +156,6 @@ class Calls:
         ``area``: count the calls on files below it only.
         """
         self._area = self._area if area is None else str(area)
-        arrays.native_stream_writer.cache_clear()
         raw = []
         for kind, (targets, _, on_paths) in KINDS.items():
             for owner, name in targets:
@@ -173,7 +171,6 @@ class Calls:
         finally:
             for owner, name, original in raw:
                 setattr(owner, name, original)
-            arrays.native_stream_writer.cache_clear()
 
     def _wrapped(self, kind: str, on_paths: bool, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -178,7 +178,7 @@ class Roots:
         segment = open_root(root).store.segment(manifest.segments[number])
         path, spec = rng.choice(sorted(segment.array_specs().items(), key=lambda one: str(one[0])))
         where = arrays.context(1)
-        values = np.array(arrays.ReadableArray(path, spec, where).read())
+        values = np.array(arrays.ReadableArray(path, spec).read())
         if values.ndim == 2 and values.dtype == np.uint32 and rng.random() < 0.7:
             column = values[:, rng.randrange(8)]
             column[rng.randrange(len(column))] = rng.choice(

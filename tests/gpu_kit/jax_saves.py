@@ -26,7 +26,7 @@ def check_handlers(context: Context) -> Result:
 
     from deltacheck.backends.orbax.capture import ffi
     from deltacheck.codec import default_codec
-    from deltacheck.testing.codec import moved, same, words
+    from tests.contracts.codec import moved, same, words
 
     device = jax.devices("cpu" if context.rehearse else "gpu")[0]
     codec = ffi.FfiCodec()

@@ -15,7 +15,7 @@ from benchmarks.record import Cell, Result, Table
 from deltacheck.codec import GroupJob, default_codec
 from deltacheck.evaluate.workloads import equality
 from deltacheck.leaf.digest import chunk_digests
-from deltacheck.testing.codec import moved, same, words
+from tests.contracts.codec import moved, same, words
 from tests.gpu_kit.stand_in import accelerator
 from tests.gpu_kit.steps import Context, Skipped, Step
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deltacheck.codec import GroupJob, default_codec
-from deltacheck.testing.codec import CASES, moved, same, words
+from tests.contracts.codec import CASES, moved, same, words
 from tests.gpu_kit.stand_in import accelerator
 from tests.gpu_kit.steps import Context
 

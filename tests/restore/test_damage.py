@@ -310,9 +310,7 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     monkeypatch.setattr(
         opened.store,
         "segment",
-        lambda ref, table=None: (
-            segment if ref.id == segment.id else type(segment)(root, ref, segment._context)
-        ),
+        lambda ref, table=None: segment if ref.id == segment.id else type(segment)(root, ref),
     )
     with pytest.raises(
         errors.ChainBroken,

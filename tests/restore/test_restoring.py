@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import _native, errors
 from deltacheck.backends.torch import Engine
-from deltacheck.codec import STREAMS, default_codec
+from deltacheck.codec import STREAMS
 from deltacheck.restore import deltas, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -111,46 +111,20 @@ def test_verify_parses_each_document_once_however_many_steps_stand_on_it(
     assert set(parsed.files.values()) == {1}
 
 
-class Counting:
-    """A codec that records the number of rows of each call.
-
-    ``joined``: it decodes rows of several parts at a time, if the native module does.
-    """
-
-    def __init__(self, joined: bool) -> None:
-        self.rows: list[int] = []
-        self._joined = joined
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(default_codec(), name)
-
-    def apply(self, encoded: Any, base: Any, bounds: Any, word_bytes: int) -> None:
-        self.rows.append(encoded.rows.shape[0])
-        default_codec().apply(encoded, base, bounds, word_bytes)
-
-    @property
-    def apply_rows(self) -> Any:
-        decode = getattr(default_codec(), "apply_rows", None)
-
-        def counted(rows: Any, *arguments: Any) -> Any:
-            self.rows.append(rows.shape[0])
-            return decode(rows, *arguments)
-
-        return counted if self._joined and decode is not None else None
-
-
-JOINED = [False] + [True] * hasattr(default_codec(), "apply_rows")
-
-
-@pytest.mark.parametrize("joined", JOINED)
-def test_small_leaves_are_decoded_by_one_call_a_part_or_by_one_for_all(
-    saved: tuple[Path, dict[str, torch.Tensor]], joined: bool
+def test_rows_of_all_small_leaves_are_decoded_by_one_call(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, codec = open_root(saved[0]), Counting(joined)
-    load_leaves(resolve_leaves(root, root.manifest()), codec=codec)
-    # Apart, leaves of each element size take a call of their own.
-    assert len(codec.rows) == (1 if joined else 2 * (STEPS - 1))
-    assert sum(codec.rows) == (STEPS - 1) * (LEAVES + 1)
+    calls: list[int] = []
+    decode = _native.apply_rows
+
+    def counted(rows: Any, *arguments: Any) -> Any:
+        calls.append(rows.shape[0])
+        return decode(rows, *arguments)
+
+    monkeypatch.setattr(_native, "apply_rows", counted)
+    root = open_root(saved[0])
+    load_leaves(resolve_leaves(root, root.manifest()))
+    assert calls == [(STEPS - 1) * (LEAVES + 1)]
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 3000, 20_000])
@@ -162,10 +136,6 @@ def test_rows_that_are_decoded_in_batches_of_any_size_give_the_same_bits(
     assert all(bits(restored[path]) == bits(value) for path, value in saved[1].items())
 
 
-needs_joined = pytest.mark.skipif(True not in JOINED, reason="without the native module")
-
-
-@needs_joined
 def test_deltas_are_read_beside_the_keyframes_and_beside_the_decoder(
     saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +163,6 @@ def test_deltas_are_read_beside_the_keyframes_and_beside_the_decoder(
     ]
 
 
-@needs_joined
 def test_a_restore_that_fails_waits_for_the_reads_that_it_has_started(
     saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,32 +214,14 @@ def _owner(value: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("path", ["p00", "p17", "p38"])
-@pytest.mark.parametrize("joined", JOINED)
 def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with_it(
-    saved: tuple[Path, dict[str, torch.Tensor]],
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    joined: bool,
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     root = open_root(saved[0])
     manifest = root.manifest()
     last = root.store.segment(manifest.segments[-1])
-    ((number, first, rows),) = last.table.leaves[path].delta
-    part, original, decode = last.part(number), segment.PartReader.start, deltas._decode
-
-    class Changed(segment.StreamsReading):
-        def result(self) -> Any:
-            streams = super().result()
-            offsets = part.offsets["tiles"]
-            streams["tiles"][int(offsets[first]) : int(offsets[first + rows])] = 255
-            return streams
-
-    def start(self: Any, begin: int, stop: int, scratch: Any) -> Any:
-        reading = original(self, begin, stop, scratch)
-        if self is not part:
-            return reading
-        assert (begin, stop) == (0, part.index.shape[0])
-        return Changed(*reading)
+    ((number, _, _),) = last.table.leaves[path].delta
+    decode = deltas._decode
 
     def changed_decode(batch: Any, offsets: Any, streams: Any, *rest: Any) -> None:
         row = 0
@@ -282,9 +233,7 @@ def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with
                 row += run.stop - run.first
         decode(batch, offsets, streams, *rest)
 
-    monkeypatch.setattr(segment.PartReader, "start", start)
     monkeypatch.setattr(deltas, "_decode", changed_decode)
-    monkeypatch.setattr(JoinedRead, "is_possible", lambda: joined)
     with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):
         load_leaves(resolve_leaves(root, manifest))
 

@@ -6,8 +6,6 @@ This holds for all bits, strides, names and ties, in both frameworks.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store.files import arrays
 from tests.support.states import assert_same, bits
 
 SIXTEEN = [np.dtype(t) for t in ("float16", "int16", "uint16", ml_dtypes.bfloat16)]
@@ -255,7 +252,8 @@ def content(root: Path) -> Any:
 def test_the_bytes_depend_neither_on_threads_nor_on_how_the_work_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native = pytest.importorskip("deltacheck._native")
+    from deltacheck import _native as native
+
     threads = native.threads()
     random = np.random.default_rng(0)
     states = [
@@ -288,81 +286,3 @@ def test_the_bytes_depend_neither_on_threads_nor_on_how_the_work_is_cut(
     finally:
         native.set_threads(threads)
     assert found[0] == found[1] == found[2]
-
-
-WITHOUT_EXTENSION = """
-import json, sys
-sys.modules["deltacheck._native"] = None
-import deltacheck, logging
-from tests.golden import make
-found = {}
-for name in sys.argv[1].split(","):
-    opened = deltacheck.open(f"{sys.argv[2]}/{name}")
-    found[name] = {step: make.described(opened.restore(step)) for step in opened.steps()}
-make.write_derived(__import__("pathlib").Path(sys.argv[2]) / "now")
-from deltacheck.codec import default_codec
-print(json.dumps([default_codec().name, found]))
-"""
-
-
-def test_without_the_extension_the_same_bytes_are_read_and_written(tmp_path: Path) -> None:
-    """M22: NumPy does the work if the extension is missing or older."""
-    import json
-
-    from tests.support import forge
-
-    names = ["policy", "derived"]
-    for name in names:
-        forge.unpack(name, tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTENSION, ",".join(names), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    codec, found = json.loads(done.stdout)
-    assert codec == "reference"
-    expected = json.loads((forge.GOLDEN / "expected.json").read_text())
-    assert found == {name: expected[name] for name in names}
-    assert content(tmp_path / "now") == content(tmp_path / "derived")
-
-
-def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltacheck.codec import extension
-    from deltacheck.codec.lossy import lattice, nested, octaves, ratios
-
-    native = pytest.importorskip("deltacheck._native")
-    values = np.array([1.0, -2.0, 3e-40, 0.0], np.float32)
-
-    def all_codes() -> tuple[Any, ...]:
-        weights = values.astype(ml_dtypes.bfloat16)
-        return (
-            lattice.codes(values, 1e-3, 5),
-            octaves.codes(np.abs(values), fraction_bits=3),
-            nested.codes(values, 1e-3, 5, weights=weights),
-            ratios.codes(values, np.ones_like(values), 0.5, limit=3.0),
-        )
-
-    with_it = all_codes()
-    monkeypatch.setattr(native, "INTERFACE", extension.INTERFACE - 1)
-    for cached in (extension.extension, arrays.native_stream_writer):
-        cached.cache_clear()
-    try:
-        assert arrays.native_stream_writer() is None
-        for one, other in zip(with_it, all_codes(), strict=True):
-            assert np.array_equal(one[0], other[0])
-            assert one[1:] == other[1:]
-            assert one[0].dtype == other[0].dtype
-        assert np.array_equal(
-            lattice.values(with_it[0][0], 1e-3, 5), lattice.values(with_it[0][0], 1e-3, 5)
-        )
-        with pytest.raises(ValueError, match="no octave codes"):
-            octaves.values(np.array([1, 65535], np.uint16), fraction_bits=3)
-    finally:
-        monkeypatch.undo()
-        for cached in (extension.extension, arrays.native_stream_writer):
-            cached.cache_clear()
-    assert arrays.native_stream_writer() is not None

@@ -160,7 +160,9 @@ def test_a_read_that_hangs_is_told_with_its_file(
         monkeypatch.setattr(
             arrays.ReadableArray,
             "start_into",
-            lambda self, *args: arrays.Reading(Hanging(), original(self, *args)._path),
+            lambda self, out, *box: arrays.Reading(
+                Hanging(), original(self, out, *box)._path, out, None
+            ),
         )
         with pytest.raises(
             errors.StorageTimeout, match=r"leaves/p: the storage did not answer within 0\.05 s"

@@ -13,7 +13,6 @@ import pytest
 
 import deltacheck
 from deltacheck import errors
-from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.root import open_root
 from tests.golden import make
 from tests.support import forge
@@ -116,8 +115,7 @@ def content_of(root: Any, manifest: Any) -> Any:
         del table["id"], table["checksum"]
         parts = [segment.part(number) for number in range(len(segment.table.parts))]
         streams = [
-            {n: s.tobytes() for n, s in part.start(0, len(part.index), Scratch()).result().items()}
-            for part in parts
+            {n: s.tobytes() for n, s in part.streams(0, len(part.index)).items()} for part in parts
         ]
         segments.append(
             (table, segment.digests.tolist(), [part.index.tolist() for part in parts], streams)

@@ -12,7 +12,7 @@ import pytest
 from deltacheck.store.files import storage
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock import object_lease
-from deltacheck.testing.place import PlaceContract
+from tests.contracts.place import PlaceContract
 from tests.support.s3_server import S3
 from tests.support.waiting import SleepWatch
 

@@ -254,7 +254,7 @@ BUGS = (
     ),
     Bug(
         "index-unchecked",
-        (Edit("deltacheck.codec.reference", "if count and steps[-1] >= room:", "if False:"),),
+        (Edit("tests.reference.codec", "if count and steps[-1] >= room:", "if False:"),),
         (
             "codec/test_codec_contract.py",
             "codec/test_codec_native.py::test_a_refusal_reads_the_same_as_the_references",

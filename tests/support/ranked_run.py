@@ -32,7 +32,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import open_alone
 from deltacheck.store.root import Root, Store
-from deltacheck.testing.ranks import Threads
+from tests.contracts.ranks import Threads
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 # The boxes that a rank has of a leaf, by path, shape, rank and number of ranks; none: the rank does

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck.codec import ReferenceCodec
+from tests.reference.codec import ReferenceCodec
 
 
 def vectors():

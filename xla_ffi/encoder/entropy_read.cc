@@ -5,10 +5,8 @@
 // For frames that are decoded block by block. The library is built with this module.
 #define ZSTD_STATIC_LINKING_ONLY
 #define ZSTD_DISABLE_DEPRECATE_WARNINGS
+#include <blosc.h>
 #include <zstd.h>
-#ifdef DELTACHECK_BLOSC
-#  include <blosc.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -89,7 +87,6 @@ class Decompressor {
 
 // Returns "", or the reason why `size` bytes are no blosc frame of exactly `expected` bytes.
 std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t expected) {
-#ifdef DELTACHECK_BLOSC
   size_t declared = 0;
   // blosc itself trusts the sizes in its header, so they are validated first.
   if (blosc_cbuffer_validate(data, size, &declared) != 0) return "it is no blosc frame";
@@ -101,10 +98,6 @@ std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint6
   return decoded >= 0 && static_cast<uint64_t>(decoded) == expected
              ? ""
              : "its blosc frame cannot be decoded";
-#else
-  (void)data, (void)size, (void)out, (void)expected;
-  return "this build has no blosc";
-#endif
 }
 
 // An open file of an array, whose chunks can be decoded in any order.
@@ -309,15 +302,6 @@ class PieceReader {
 };
 
 }  // namespace
-
-bool can_read(ChunkCodec codec) {
-#ifdef DELTACHECK_BLOSC
-  (void)codec;
-  return true;
-#else
-  return codec != ChunkCodec::kBlosc;
-#endif
-}
 
 ReadRefusal read_pieces(const std::vector<SourceFile>& files, const std::vector<Piece>& pieces) {
   return PieceReader(files, pieces).read();

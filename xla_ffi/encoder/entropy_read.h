@@ -13,8 +13,6 @@ namespace deltacheck {
 
 enum class ChunkCodec { kStore, kZstd, kBlosc };  // the encoding of a chunk's bytes
 
-bool can_read(ChunkCodec codec);  // true if the build has its library
-
 // An open file of an array.
 struct SourceFile {
   int descriptor;
@@ -39,7 +37,7 @@ struct ReadRefusal {
 // is then undefined. Reads nothing behind the end that a file's index implies, and decodes each
 // chunk that holds requested bytes once. Throws std::bad_alloc.
 //
-// REQUIRES: can_read(codec); pieces do not overlap in memory. Memory: two chunks for each of
+// REQUIRES: pieces do not overlap in memory. Memory: two chunks for each of
 // threads(), kept until the thread ends.
 ReadRefusal read_pieces(const std::vector<SourceFile>& files, const std::vector<Piece>& pieces);
 

@@ -81,24 +81,9 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[0].split("."))) if numbers is not None else ()
 
 
-def native_module(facts: Facts) -> Line:
-    """Judge the native module."""
-    if not facts.encoder.problem:
-        return Line("encoder", "ok", "native")
-    return Line(
-        "encoder",
-        "degraded",
-        f"NumPy: {facts.encoder.problem}",
-        cost="saves and restores take many times the processor time; files are the same",
-        remedy="install deltacheck again, with a C++17 compiler",
-    )
-
-
 def instruction_set(facts: Facts) -> Line:
     """Judge the kernels in use."""
     used, best = facts.encoder.instruction_set, facts.encoder.best_instruction_set
-    if facts.encoder.problem:
-        return Line("instruction set", "ok", "not used")
     if used != best:
         return Line(
             "instruction set",
@@ -143,38 +128,6 @@ def threads(facts: Facts) -> Line:
 
 def _cores(count: int) -> str:
     return f"{count} core{'' if count == 1 else 's'}"
-
-
-def zstd(facts: Facts) -> Line:
-    """Judge the entropy stage."""
-    return _library(
-        "zstd",
-        facts.encoder.zstd,
-        "TensorStore compresses the streams",
-        "saves are larger and take about a third more processor time",
-    )
-
-
-def blosc(facts: Facts) -> Line:
-    """Judge the decoder of keyframes."""
-    return _library(
-        "c-blosc",
-        facts.encoder.blosc,
-        "TensorStore reads keyframes",
-        "keyframes are read 2 to 3 times slower",
-    )
-
-
-def _library(name: str, is_built_in: bool, instead: str, cost: str) -> Line:
-    if is_built_in:
-        return Line(name, "ok", "built in")
-    return Line(
-        name,
-        "degraded",
-        f"missing: {instead}",
-        cost=cost,
-        remedy="run `make libraries`, then install deltacheck again",
-    )
 
 
 def jax_handlers(facts: Facts) -> Line:
@@ -486,11 +439,8 @@ def space(facts: Facts, file_system: FileSystem) -> Line:
 
 
 _MACHINE: tuple[Callable[[Facts], Line], ...] = (
-    native_module,
     instruction_set,
     threads,
-    zstd,
-    blosc,
     jax_handlers,
     cuda,
     memory,

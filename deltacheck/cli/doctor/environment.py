@@ -31,25 +31,19 @@ class Encoder:
     """The native module and the processor that it runs on.
 
     Attributes:
-        problem: Reason why NumPy takes the place of the module; empty: it is in use.
         instruction_set: Kernels in use.
         best_instruction_set: The fastest kernels that the module has for this processor.
         threads: Threads of one call.
         cores: Processors that this process may run on.
         core_quota: Processors that the container may use at a time; ``None``: no quota.
-        zstd: If true, the module has libzstd.
-        blosc: If true, the module has c-blosc.
         jax_handlers: If true, the module has the handlers of the Orbax backend.
     """
 
-    problem: str
     instruction_set: str
     best_instruction_set: str
     threads: int
     cores: int
     core_quota: float | None
-    zstd: bool
-    blosc: bool
     jax_handlers: bool
 
 

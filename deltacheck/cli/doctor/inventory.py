@@ -28,11 +28,11 @@ from deltacheck.cli.doctor.environment import (
     Steps,
     Trial,
 )
-from deltacheck.codec.extension import required
+from deltacheck.codec.extension import native
 from deltacheck.errors import DeltacheckError, NotACheckpointRoot
 from deltacheck.evaluate.machine import mount_of
 from deltacheck.report import history
-from deltacheck.store.files import native_files, storage
+from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.root import is_root_or_fresh, open_root
@@ -118,22 +118,13 @@ def _requirements() -> list[tuple[str, str | None, str | None]]:
 
 def encoder() -> Encoder:
     """Describe the native module and the processor."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        module = required()
-    except ImportError as error:
-        return Encoder(str(error), "", "", 1, cores, _core_quota(), False, False, False)
-    codecs = native_files.codecs()
     return Encoder(
-        problem="",
-        instruction_set=module.instruction_set(),
-        best_instruction_set=module.instruction_sets()[0],
-        threads=module.threads(),
-        cores=cores,
+        instruction_set=native.instruction_set(),
+        best_instruction_set=native.instruction_sets()[0],
+        threads=native.threads(),
+        cores=len(os.sched_getaffinity(0)),
         core_quota=_core_quota(),
-        zstd="stream" in codecs,
-        blosc="values" in codecs,
-        jax_handlers=bool(module.registrations()),
+        jax_handlers=bool(native.registrations()),
     )
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.extension import extension
-from deltacheck.codec.lossy import reference_codes
+from deltacheck.codec.extension import native
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -108,17 +107,10 @@ def codes(
     first = first_phase(step, seed, start, halvings, spare_bits)
     out = memory.checked_out(out, values, np.int32)
     cells = None if weights is None else bits_of(weights, values.shape)
-    native = extension()
-    if native is not None:
-        errors = native.lattice_codes(
-            values.reshape(-1), cells, step, first, out.reshape(-1), halvings, spare_bits
-        )
-        return Coded(out, *errors)
-    result, refused_count, largest, squared = reference_codes.lattice_codes(
-        values.reshape(-1), cells, step, first, halvings, spare_bits
+    errors = native.lattice_codes(
+        values.reshape(-1), cells, step, first, out.reshape(-1), halvings, spare_bits
     )
-    out.reshape(-1)[:] = result
-    return Coded(out, refused_count, largest, squared)
+    return Coded(out, *errors)
 
 
 def values(
@@ -155,17 +147,9 @@ def values(
     first = first_phase(step, seed, start, halvings, spare_bits)
     out = memory.checked_out(out, codes, np.float32)
     cells = None if weights is None else bits_of(weights, codes.shape)
-    native = extension()
-    if native is not None:
-        bad = native.lattice_values(
-            codes.reshape(-1), cells, step, first, out.reshape(-1), halvings, spare_bits
-        )
-    else:
-        # The result is complete before ``out`` is written, which may be the memory of the codes.
-        result, bad = reference_codes.lattice_values(
-            codes.reshape(-1), cells, step, first, halvings, spare_bits
-        )
-        out.reshape(-1)[:] = result
+    bad = native.lattice_values(
+        codes.reshape(-1), cells, step, first, out.reshape(-1), halvings, spare_bits
+    )
     if bad:
         raise ValueError(
             f"{bad} of {codes.size} codes are no multiples of {2**spare_bits}, as those with"
@@ -202,8 +186,9 @@ def cast_errors(
     memory.checked_array("values", values, np.float32)
     first = first_phase(step, seed, 0, halvings, spare_bits)
     cells = bits_of(weights, values.shape)
-    codec = extension() or reference_codes
-    errors = codec.lattice_cast_errors(values.reshape(-1), cells, step, first, halvings, spare_bits)
+    errors = native.lattice_cast_errors(
+        values.reshape(-1), cells, step, first, halvings, spare_bits
+    )
     return CastErrors(*errors)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.extension import extension
-from deltacheck.codec.lossy import lattice, reference_codes
+from deltacheck.codec.extension import native
+from deltacheck.codec.lossy import lattice
 from deltacheck.codec.lossy.lattice import F32, Coded
 
 Codes = NDArray[Any]  # uint8 or uint16
@@ -33,8 +34,10 @@ def most_bits(weights: Weights, step: float, halvings: int) -> int:
     largest = magnitudes.max(initial=np.uint16(0))
     if largest >= 0x7F80:
         largest = magnitudes[magnitudes < 0x7F80].max(initial=np.uint16(0))
-    bits = reference_codes.nested_bits(np.array([largest], np.uint16), step, halvings)
-    return max(0, int(bits[0]))
+    # Section 4.5.3 of the format, "c + n". A subnormal weight has the unit of the least normal one.
+    exponent = max(int(largest) >> 7, 1)
+    octave = math.frexp(step)[1] - 1 + halvings
+    return max(0, exponent - 133 - octave + halvings)
 
 
 def codes(
@@ -98,23 +101,16 @@ def codes(
     else:
         dtype = code_type("out", out)
     out = memory.checked_out(out, values, dtype)
-    native = extension()
-    if native is not None:
-        errors = native.nested_codes(
-            values.reshape(-1),
-            weight_bits,
-            step,
-            first,
-            memory.as_bytes("out", out),
-            halvings,
-            spare_bits,
-        )
-        return Coded(out, *errors)
-    result, refused_count, largest, squared = reference_codes.nested_codes(
-        values.reshape(-1), weight_bits, step, first, halvings, spare_bits, np.dtype(dtype)
+    errors = native.nested_codes(
+        values.reshape(-1),
+        weight_bits,
+        step,
+        first,
+        memory.as_bytes("out", out),
+        halvings,
+        spare_bits,
     )
-    out.reshape(-1)[:] = result
-    return Coded(out, refused_count, largest, squared)
+    return Coded(out, *errors)
 
 
 def values(
@@ -150,22 +146,15 @@ def values(
     first = lattice.first_phase(step, seed, start, halvings, spare_bits)
     weight_bits = lattice.bits_of(weights, codes.shape)
     out = memory.checked_out(out, codes, np.float32)
-    native = extension()
-    if native is not None:
-        bad = native.nested_values(
-            memory.as_bytes("codes", codes),
-            weight_bits,
-            step,
-            first,
-            out.reshape(-1),
-            halvings,
-            spare_bits,
-        )
-    else:
-        result, bad = reference_codes.nested_values(
-            codes.reshape(-1), weight_bits, step, first, halvings, spare_bits
-        )
-        out.reshape(-1)[:] = result
+    bad = native.nested_values(
+        memory.as_bytes("codes", codes),
+        weight_bits,
+        step,
+        first,
+        out.reshape(-1),
+        halvings,
+        spare_bits,
+    )
     if bad:
         raise ValueError(
             f"{bad} of {codes.size} codes are no relative codes of spacing {step} after {halvings}"

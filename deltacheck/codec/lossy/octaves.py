@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.extension import extension
-from deltacheck.codec.lossy import reference_codes
+from deltacheck.codec.extension import native
 
 F32 = NDArray[np.float32]
 Codes = NDArray[Any]  # uint8 if fraction_bits is 0, else uint16
@@ -102,20 +101,10 @@ def codes(
             )
         # The scale has 2^23 units per octave. An integer makes the comparison exact everywhere.
         band = math.floor(dead_band * 2**23)
-    native = extension()
-    if native is not None:
-        base_bytes = None if base is None else memory.as_bytes("base", base)
-        refused_count, zeroed, ratio, distance = native.octave_codes(
-            values.reshape(-1), base_bytes, fraction_bits, signed, band, memory.as_bytes("out", out)
-        )
-    else:
-        form = reference_codes.octave_form(fraction_bits, signed)
-        base_codes = None if base is None else base.reshape(-1)
-        result, refused_count, zeroed, ratio, distance = reference_codes.octave_codes(
-            values.reshape(-1), form, base_codes, band
-        )
-        # The result is complete before ``out`` is written, which may be the base.
-        out.reshape(-1)[:] = result
+    base_bytes = None if base is None else memory.as_bytes("base", base)
+    refused_count, zeroed, ratio, distance = native.octave_codes(
+        values.reshape(-1), base_bytes, fraction_bits, signed, band, memory.as_bytes("out", out)
+    )
     return OctaveCoded(out, refused_count, zeroed, math.log2(ratio), distance * 2.0**-23)
 
 
@@ -135,18 +124,9 @@ def values(
     """
     memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
-    native = extension()
-    if native is not None:
-        bad = native.octave_values(
-            memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1)
-        )
-    else:
-        result = reference_codes.octave_values(
-            codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed)
-        )
-        # Only code 0 stands for zero, and the reference gives zero for a code that no value has.
-        bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (result == 0)))
-        out.reshape(-1)[:] = result
+    bad = native.octave_values(
+        memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1)
+    )
     if bad:
         raise ValueError(
             f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits,"

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.extension import extension
-from deltacheck.codec.lossy import reference_codes
+from deltacheck.codec.extension import native
 
 F32 = NDArray[np.float32]
 Codes = NDArray[np.int8]
@@ -63,17 +62,10 @@ def codes(
     _check("values", values, second, step, limit)
     memory.checked_array("values", values, np.float32)
     out = memory.checked_out(out, values, np.int8)
-    native = extension()
-    if native is not None:
-        errors = native.ratio_codes(
-            values.reshape(-1), second.reshape(-1), step, limit, memory.as_bytes("out", out)
-        )
-        return RatioCoded(out, *errors)
-    result, refused_count, largest = reference_codes.ratio_codes(
-        values.reshape(-1), second.reshape(-1), step, limit
+    errors = native.ratio_codes(
+        values.reshape(-1), second.reshape(-1), step, limit, memory.as_bytes("out", out)
     )
-    out.reshape(-1)[:] = result
-    return RatioCoded(out, refused_count, largest)
+    return RatioCoded(out, *errors)
 
 
 def values(
@@ -94,16 +86,9 @@ def values(
     _check("codes", codes, second, step, limit)
     memory.checked_array("codes", codes, np.int8)
     out = memory.checked_out(out, codes, np.float32)
-    native = extension()
-    if native is not None:
-        bad = native.ratio_values(
-            memory.as_bytes("codes", codes), second.reshape(-1), step, limit, out.reshape(-1)
-        )
-    else:
-        result, bad = reference_codes.ratio_values(
-            codes.reshape(-1), second.reshape(-1), step, limit
-        )
-        out.reshape(-1)[:] = result
+    bad = native.ratio_values(
+        memory.as_bytes("codes", codes), second.reshape(-1), step, limit, out.reshape(-1)
+    )
     if bad:
         raise ValueError(
             f"{bad} of {codes.size} codes are no ratio codes beside their second moments"

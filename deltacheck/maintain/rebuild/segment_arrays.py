@@ -301,7 +301,7 @@ def _ordered(index: U32, pieces: NDArray[np.int64]) -> list[str]:
 
 
 def _content(path: Place, spec: ArraySpec) -> Any:
-    return ReadableArray(path, spec, arrays.context(None, 0)).read()
+    return ReadableArray(path, spec).read()
 
 
 def _rows(path: Place, most_rows: int) -> int:

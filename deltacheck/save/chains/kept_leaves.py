@@ -20,7 +20,6 @@ from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import segment as columns
-from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.manifest import LeafEntry, SegmentRef
 from deltacheck.store.root import Store
 from deltacheck.store.segment import Segment
@@ -129,7 +128,7 @@ def _content(segment: Segment, group: list[_Rows]) -> tuple[U32, dict[str, U8]]:
         index = part.index[run.first : run.stop].copy()
         index[:, columns.LEAF] = run.leaf
         indexes.append(index)
-        for name, data in part.start(run.first, run.stop, Scratch()).result().items():
+        for name, data in part.streams(run.first, run.stop).items():
             pieces.setdefault(name, []).append(data)
     streams = {name: np.concatenate(data) for name, data in pieces.items()}
     return np.concatenate(indexes), streams
@@ -144,7 +143,7 @@ def _compare(copy: Segment, segment: Segment, parts: list[list[_Rows]]) -> None:
     for number, group in enumerate(parts):
         expected_index, expected = _content(segment, group)
         part = copy.part(number)
-        found = part.start(0, expected_index.shape[0], Scratch()).result()
+        found = part.streams(0, expected_index.shape[0])
         if not np.array_equal(part.index, expected_index) or any(
             name not in found or not np.array_equal(found[name], data)
             for name, data in expected.items()

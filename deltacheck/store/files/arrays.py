@@ -12,11 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,16 +22,15 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck.codec.base import U8
-from deltacheck.codec.extension import extension
-from deltacheck.errors import ChainBroken, Damaged, StorageFailed
+from deltacheck.codec.extension import native
+from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.leaf import grid
 from deltacheck.leaf.external_errors import unreadable
 from deltacheck.store.files import chunk_files, native_files
-from deltacheck.store.files.background import Background
-from deltacheck.store.files.chunk_files import Cells, Piece
+from deltacheck.store.files.background import Background, Task
+from deltacheck.store.files.chunk_files import Cells
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead
-from deltacheck.store.files.object_path import brief
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
 from deltacheck.store.lock.deadline import Deadline
@@ -42,9 +39,6 @@ Attributes = Mapping[str, Any]
 
 # Fixed by section 1 of the format: a reader computes the cut of an array from its length alone.
 STREAM_CHUNK_BYTES = 1 << 20
-# TensorStore raises mostly ValueError; of damaged blosc frames also NotImplementedError,
-# which is a RuntimeError.
-_TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
 # Of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h.
 _SCRATCH_BYTES = 4 << 20
 
@@ -127,7 +121,6 @@ class ArraySpec:
             self.chunk,
             self.shard,
             np.dtype(self.dtype).itemsize,
-            blosc=self.codec == "values",
         )
 
     def metadata(self) -> dict[str, Any]:
@@ -253,26 +246,16 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Contex
     metadata_write = _start_describe(path, spec, context)
     # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape) == 0:
-        return _Writes(metadata_write, ())
+        return _Writes(metadata_write, [])
     return _Writes(
         # TensorStore reads ``values`` in place instead of copying them first. ``commit`` is done
         # when the data has reached the storage, which the copy future does not promise.
         metadata_write,
-        (target.write(values, can_reference_source_data_indefinitely=True).commit,),
+        [target.write(values, can_reference_source_data_indefinitely=True).commit],
     )
 
 
-@cache
-def native_stream_writer() -> Callable[..., int] | None:
-    """Return ``write_stream_file`` of the native module.
-
-    ``None`` without the module, or if it was built without libzstd.
-    """
-    return getattr(extension(), "write_stream_file", None)
-
-
 def write_stream_file(
-    write: Callable[..., int],
     descriptor: int,
     spec: ArraySpec,
     pieces: list[NDArray[np.uint8]],
@@ -282,7 +265,6 @@ def write_stream_file(
     """Write file ``number`` of a stream to an empty file.
 
     Args:
-        write: The result of ``native_stream_writer``.
         descriptor: The open file.
         spec: The array.
         pieces: The stream in consecutive pieces.
@@ -291,7 +273,7 @@ def write_stream_file(
     """
     # Level 0 stands for bytes that are stored as they are (``xla_ffi/encoder/entropy.h``).
     per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
-    error = write(
+    error = native.write_stream_file(
         descriptor,
         pieces,
         spec.chunk[0],
@@ -319,14 +301,11 @@ class Spent(NamedTuple):
 class StreamWriter:
     """The writer of streams: 1-D uint8 arrays, in pieces that need not be joined.
 
-    The native module makes the bytes of their files on its threads; without libzstd, TensorStore
-    does. TensorStore's KvStore is not used for local files: it would copy a file of 32 MiB while it
-    holds the GIL, and stop training.
+    The native module makes the bytes of their files on the threads of the writer.
 
     Args:
-        context: TensorStore's resources.
+        place: The directory that the streams lie below.
         durability: Whether files are synced.
-        local: Whether streams go to local files; the native module writes to nothing else.
     """
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
@@ -334,34 +313,23 @@ class StreamWriter:
     # threads do the same work.
     _NICENESS = 5
 
-    def __init__(
-        self, context: ts.Context, durability: Durability = Durability.POWER, local: bool = True
-    ) -> None:
-        self._context = context
+    def __init__(self, place: Place, durability: Durability = Durability.POWER) -> None:
+        self._context = context(durability=durability, parent=storage_of(place).context())
         self._durability = durability
-        self._local = local
+        self._has_files = storage_of(place).has_files
         self._background = Background(self._THREADS, "deltacheck-streams", self._NICENESS)
         self._making = threading.Lock()
         self._spent = Spent(0.0, 0.0)
 
     @property
-    def _native(self) -> Callable[..., int] | None:
-        return native_stream_writer() if self._local else None
-
-    @property
     def scratch_bytes(self) -> int:
         """Memory that the encoding of files takes, whatever their size."""
-        if self._native is None:
-            return 0
-        # Imported late, because the import fails without the native module.
-        from deltacheck.codec.native import threads
-
         # ``threads()`` counts its caller, and every thread of this writer may be one.
-        return _SCRATCH_BYTES * (threads() - 1 + self._THREADS)
+        return _SCRATCH_BYTES * (native.threads() - 1 + self._THREADS)
 
     def held_bytes(self, size: int) -> int:
         """Return the memory that ``size`` bytes of streams take until they are written."""
-        return size if self._native is not None else 2 * size  # with what TensorStore makes of them
+        return size if self._has_files else 2 * size  # with the content of the objects
 
     def write(
         self, path: Place, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1
@@ -372,31 +340,45 @@ class StreamWriter:
             path: A directory that does not exist.
             spec: The result of ``ArraySpec.flat``.
             pieces: The stream. They must not change until the returned write is done.
-            level: Level of zstd; TensorStore always takes 1.
+            level: Level of zstd.
         """
-        native = self._native
-        if native is None or not isinstance(path, Path):
-            # The empty array comes first because NumPy cannot concatenate nothing.
-            return write(
-                path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._context
-            )
-        metadata_write = _start_describe(path, spec, self._context)
         # The native module takes plain runs of bytes. Only pieces that are not contiguous are
         # copied.
         contiguous = [np.ascontiguousarray(piece) for piece in pieces]
-        making, durability = self._making, self._durability
+        metadata_write = _start_describe(path, spec, self._context)
+        data: list[Any] = []
 
         def work() -> None:
-            times = _write_stream(path, spec, contiguous, native, making, level, durability)
-            with making:
-                self._spent = Spent(*map(sum, zip(self._spent, times, strict=True)))
+            storage, making, waiting, made_at = storage_of(path), 0.0, 0.0, 0.0
 
-        return _Writes(metadata_write, (self._background.start(work),))
+            def make(number: int, descriptor: int) -> None:
+                nonlocal making, made_at
+                # One thread makes a file while another waits for the disk.
+                with self._making:
+                    begin = time.perf_counter()
+                    write_stream_file(descriptor, spec, contiguous, number, level)
+                    made_at = time.perf_counter()
+                making += made_at - begin
+
+            for number in range(spec.file_count):
+                name = chunk_files.name_of([number])
+                upload = storage.start_array_file(name, partial(make, number), self._durability)
+                waiting += time.perf_counter() - made_at
+                if upload is not None:
+                    data.append(upload)
+            if self._has_files:
+                with self._making:
+                    self._spent = Spent(
+                        self._spent.entropy_seconds + making, self._spent.storage_seconds + waiting
+                    )
+
+        data.append(self._background.start(work))
+        return _Writes(metadata_write, data)
 
     def take_spent(self) -> Spent:
         """Return the times of the streams written since the last call.
 
-        They are zero if TensorStore writes the streams.
+        They are zero for an object store, to which all writes go at the same time.
         """
         with self._making:
             times, self._spent = self._spent, Spent(0.0, 0.0)
@@ -407,54 +389,24 @@ class StreamWriter:
         self._background.close()
 
 
-def _write_stream(
-    path: Path,
-    spec: ArraySpec,
-    pieces: list[NDArray[np.uint8]],
-    write: Callable[..., int],
-    making: threading.Lock,
-    level: int,
-    durability: Durability,
-) -> Spent:
-    """Write the files of a stream, each created only if absent, and sync them.
-
-    ``making`` is held while a file is encoded, so one thread encodes while another waits for the
-    disk.
-    """
-    # TensorStore may be creating the same directory for ``zarr.json`` at this moment.
-    path.mkdir(parents=True, exist_ok=True)
-    encoding_seconds = sync_seconds = 0.0
-    for number in range(spec.file_count):
-        # O_EXCL: a segment's files are written once, and a file of this name is another writer's.
-        descriptor = os.open(
-            path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-        )
-        try:
-            with making:
-                begin = time.perf_counter()
-                write_stream_file(write, descriptor, spec, pieces, number, level)
-                encoding_seconds += time.perf_counter() - begin
-            begin = time.perf_counter()
-            durability.sync_file(descriptor)
-            sync_seconds += time.perf_counter() - begin
-        finally:
-            os.close(descriptor)
-    return Spent(encoding_seconds, sync_seconds)
-
-
 class _Writes:
-    """The writes of one array, done when all are."""
+    """The writes of one array, done when all are.
 
-    def __init__(self, described: Any, data: tuple[Any, ...]) -> None:
+    Args:
+        described: The write of the metadata.
+        data: The writes of data. One that is under way may add others.
+    """
+
+    def __init__(self, described: Any, data: list[Any]) -> None:
         self._described = described
         self._data = data
 
     def result(self, timeout: float | None = None) -> None:
         deadline = Deadline.after(timeout)
-        for future in (*self._data, self._described):
+        for future in self._data:
             future.result(timeout=deadline.left)
         # A write whose condition failed has no generation: the metadata existed before.
-        if not self._described.result().generation:
+        if not self._described.result(timeout=deadline.left).generation:
             # The text of TensorStore's own create.
             raise ValueError("ALREADY_EXISTS: the array is there already")
 
@@ -469,23 +421,11 @@ def _start_describe(path: Place, spec: ArraySpec, context: ts.Context) -> Any:
 
 
 class ReadableArray:
-    """An array of a committed segment, opened with the metadata that it must have."""
+    """An array of a committed segment, read as the metadata says that it must have."""
 
-    def __init__(self, path: Place, spec: ArraySpec, context: ts.Context) -> None:
+    def __init__(self, path: Place, spec: ArraySpec) -> None:
         self._path = path
         self._spec = spec
-        self._cells = spec.cells
-        self._looked_at: set[str] = set()
-        storage_of(path).check_directory()
-        self._context = context
-
-    @cached_property
-    def _array(self) -> Any:
-        # Opened at the first read that needs TensorStore. The native module needs no handle.
-        try:
-            return _open(self._path, self._spec, self._context, open=True, assume_metadata=True)
-        except _TENSORSTORE_ERRORS as error:
-            raise read_error(error, self._path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """Return the values of a box; ``Damaged`` if a chunk is missing or fails its checksum."""
@@ -493,47 +433,24 @@ class ReadableArray:
         return values
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
-        """Begin to read a box."""
-        pieces = self._pieces(box)
-        if pieces is not None:
-            return self._start_native(
-                np.empty([s.stop - s.start for s in self._checked(box)], self._spec.dtype), pieces
-            )
-        view = self._view(box)
-        return Reading(view.read(), self._path, self._patience(view.size))
+        """Begin to read a box, which is rows of chunks, one chunk, or the whole array."""
+        shape = [s.stop - s.start for s in self._checked(box)]
+        return self.start_into(np.empty(shape, self._spec.dtype), box)
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
-        """Begin to read a box into ``out`` (same shape and dtype)."""
-        pieces = self._pieces(box)
-        if pieces is not None and out.flags.c_contiguous:
-            return self._start_native(out, pieces)
-        view = self._view(box)
-        # This spares a result array, which would have to be copied into ``out``.
-        target = ts.array(out, copy=False)
-        future = target.write(view.translate_to[(0,) * view.rank])
-        return Reading(future, self._path, self._patience(view.size))
-
-    def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
-        """Return the byte ranges of a box for the native module; ``None`` to use TensorStore."""
-        # The arithmetic of ``Cells`` does not look at bounds.
-        checked = self._checked(box)
-        is_native = native_files.reads(self._path, self._spec.codec)
-        return self._cells.pieces(checked) if is_native else None
-
-    def _start_native(self, out: NDArray[Any], pieces: Sequence[Piece]) -> Reading:
-        path = self._path
-        assert isinstance(path, Path)
+        """Begin to read a box into ``out`` (same shape and dtype, contiguous)."""
+        path, cells = self._path, self._spec.cells
+        pieces = cells.pieces(self._checked(box))
         data = out.reshape(-1).view(np.uint8)
-        read = partial(native_files.read, path, self._cells, self._spec.codec, pieces, data)
-        return Reading(native_files.start(read), path, self._patience(out.size), out)
-
-    def _patience(self, elements: int) -> float | None:
-        return storage_of(self._path).patience(elements * np.dtype(self._spec.dtype).itemsize)
+        read = partial(native_files.read, path, cells, self._spec.codec, pieces, data)
+        patience = storage_of(path).patience(data.size)
+        return Reading(native_files.start(read), path, out, patience)
 
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
         """Return a box, by default the whole array; ``Damaged`` if it exceeds the array."""
         shape = self._spec.shape
         full_box = box or [slice(0, size) for size in shape]
+        # The arithmetic of ``Cells`` does not look at bounds.
         if any(not 0 <= s.start <= s.stop <= size for s, size in zip(full_box, shape, strict=True)):
             raise Damaged(
                 f"array {self._path} of shape {shape} has no part"
@@ -541,72 +458,44 @@ class ReadableArray:
             )
         return full_box
 
-    def _view(self, box: Sequence[slice]) -> Any:
-        """Return TensorStore's view of a box, after a check of the files that it lies in."""
-        for name in self._cells.names(self._checked(box)):
-            # Each file is checked once for each opened array, however many boxes lie in it.
-            if name not in self._looked_at:
-                storage_of(self._path / name).check_array_file(self._cells)
-                self._looked_at.add(name)
-        return self._array[tuple(box)] if box else self._array
-
 
 def start_joined(read: JoinedRead, out: U8, path: Place) -> Reading:
     """Begin a joined read into ``out``; errors name ``path`` if it takes too long."""
-    return Reading(
-        native_files.start(partial(read.read, out)), path, storage_of(path).patience(read.size), out
-    )
+    task = native_files.start(partial(read.read, out))
+    return Reading(task, path, out, storage_of(path).patience(read.size))
 
 
 class Reading:
-    """A read under way; its error names the array.
+    """A read under way.
 
     Args:
-        future: The operation.
+        task: The read.
         path: The array.
+        values: The memory that is read into.
         patience: Seconds until the read is given up; ``None``: ``TIMEOUT_SECONDS``.
-        values: The memory that is read into, if the future does not return it.
     """
 
     def __init__(
-        self,
-        future: Any,
-        path: Place,
-        patience: float | None = None,
-        values: NDArray[Any] | None = None,
+        self, task: Task, path: Place, values: NDArray[Any], patience: float | None
     ) -> None:
-        self._future = future
+        self._task = task
         self._path = path
-        self._patience = patience
         self._values = values
+        self._patience = patience
 
-    def result(self) -> Any:
+    def result(self) -> NDArray[Any]:
         """Return the values. Raises ``Damaged``, or ``StorageTimeout``."""
         try:
-            result = wait_for(self._future, self._path, self._patience)
-            return result if self._values is None else self._values
+            wait_for(self._task, self._path, self._patience)
         except (StorageFailed, Damaged):
             raise
-        except _TENSORSTORE_ERRORS as error:
-            raise read_error(error, self._path) from error
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+        return self._values
 
     def settle(self) -> None:
         """Wait until the read has ended, with or without an error."""
-        with suppress(TimeoutError):
-            self._future.exception(timeout=self._patience or TIMEOUT_SECONDS)
-
-
-def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
-    """Return TensorStore's error as one of ours: its status code stands first in its text."""
-    if isinstance(error, OSError):
-        return unreadable(path, error)
-    text = str(error)
-    if storage_of(path).is_outage(text):
-        return StorageFailed(f"array {path} cannot be read: {brief(error)}")
-    # A missing file has a class of its own: a segment may have been deleted with its step.
-    if text.startswith("NOT_FOUND"):
-        return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
-    return Damaged(f"array {path} is damaged: {text}", file=path)
+        self._task.wait(self._patience or TIMEOUT_SECONDS)
 
 
 def create_file(

@@ -1,25 +1,22 @@
-"""The layout of a zarr array in files, and the checks before TensorStore opens one.
+"""The layout of a zarr array in files, and the checks of a file before it is read.
 
-TensorStore follows links, waits for pipes, takes whole files into memory and allocates as much as a
-blosc header asks for; without enough memory the process ends. So a file must first be a regular one
-of this directory, no larger than its content can be, and every header in it must ask for exactly
-one chunk. A process that can swap files between this check and the read is not kept out.
+It must be a regular one of its directory, and no larger than its content can be. The open file is
+checked, so no other can take its place afterwards. The native decoder checks the headers in it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltacheck.errors import Damaged
+from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import grid
 from deltacheck.leaf.external_errors import unreadable
 
@@ -27,9 +24,7 @@ from deltacheck.leaf.external_errors import unreadable
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
 # zarr's offset of a chunk that a shard does not hold.
-_ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
-# Version, codec's version, flags, item size; uint32: bytes decoded, block size, bytes encoded
-_BLOSC_HEADER_BYTES = 16
+_ABSENT = 0xFFFFFFFFFFFFFFFF
 # O_NOFOLLOW: a link may lead out of the root. O_NONBLOCK: opening a pipe must not wait for a
 # writer.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -53,7 +48,6 @@ class Cells(NamedTuple):
         chunk_bytes: Bytes of a decoded chunk.
         chunks: Chunks in one file.
         sharded: An index of the chunks ends the file.
-        blosc: Chunks are encoded with blosc.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +56,6 @@ class Cells(NamedTuple):
     chunk_bytes: int
     chunks: int
     sharded: bool
-    blosc: bool
 
     @property
     def most_bytes(self) -> int:
@@ -71,26 +64,20 @@ class Cells(NamedTuple):
         # frames, the checksums and the index.
         return self.chunks * (self.chunk_bytes + self.chunk_bytes // 64 + 256) + 64
 
-    def names(self, box: Sequence[slice]) -> Iterator[str]:
-        """Yield the files in which the elements of a box (bounded, one slice per axis) lie."""
-        spans = [
-            range(s.start // c, -(-s.stop // c))
-            for s, c in zip(box, self.cell, strict=True)
-            if s.stop > s.start
-        ]
-        # An empty span was left out above: then no element lies in the box.
-        if len(spans) == len(self.shape):
-            for position in itertools.product(*spans):
-                yield name_of(position)
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of the index that ends a file; 0 without one."""
+        return self.chunks * _INDEX_ENTRY_BYTES + _CRC_BYTES if self.sharded else 0
 
-    def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
+    def pieces(self, box: Sequence[slice]) -> Sequence[Piece]:
         """Return the byte ranges of a box (bounded, one slice per axis) in the order of memory.
 
-        ``None``: chunks do not follow each other in memory, or the box is a part of the array that
-        is neither rows of chunks as wide as the array nor one chunk.
+        The chunks of every array of ours follow each other in memory.
+
+        Raises:
+            ValueError: The box is a part of the array that is neither rows of chunks as wide as the
+                array nor one chunk.
         """
-        if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
-            return None
         if any(s.start == s.stop for s in box):
             return []
         if self.chunk[1:] == self.shape[1:]:
@@ -101,7 +88,7 @@ class Cells(NamedTuple):
         number = int(np.ravel_multi_index(position, grid.grid_shape(self.shape, self.chunk)))
         # Any other part of a chunk is no single run of the chunk's memory.
         if tuple(box) != grid.box(self.shape, self.chunk, number):
-            return None
+            raise _no_run(self, box)
         return [
             # A chunk at the edge of the array is stored with padding. Its elements come first.
             Piece(
@@ -118,11 +105,11 @@ class Cells(NamedTuple):
         number = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
         return name_of([i // t for i, t in zip(at, times, strict=True)]), number * self.chunk_bytes
 
-    def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
+    def _rows(self, box: Sequence[slice]) -> list[Piece]:
         if any(
             (s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)
         ):
-            return None
+            raise _no_run(self, box)
         # Chunks as wide as the array follow each other in memory, and so do their rows.
         row_bytes = self.chunk_bytes // self.chunk[0]
         per_file = self.chunk_bytes * self.chunks
@@ -135,6 +122,31 @@ class Cells(NamedTuple):
             pieces.append(Piece(name_of([number, *[0] * (len(self.shape) - 1)]), offset, size))
             begin += size
         return pieces
+
+
+class ArrayFile(NamedTuple):
+    """A file of an array, and the bytes of its decoded chunks that are wanted.
+
+    Attributes:
+        path: The directory of the array.
+        name: The name of the file.
+        begin: The first byte.
+        end: The byte after the last one.
+        cells: The cut of the array into files.
+    """
+
+    path: Any
+    name: str
+    begin: int
+    end: int
+    cells: Cells
+
+
+def _no_run(cells: Cells, box: Sequence[slice]) -> ValueError:
+    return ValueError(
+        f"{[(s.start, s.stop) for s in box]} of an array of shape {cells.shape} and chunks of shape"
+        f" {cells.chunk} is neither rows of chunks nor one chunk"
+    )
 
 
 def name_of(at: Sequence[int]) -> str:
@@ -176,18 +188,6 @@ def check_directory(path: Path | str) -> None:
         )
 
 
-def check_file(path: Path, cells: Cells) -> None:
-    """Raise ``Damaged`` if TensorStore must not open this file.
-
-    A missing file passes: TensorStore reports it itself.
-    """
-    try:
-        descriptor = open_file(path, cells)
-    except FileNotFoundError:
-        return
-    os.close(descriptor)
-
-
 def open_file(path: Path | str, cells: Cells) -> int:
     """Return a descriptor of a file that passed all checks, for the caller to close.
 
@@ -202,7 +202,12 @@ def open_file(path: Path | str, cells: Cells) -> int:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        _check(descriptor, path, cells)
+        # The open file is checked and not its name, which may stand for another file a moment
+        # later.
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{path} is not a regular file")
+        check_size(path, status.st_size, cells)
     # The descriptor is the caller's only if all checks have passed.
     except BaseException:
         os.close(descriptor)
@@ -210,42 +215,61 @@ def open_file(path: Path | str, cells: Cells) -> int:
     return descriptor
 
 
-def _check(descriptor: int, path: Path | str, cells: Cells) -> None:
-    # The open file is checked and not its name, which may stand for another file a moment later.
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise Damaged(f"{path} is not a regular file")
-    if status.st_size > cells.most_bytes:
+def check_size(path: object, size: int, cells: Cells) -> None:
+    """Raise ``Damaged`` if a file of an array has more bytes than its chunks can take."""
+    if size > cells.most_bytes:
         raise Damaged(
-            f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks"
-            " can take"
+            f"{path} has {size} bytes, more than the {cells.most_bytes} that its chunks can take"
         )
-    if cells.blosc:
-        for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
-            header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
-            # The size that a decoder would allocate.
-            decoded = int.from_bytes(header[4:8], "little")
-            if decoded != cells.chunk_bytes:
-                raise Damaged(
-                    f"{path}: a chunk says that it has {decoded} bytes, it must have"
-                    f" {cells.chunk_bytes}"
-                )
 
 
-def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path | str) -> list[int]:
-    if not cells.sharded:
-        return [0]
-    index_bytes = cells.chunks * _INDEX_ENTRY_BYTES
-    begin = size - index_bytes - _CRC_BYTES
-    content = os.pread(descriptor, index_bytes, begin) if begin >= 0 else b""
-    if len(content) != index_bytes:
-        raise Damaged(f"{path} is too short for the index of its chunks")
-    index = np.frombuffer(content, "<u8").reshape(-1, 2)
-    # A missing chunk is left to the reader, for which it is an error of its own.
-    offsets = index[index[:, 0] != _ABSENT, 0]
-    if (offsets >= begin).any():
-        raise Damaged(f"{path}: the index of its chunks leads out of it")
-    return [int(offset) for offset in offsets]
+def missing(path: object, name: str) -> ChainBroken:
+    """Return the error of a file of an array that is not there."""
+    return ChainBroken(
+        f"array {path} lacks data that was committed: {name} is not there", file=path
+    )
+
+
+class Extent(NamedTuple):
+    """Ranges of the bytes of a shard.
+
+    Attributes:
+        begin: The first byte of the wanted chunks.
+        end: The byte after the last one of them.
+        index_begin: The first byte of the index.
+    """
+
+    begin: int
+    end: int
+    index_begin: int
+
+
+def extent(index: bytes, file: ArrayFile) -> Extent:
+    """Return the range of a shard's bytes that holds the wanted ones.
+
+    The native reader checks the index. A range is empty here if no wanted chunk is there, for which
+    the reader has an error of its own.
+
+    Args:
+        index: The index that ends the shard.
+        file: The shard.
+
+    Raises:
+        Damaged: The index is too short, or leads out of every file that the chunks can take.
+    """
+    cells = file.cells
+    where = f"{file.path}/{file.name}"
+    if len(index) != cells.index_bytes:
+        raise Damaged(f"{where} is too short for the index of its chunks")
+    entries = np.frombuffer(index, "<u8", 2 * cells.chunks).reshape(-1, 2).tolist()
+    ranges = [(offset, offset + size) for offset, size in entries]
+    present = [entry for entry in ranges if entry[0] != _ABSENT]
+    last = max((end for _, end in present), default=0)
+    check_size(where, last, cells)
+    first, stop = file.begin // cells.chunk_bytes, -(-file.end // cells.chunk_bytes)
+    wanted = [entry for entry in ranges[first:stop] if entry[0] != _ABSENT]
+    begin = min((begin for begin, _ in wanted), default=0)
+    return Extent(begin, max((end for _, end in wanted), default=0), last)
 
 
 def cells(
@@ -253,8 +277,6 @@ def cells(
     chunk: Sequence[int],
     shard: Sequence[int] | None,
     item_bytes: int,
-    *,
-    blosc: bool,
 ) -> Cells:
     """Return the cut of an array of ``shape``; ``shard`` is ``None`` for one file per chunk."""
     cell = tuple(shard or chunk)
@@ -266,5 +288,4 @@ def cells(
         math.prod(chunk) * item_bytes,
         chunks,
         shard is not None,
-        blosc,
     )

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -29,7 +29,7 @@ from deltacheck.store.lock.lease import Lease, LocalLease
 from deltacheck.store.lock.pins import Pin
 
 if TYPE_CHECKING:
-    from deltacheck.store.files.chunk_files import Cells
+    from deltacheck.store.files.chunk_files import ArrayFile
     from deltacheck.store.files.durability import Durability
 
 UNFINISHED = ".__lock"  # TensorStore appends it to a file's name until the file is whole
@@ -84,9 +84,6 @@ class LocalStorage(Storage[Path]):
     def patience(self, size: int) -> float | None:
         # Reads of files are not to be interrupted.
         return None
-
-    def is_outage(self, message: str) -> bool:
-        return False
 
     def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
         return self._open(context).write(name, content, if_equal=ABSENT)
@@ -204,8 +201,29 @@ class LocalStorage(Storage[Path]):
     def check_directory(self) -> None:
         chunk_files.check_directory(self.path)
 
-    def check_array_file(self, cells: Cells) -> None:
-        chunk_files.check_file(self.path, cells)
+    def start_array_file(
+        self, name: str, make: Callable[[int], None], durability: Durability
+    ) -> None:
+        # TensorStore may be creating the same directory for ``zarr.json`` at this moment.
+        self.path.mkdir(parents=True, exist_ok=True)
+        # O_EXCL: a segment's files are written once, and a file of this name is another writer's.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        # Not by TensorStore, which would copy a file of 32 MiB while it holds the GIL.
+        descriptor = os.open(self.path / name, flags, 0o666)
+        try:
+            make(descriptor)
+            durability.sync_file(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
+        for directory in dict.fromkeys(file.path for file in files):
+            chunk_files.check_directory(directory)
+        for path, name, _, _, cells in files:
+            try:
+                yield chunk_files.open_file(f"{path}/{name}", cells)
+            except FileNotFoundError:
+                raise chunk_files.missing(path, name) from None
 
     def remove_tree(self, ignore_errors: bool) -> None:
         shutil.rmtree(self.path, ignore_errors=ignore_errors)

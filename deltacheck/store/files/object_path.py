@@ -8,6 +8,7 @@ Every wait here has a deadline. An operation that the store refuses raises ``Sto
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,8 @@ _CREDENTIALS = {
 }
 # S3 allows 63 characters, Google 222 if the name has dots. The service checks the rest.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
+
+_SLOWEST_BYTES_PER_SECOND = 1_000_000  # a request of much data that is slower is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,21 +264,22 @@ class ObjectPath:
         """
         return self.finish_read(self.start_read(unless))
 
-    def start_read(self, unless: bytes = b"") -> Any:
-        """Begin ``read``; return the future."""
-        return (
-            self._bucket.read(self.key, if_not_equal=unless)
-            if unless
-            else self._bucket.read(self.key)
-        )
+    def start_read(self, unless: bytes = b"", byte_range: slice | None = None) -> Any:
+        """Begin ``read``, of a part of the content if a range is given; return the future."""
+        return self._bucket.read(self.key, if_not_equal=unless or None, byte_range=byte_range)
 
     def start_look(self) -> Any:
         """Begin to read the first byte of an object that is not empty; return the future."""
         return self._bucket.read(self.key, byte_range=slice(0, 1))
 
-    def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
-        """Return the result of the read that ``start_read`` has begun."""
-        result = self._await(started, "read")
+    def finish_read(self, started: Any, most_bytes: int = 0) -> tuple[bytes | None, bytes]:
+        """Return the result of the read that ``start_read`` has begun.
+
+        Args:
+            started: The result of ``start_read``.
+            most_bytes: As many may be expected; the deadline becomes longer with them.
+        """
+        result = self._await(started, "read", most_bytes=most_bytes)
         # TensorStore's state of a read whose condition did not hold: the generation is still the
         # known one.
         content = None if result.state == "unspecified" else bytes(result.value)
@@ -370,13 +374,15 @@ class ObjectPath:
     def _bucket(self) -> ts.KvStore:
         return _open(self.scheme, self.bucket, self.store)
 
-    def _await(self, future: Any, verb: str, timeout: float | None = None) -> Any:
+    def patience(self, size: int) -> float:
+        """Return the longest wait for a request of ``size`` bytes, in seconds."""
+        return self.store.deadline_seconds + size / _SLOWEST_BYTES_PER_SECOND
+
+    def _await(
+        self, future: Any, verb: str, timeout: float | None = None, most_bytes: int = 0
+    ) -> Any:
         # A caller may shorten the store's deadline, but never extend it.
-        wait = (
-            self.store.deadline_seconds
-            if timeout is None
-            else min(timeout, self.store.deadline_seconds)
-        )
+        wait = min(math.inf if timeout is None else timeout, self.patience(most_bytes))
         try:
             return future.result(timeout=wait)
         except TimeoutError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ import tensorstore as ts
 
 from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.store import layout
+from deltacheck.store.files import chunk_files
+from deltacheck.store.files.chunk_files import ArrayFile, Extent
 from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
 from deltacheck.store.files.storage_interface import Storage
 from deltacheck.store.lock import object_lease
@@ -22,24 +26,13 @@ from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.lock.pins import Pin
 
 if TYPE_CHECKING:
-    from deltacheck.store.files.chunk_files import Cells
     from deltacheck.store.files.durability import Durability
 
 # Sequence numbers beyond the newest known one that are asked for by name. Larger: a later save is
 # found after more failed ones in a row; smaller: fewer requests for each listing.
 AHEAD = 8
-_SLOWEST_BYTES_PER_SECOND = 1_000_000  # a read of much data that is slower is given up
-# TensorStore's status codes of a store that cannot be reached or refuses, as opposed to one that
-# holds wrong bytes.
-_OUTAGES = (
-    "ABORTED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-    "RESOURCE_EXHAUSTED",
-    "CANCELLED",
-)
+# A larger part of a shard is not worth the request for its index.
+_LARGEST_PART = 0.5
 
 
 class ObjectStorage(Storage[ObjectPath]):
@@ -56,10 +49,7 @@ class ObjectStorage(Storage[ObjectPath]):
         return self.path.context
 
     def patience(self, size: int) -> float | None:
-        return self.path.store.deadline_seconds + size / _SLOWEST_BYTES_PER_SECOND
-
-    def is_outage(self, message: str) -> bool:
-        return message.startswith(_OUTAGES)
+        return self.path.patience(size)
 
     def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
         # Not under a condition: after a lost reply, the same request sent again would find the
@@ -146,8 +136,24 @@ class ObjectStorage(Storage[ObjectPath]):
     def check_directory(self) -> None:
         pass
 
-    def check_array_file(self, cells: Cells) -> None:
-        pass
+    def start_array_file(
+        self, name: str, make: Callable[[int], None], durability: Durability
+    ) -> Any:
+        descriptor = _anonymous_file()
+        try:
+            make(descriptor)
+            content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        finally:
+            os.close(descriptor)
+        return (self.path / name).start_write(content)
+
+    def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
+        # All requests are under way before the first is waited for.
+        fetches = [_Fetch(file) for file in files]
+        for fetch in fetches:
+            fetch.ask_for_chunks()
+        for fetch in fetches:
+            yield fetch.descriptor()
 
     def remove_tree(self, ignore_errors: bool) -> None:
         with contextlib.suppress(*([OSError] if ignore_errors else [])):
@@ -246,6 +252,77 @@ def _unconditional(folder: ObjectPath, fault: str, error: Exception | None = Non
         " store, use a version of it that has them, or use another store; see"
         " docs/how-to/object-stores.md"
     )
+
+
+class _Fetch:
+    """A file of an array, or the wanted part of it, on its way to an anonymous file.
+
+    Of a shard, a small part is asked for by range, once the index that ends the shard is there.
+    """
+
+    def __init__(self, file: ArrayFile) -> None:
+        self._file = file
+        self._object = file.path / file.name
+        cells = file.cells
+        wanted_bytes = file.end - file.begin
+        self._is_part = (
+            cells.sharded and wanted_bytes < _LARGEST_PART * cells.chunks * cells.chunk_bytes
+        )
+        self._reading = self._object.start_read(
+            byte_range=slice(-cells.index_bytes, None) if self._is_part else None
+        )
+        self._index = b""
+        self._extent = Extent(0, 0, 0)
+
+    def ask_for_chunks(self) -> None:
+        """Wait for the index of a part, and ask for its chunks."""
+        if self._is_part:
+            self._index = self._content()
+            self._extent = chunk_files.extent(self._index, self._file)
+            begin, end, _ = self._extent
+            self._reading = self._object.start_read(byte_range=slice(begin, end))
+
+    def descriptor(self) -> int:
+        """Wait for the content, and return a descriptor of an anonymous file that has it."""
+        content = self._content()
+        descriptor = _anonymous_file()
+        try:
+            _write_at(descriptor, content, self._extent.begin)
+            _write_at(descriptor, self._index, self._extent.index_begin)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _content(self) -> bytes:
+        cells = self._file.cells
+        content: bytes | None
+        try:
+            content, generation = self._object.finish_read(self._reading, cells.most_bytes)
+        except StorageFailed as error:
+            if "OUT_OF_RANGE" not in str(error.__cause__):
+                raise
+            raise Damaged(f"{self._object} lacks bytes of its chunks: {error.__cause__}") from error
+        if generation == ABSENT:
+            raise chunk_files.missing(self._file.path, self._file.name)
+        assert content is not None
+        chunk_files.check_size(self._object, len(content), cells)
+        return content
+
+
+def _anonymous_file() -> int:
+    """Return a descriptor of a file in memory that has no name, or in the temporary directory."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("deltacheck")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write_at(descriptor: int, content: bytes, offset: int) -> None:
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 class _WriteCounter:

@@ -7,7 +7,7 @@ type of the path.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -19,7 +19,7 @@ from deltacheck.store.lock.pins import Pin
 
 # For types only: ``durability`` imports ``storage``, which imports this module.
 if TYPE_CHECKING:
-    from deltacheck.store.files.chunk_files import Cells
+    from deltacheck.store.files.chunk_files import ArrayFile
     from deltacheck.store.files.durability import Durability
 
 PathT = TypeVar("PathT")
@@ -59,10 +59,6 @@ class Storage(ABC, Generic[PathT]):
     @abstractmethod
     def patience(self, size: int) -> float | None:
         """Return the longest wait for a read of ``size`` bytes, in seconds; ``None``: no limit."""
-
-    @abstractmethod
-    def is_outage(self, message: str) -> bool:
-        """Return whether TensorStore's error says that the service failed, not that data is bad."""
 
     @abstractmethod
     def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
@@ -138,8 +134,34 @@ class Storage(ABC, Generic[PathT]):
         """Raise ``Damaged`` if the path is a link or a file. A missing path passes."""
 
     @abstractmethod
-    def check_array_file(self, cells: Cells) -> None:
-        """Raise ``Damaged`` if TensorStore must not open this file. A missing file passes."""
+    def start_array_file(
+        self, name: str, make: Callable[[int], None], durability: Durability
+    ) -> Any:
+        """Begin to write a file of an array, which no other writer names, below the path.
+
+        Args:
+            name: The file's name.
+            make: Called with the descriptor of an empty file, into which it writes the content.
+            durability: Whether the file is synced.
+
+        Returns:
+            The future of the write; ``None`` if the storage has the file already.
+        """
+
+    @abstractmethod
+    def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
+        """Open files of arrays below the path for the native reader.
+
+        A service without files gives anonymous ones, which have at least the wanted chunks, at
+        their places, and the index.
+
+        Yields:
+            A descriptor of each file in order, for the caller to close.
+
+        Raises:
+            ChainBroken: A file is missing.
+            Damaged: A directory or a file is a link or something else, or a file is too large.
+        """
 
     @abstractmethod
     def remove_tree(self, ignore_errors: bool) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from deltacheck.codec import METHOD, ORDERED_SPARSE, Encoded, GroupJob, NativeCodec
 from deltacheck.errors import DamagedStream
-from deltacheck.testing.codec import DAMAGES, CodecContract, moved, same, words
 from tests.codec.test_codec_contract import VectorContract
+from tests.contracts.codec import DAMAGES, CodecContract, moved, same, words
 
 jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")

@@ -14,8 +14,8 @@ from deltacheck.codec import GroupJob, NativeCodec
 from deltacheck.codec.statistics import statistics
 from deltacheck.errors import DamagedStream
 from deltacheck.leaf.digest import chunk_digests
-from deltacheck.testing.codec import DAMAGES, CodecContract, Damage, moved, same, words
 from tests.codec.test_codec_contract import VectorContract
+from tests.contracts.codec import DAMAGES, CodecContract, Damage, moved, same, words
 
 jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")

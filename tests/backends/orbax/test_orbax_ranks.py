@@ -26,7 +26,7 @@ from deltacheck.save.job.source import itself
 from deltacheck.save.ranks.channel import consult
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.testing.ranks import Threads
+from tests.contracts.ranks import Threads
 from tests.support.ranked_run import at_once
 from tests.support.waiting import HANG_SECONDS
 

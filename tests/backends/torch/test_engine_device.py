@@ -26,7 +26,7 @@ from deltacheck.codec import GroupJob, default_codec
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy
-from deltacheck.testing.codec import CASES, Case, moved, same, words
+from tests.contracts.codec import CASES, Case, moved, same, words
 from tests.support.accelerators import Emulated, Real
 from tests.support.states import assert_same, kinds
 

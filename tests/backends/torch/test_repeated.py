@@ -327,12 +327,7 @@ def test_a_leaf_that_an_optimizer_has_replaced_is_guarded_no_longer(tmp_path: Pa
             assert (moments[0].data_ptr() in owned) == (number < 3)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_numbers_are_read_of_many_objects_in_one_call(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(object_loops, "extension", lambda: None)
+def test_numbers_are_read_of_many_objects_in_one_call() -> None:
     texts = ["a" * number for number in range(20)]
     out = np.empty(20, np.uint64)
     object_loops.read_numbers(texts, len, out)

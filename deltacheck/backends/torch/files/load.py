@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.external_errors import typed
@@ -130,7 +129,7 @@ def read_to_continue(path: Path, map_location: MapLocation | None) -> tuple[Read
     opened, manifest = pointer.opened(path)
     require_leaves(opened, manifest)
     with damage.named(opened, manifest):
-        reader = StepReader(opened, manifest, codec=TorchCodec())
+        reader = StepReader(opened, manifest)
         loaded = reader.whole()
     content = leaves.tree_of(
         manifest.tree,

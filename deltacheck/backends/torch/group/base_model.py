@@ -95,7 +95,7 @@ def begin_from(base: str, root: Root, saver: Saver) -> BaseModel | None:
     origin = base_root(path, root.path.parent)
     manifest = origin.manifest()
     # Read from the base itself, so that errors name its files.
-    reader = StepReader(origin, manifest, codec=saver.codec)
+    reader = StepReader(origin, manifest)
     try:
         with damage.named(origin, manifest):
             # Before anything is linked, so that a damaged base leaves nothing in the root.

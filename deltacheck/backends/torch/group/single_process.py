@@ -234,7 +234,7 @@ class SingleProcessSession:
         self._require_digest(root, manifest, request.expected_digest)
         require_leaves(root, manifest)
         require_contract(manifest, request.contract)
-        reader = StepReader(root, manifest, max_bytes=request.max_bytes, codec=self.saver.codec)
+        reader = StepReader(root, manifest, max_bytes=request.max_bytes)
         with damage.named(root, manifest):
             stages = TwoStages(
                 reader, manifest, request.target, places, request.max_bytes, self._settle_reads
@@ -295,7 +295,7 @@ class SingleProcessSession:
             }
             return {path: array for path, array in memory.items() if array is not None}
 
-        reader = StepReader(root, manifest, max_bytes=request.max_bytes, codec=self.saver.codec)
+        reader = StepReader(root, manifest, max_bytes=request.max_bytes)
         loaded = reader.whole(replay_inputs=request.optimizer is not None, into=target_memory)
         inputs: set[str] = set()
         if manifest.replay is not None and request.optimizer is not None:

@@ -34,9 +34,9 @@ from deltacheck.codec import (
     WIDE_COUNT,
     Codec,
     Encoded,
-    ReferenceCodec,
 )
 from deltacheck.errors import DamagedStream
+from tests.reference.codec import ReferenceCodec
 
 # All word sizes of the format (format.md, section 4).
 WORD_BYTES = (1, 2, 4, 8)
@@ -496,7 +496,7 @@ def _flip_clear_bit(content: U8) -> None:
 
 def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
     """Encode two chunks of 16-bit words by a given method, with parts of the reference codec."""
-    from deltacheck.codec import reference
+    from tests.reference import codec as reference
 
     # Chosen so that gaps above 255 and wide differences occur in every tile but the last, which has
     # neither.

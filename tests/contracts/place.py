@@ -179,9 +179,9 @@ class PlaceContract:
         spec = ArraySpec.natural((50, 100), "float32", (16, 100), {})
         context = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, values, context).result(timeout=60)
-        assert np.array_equal(ReadableArray(folder / "array", spec, context).read(), values)
+        assert np.array_equal(ReadableArray(folder / "array", spec).read(), values)
         out = np.zeros((10, 100), np.float32)
-        ReadableArray(folder / "array", spec, context).start_into(
+        ReadableArray(folder / "array", spec).start_into(
             out, [slice(20, 30), slice(0, 100)]
         ).result()
         assert np.array_equal(out, values[20:30])
@@ -189,13 +189,10 @@ class PlaceContract:
     def test_a_stream_is_read_as_it_was_written(self, folder: Place) -> None:
         pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
         spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
-        context = arrays.context(parent=storage.context(folder))
-        writer = StreamWriter(context, local=storage.storage_of(folder).has_files)
+        writer = StreamWriter(folder)
         writer.write(folder / "stream", spec, pieces).result(timeout=60)
         writer.close()
-        assert np.array_equal(
-            ReadableArray(folder / "stream", spec, context).read(), np.concatenate(pieces)
-        )
+        assert np.array_equal(ReadableArray(folder / "stream", spec).read(), np.concatenate(pieces))
 
     def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
         values = np.arange(100, dtype=np.uint8)
@@ -205,7 +202,7 @@ class PlaceContract:
         # zarr reads a missing chunk as fill values. A reader of checkpoints must not.
         (folder / "array" / "c.0").unlink()
         with pytest.raises(ChainBroken):
-            ReadableArray(folder / "array", spec, context).read()
+            ReadableArray(folder / "array", spec).read()
 
     def test_damaged_data_is_an_error(self, folder: Place) -> None:
         spec = ArraySpec.flat(100, "uint8", "store", {})
@@ -218,7 +215,7 @@ class PlaceContract:
         content[50] ^= 1
         arrays.replace_file(folder / "array", "c.0", bytes(content))
         with pytest.raises(Damaged):
-            ReadableArray(folder / "array", spec, context).read()
+            ReadableArray(folder / "array", spec).read()
 
     def test_a_store_is_made_once_and_then_found(self, folder: Place) -> None:
         Store.create(folder).close()

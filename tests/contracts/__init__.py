@@ -2,7 +2,7 @@
 
 They need pytest:
 
-    from deltacheck.testing.codec import CodecContract
+    from tests.contracts.codec import CodecContract
 
     class TestMyCodec(CodecContract):
         @pytest.fixture
@@ -12,4 +12,4 @@ They need pytest:
 
 import pytest
 
-pytest.register_assert_rewrite("deltacheck.testing.codec", "deltacheck.testing.place")
+pytest.register_assert_rewrite("tests.contracts.codec", "tests.contracts.place")
