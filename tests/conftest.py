@@ -194,8 +194,8 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     before = read.read_chunks
 
-    def read_chunks(chains: Any, chunks: Any, codec: Any = None) -> Any:
-        found = before(chains, chunks, codec)
+    def read_chunks(chains: Any, chunks: Any) -> Any:
+        found = before(chains, chunks)
         counted.append(sum(values.nbytes for values in found.values()))
         return found
 

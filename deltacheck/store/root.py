@@ -68,9 +68,7 @@ class Store:
 
     @cached_property
     def _writing(self) -> ts.Context:
-        # No cache: a cached chunk would go on referring to the source memory after its commit, and
-        # show later values of it.
-        return arrays.context(self.threads, 0, self.durability, places.context(self.path))
+        return arrays.context(self.threads, self.durability, places.context(self.path))
 
     @cached_property
     def _streams(self) -> StreamWriter:

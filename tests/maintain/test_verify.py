@@ -142,11 +142,11 @@ def test_an_interrupted_scrub_goes_on_where_it_was(
     monkeypatch.setattr(verify, "BATCH_BYTES", 60_000)
     original, walks = read.follow_links, []
 
-    def follow(chains: Any, codec: Any = None) -> Any:
+    def follow(chains: Any) -> Any:
         walks.append(len(chains))
         if len(walks) == 4:
             raise KeyboardInterrupt
-        return original(chains, codec)
+        return original(chains)
 
     monkeypatch.setattr(read, "follow_links", follow)
     with pytest.raises(KeyboardInterrupt):

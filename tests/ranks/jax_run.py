@@ -156,9 +156,9 @@ def counted() -> Iterator[list[int]]:
     """Bytes that are read and decoded meanwhile."""
     found, original = [0], read.read_chunks
 
-    def counting(chains: Any, reads: Any, codec: Any = None) -> Any:
+    def counting(chains: Any, reads: Any) -> Any:
         found[0] += sum(chunk_bytes(chains[path].spec, chunks) for path, chunks in reads.items())
-        return original(chains, reads, codec)
+        return original(chains, reads)
 
     read.read_chunks = counting
     try:

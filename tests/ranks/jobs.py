@@ -127,9 +127,9 @@ def reads(counted: list[int]) -> None:
     """Count from now on the bytes of the chunks that restores read."""
     load = read.read_chunks
 
-    def counting(chains: Any, chunks: Any, codec: Any = None) -> Any:
+    def counting(chains: Any, chunks: Any) -> Any:
         counted.append(sum(chunk_bytes(chains[path].spec, chunks[path]) for path in chains))
-        return load(chains, chunks, codec)
+        return load(chains, chunks)
 
     read.read_chunks = counting
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck.store.files import arrays
@@ -16,8 +17,14 @@ REFUSED = (ValueError, RuntimeError, IndexError, OverflowError)
 
 
 def read_by_tensorstore(path: Path, spec: ArraySpec) -> NDArray[Any]:
-    """Return a whole array. Its files must be no larger than their content can be."""
+    """Return a whole array, whose files must be no larger than their content can be."""
+    array = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": spec.metadata(),
+        "fill_missing_data_reads": False,
+    }
     # By threads and caches of its own: what a read that failed has begun may still hold chunks of
     # the file as it was then.
-    array = arrays._open(path, spec, arrays.context(), open=True, assume_metadata=True)
-    return np.asarray(array.read().result())
+    opened = ts.open(array, open=True, assume_metadata=True, context=arrays.context()).result()
+    return np.asarray(opened.read().result())

@@ -1,8 +1,8 @@
-"""zarr arrays through TensorStore: the metadata that we derive, write and open with.
+"""zarr arrays: their metadata, and how they are written and read.
 
-A reader never trusts a stored ``zarr.json``. It opens every array with the metadata that the leaf
-table implies (``assume_metadata``), so a forged or damaged file can neither redirect a read nor
-make it allocate.
+A reader never trusts a stored ``zarr.json``. It reads every array as the leaf table implies, so a
+forged or damaged file can neither redirect a read nor make it allocate. TensorStore writes whole
+leaves and tables, the native module streams, and the native module reads all of them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ def _fill_value(dtype: str) -> Any:
 
 def context(
     threads: int | None = None,
-    cache_bytes: int = 0,
     durability: Durability = Durability.POWER,
     parent: ts.Context | None = None,
 ) -> ts.Context:
@@ -197,12 +196,12 @@ def context(
     Args:
         threads: Size of each pool; ``None``: TensorStore's default. Larger: faster I/O; smaller:
             more of the processor is left for training.
-        cache_bytes: Cache of decoded chunks.
         durability: Whether files are synced.
         parent: Resources that are not named here.
     """
     resources: dict[str, Any] = {
-        "cache_pool": {"total_bytes_limit": cache_bytes},
+        # A cached chunk would go on referring to the source memory after its write.
+        "cache_pool": {"total_bytes_limit": 0},
         "file_io_sync": durability.syncs,
     }
     if threads is not None:
@@ -213,23 +212,6 @@ def context(
     return ts.Context(resources, parent)
 
 
-def _open(path: Place, spec: ArraySpec, context: ts.Context, **options: bool) -> ts.TensorStore:
-    return ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": storage_of(path).kvstore(),
-            "metadata": spec.metadata(),
-            "store_data_equal_to_fill_value": True,
-            "fill_missing_data_reads": False,
-            # Arrays of a committed segment never change, so a cached chunk is never checked again.
-            "recheck_cached_data": False,
-            "recheck_cached_metadata": False,
-            **options,
-        },
-        context=context,
-    ).result()
-
-
 def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Context) -> Pending:
     """Begin to write a new array, its metadata and ``values``, without waiting for a disk.
 
@@ -238,11 +220,16 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Contex
         spec: The array.
         values: The content. TensorStore reads it in place, so it must not change until the returned
             write is done.
-        context: Resources without a cache.
+        context: The result of ``context``.
     """
-    # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until
-    # zarr.json is on the disk.
-    target = _open(path, spec, context, open=True, assume_metadata=True)
+    # The metadata is assumed: TensorStore's own create would wait until zarr.json is on the disk.
+    array = {
+        "driver": "zarr3",
+        "kvstore": storage_of(path).kvstore(),
+        "metadata": spec.metadata(),
+        "store_data_equal_to_fill_value": True,
+    }
+    target = ts.open(array, open=True, assume_metadata=True, context=context).result()
     metadata_write = _start_describe(path, spec, context)
     # An array without elements has no chunk files, only its metadata.
     if math.prod(spec.shape) == 0:
