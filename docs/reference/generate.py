@@ -37,9 +37,6 @@ MODULES = (
     "deltacheck.backends.orbax.v1",
     "deltacheck.evaluate",
     "deltacheck.errors",
-    "tests.contracts.codec",
-    "tests.contracts.place",
-    "tests.contracts.ranks",
 )
 
 HOW_TO = {
@@ -78,7 +75,6 @@ HOW_TO = {
     "deltacheck.backends.orbax.load": "cross-framework.md",
     "deltacheck.evaluate.TorchRun": "evaluate.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
-    "tests.contracts.codec": "write-a-backend.md",
 }
 
 HEAD = """\
@@ -87,7 +83,7 @@ HEAD = """\
 `make docs` writes this page from the docstrings in the sources.
 Every name on this page is public.
 Every other name may change without notice.
-`deltacheck` and `deltacheck.errors` need no framework, and `deltacheck.testing` needs pytest.
+`deltacheck` and `deltacheck.errors` need no framework.
 Each other module needs the package that it is named after.
 """
 

@@ -239,13 +239,8 @@ def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
         assert engine.steps() == [0]
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 64 << 10, (64 << 10) + 1, 300_003])
-def test_a_fingerprint_covers_a_leaf(
-    size: int, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(fingerprints, "extension", lambda: None)
+def test_a_fingerprint_covers_a_leaf(size: int) -> None:
     content = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
     before = fingerprints.fingerprint_of(content, 5)
     assert before == fingerprints.fingerprint_of(content.copy(), 5)
