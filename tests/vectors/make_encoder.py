@@ -1,4 +1,4 @@
-"""Writes encoder.json from the executable form of the format: `python -m tests.vectors.make_encoder`.
+"""Writes encoder.json from the executable form: `python -m tests.vectors.make_encoder`.
 
 Run it for new vectors only. A change in a line that is already there is a change of the format.
 """

@@ -337,8 +337,8 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
   return "";
 }
 
-// Returns the text of a refusal. The executable form of the format (tests/reference/codec.py) has the
-// same texts, which a test compares.
+// Returns the text of a refusal. tests/reference/codec.py has the same texts, which a test
+// compares.
 std::string text_of(const Row& row, const Refusal& refusal) {
   const std::string actual = decimal(refusal.actual), declared = decimal(refusal.declared);
   const std::string tile = "chunk " + decimal(row.chunk) + ", tile " + decimal(refusal.tile) + ": ";
