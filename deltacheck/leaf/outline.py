@@ -17,7 +17,7 @@ from operator import is_not, itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import tree
+from deltacheck.leaf import long_lists, tree
 from deltacheck.leaf.tree import Expand, Json, Node
 
 _MAPPINGS = (dict, OrderedDict)
@@ -55,7 +55,8 @@ class _Depth(NamedTuple):
         places: For every child, the number of its container and its slot there.
         containers: The positions of the children that are containers of the next depth.
         leaves: The positions of those that are arrays.
-        scalars: The positions of those that are Python scalars.
+        scalars: The positions of those that are Python scalars, or lists that are kept as one text.
+        texts: Of ``scalars``, the numbers of the latter.
     """
 
     is_plain: bool
@@ -65,6 +66,13 @@ class _Depth(NamedTuple):
     containers: list[int]
     leaves: list[int]
     scalars: list[int]
+    texts: list[int]
+
+
+class _LongList(NamedTuple):
+    """The text of a list."""
+
+    text: str
 
 
 class Outlined(NamedTuple):
@@ -132,13 +140,17 @@ class Outline:
             is_plain = all(type(container) is dict for container in containers)
             contents, values = _contents(containers, is_plain, expand)
             is_native = {type(container) for container in containers} <= _NATIVE
-            depth = _Depth(is_plain, is_native, contents, [n[:2] for n in nodes], [], [], [])
+            depth = _Depth(is_plain, is_native, contents, [n[:2] for n in nodes], [], [], [], [])
             children: list[tuple[int, int, Node, str]] = []
             for position, (value, (_, _, node, path)) in enumerate(zip(values, nodes, strict=True)):
                 kind = type(value)
                 if node["t"] == "array":
                     depth.leaves.append(position)
                     owners.append((path, cast(str, node.get("of", path))))
+                elif node["t"] == "json":
+                    depth.texts.append(len(depth.scalars))
+                    depth.scalars.append(position)
+                    scalars.append(_LongList(cast(str, node["v"])))
                 elif kind in _CONTAINERS or (expand is not None and node["t"] == "fields"):
                     children += _children_of(len(depth.containers), node, kind, path)
                     depth.containers.append(position)
@@ -172,6 +184,13 @@ class Outline:
             containers = chosen(values, depth.containers)
             leaves += chosen(values, depth.leaves)
             scalars += chosen(values, depth.scalars)
+            for number in depth.texts:
+                # Not the list itself, which may change until the next save.
+                number += len(scalars) - len(depth.scalars)
+                text = long_lists.text_of(scalars[number])
+                if text is None:
+                    return None
+                scalars[number] = _LongList(text)
         try:
             self._take(scalars)
         except UnsupportedLeaf:
@@ -213,7 +232,12 @@ class Outline:
             inner = changes
             for slot in route:
                 inner = inner.setdefault(slot, {})
-            inner[last] = tree.scalar_node(scalars[number], "")
+            value = scalars[number]
+            inner[last] = (
+                tree.long_list_node(value.text)
+                if isinstance(value, _LongList)
+                else tree.scalar_node(value, "")
+            )
         wrapper: Node = {"t": "list", "n": [self._skeleton]}
         self._skeleton = cast("list[Node]", _replaced(wrapper, changes)["n"])[0]
         self._scalars, self._float_bits = scalars, bits

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, cast
 from urllib.parse import unquote
 
 from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
-from deltacheck.leaf import containers
+from deltacheck.leaf import containers, long_lists
 from deltacheck.leaf.containers import KEYED, LISTED, Build, Level, as_plain
 
 Json: TypeAlias = containers.Json
@@ -197,6 +197,9 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     scalar = scalar_node(value, path)
     if scalar is not None:
         return scalar
+    text = long_lists.text_of(value)
+    if text is not None:
+        return long_list_node(text)
 
     try:
         level = containers.level_of(value) or walk.expand(value)
@@ -271,6 +274,11 @@ def scalar_node(value: object, path: str) -> Node | None:
         node: Node = {"t": "bytes", "v": base64.b64encode(cast("bytes", value)).decode()}
         return node if kind is bytes else {**node, "c": "bytearray"}
     return None
+
+
+def long_list_node(text: str) -> Node:
+    """Return the node of a list that is kept as one text (``long_lists.text_of``)."""
+    return {"t": "json", "v": text}
 
 
 def _require_utf8(text: str, subject: str) -> None:
@@ -401,6 +409,7 @@ _SCALARS: Mapping[str, Callable[[Json], object]] = {
     "bytes": lambda v: base64.b64decode(cast("str", v), validate=True),
     # The name of the member. A reader that does not know the class returns the name.
     "enum": lambda v: str(v),
+    "json": long_lists.value_of,
 }
 
 
@@ -462,6 +471,8 @@ def _merged_pairs(union: Json, other: Json, keys: tuple[str, ...], number: int) 
 
 def _text_of(node: Node) -> str:
     """Return a node in words, for error messages."""
+    if node["t"] == "json":
+        return "a long list"
     return f"{node['t']} {node['v']}" if "v" in node else f"a {node.get('c', node['t'])}"
 
 
@@ -611,9 +622,19 @@ def scalars(skeleton: Node) -> dict[str, object]:
     """Return all Python scalars of a tree by path. ``array_paths`` must accept the skeleton."""
     values: dict[str, object] = {}
 
+    def visit_plain(value: object, path: str) -> None:
+        if isinstance(value, (list, dict)):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in pairs:
+                visit_plain(item, f"{path}/{escape_key(key)}" if path else escape_key(key))
+        else:
+            values[path] = value
+
     def visit(node: Json, keys: tuple[str, ...]) -> None:
         fields = cast("Node", node)
-        if fields["t"] in _SCALARS:
+        if fields["t"] == "json":
+            visit_plain(long_lists.value_of(fields["v"]), "/".join(keys))
+        elif fields["t"] in _SCALARS:
             path = "/".join(keys)
             plain = _SCALARS[cast("str", fields["t"])](fields.get("v"))
             values[path] = containers.of_scalar(fields, plain, as_plain, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -185,3 +186,21 @@ def test_containers_of_a_backend_are_expanded_and_compared() -> None:
     assert result.leaves[1] is changed["pair"].items[1]["m"]
     assert outline.match(make(keys=("a", "c"))) is None
     assert outline.match({**make(), "pair": 1}) is None
+
+
+def test_a_long_list_is_compared_by_what_it_has_now(outline: Make) -> None:
+    log: list[dict[str, object]] = [{"loss": float(step), "step": step} for step in range(300)]
+    value = {"log": log, "after": 1}
+    made = outline(value)
+    for change in range(4):
+        if change == 1:
+            log.append({"loss": 0.5, "step": 300})
+        if change == 2:
+            log[7]["loss"] = 7.5  # within an object that was there before
+        if change == 3:
+            value["after"] = 2
+        matched = made.match(value)
+        assert matched is not None
+        assert matched.skeleton == flat(value).skeleton
+    log.append({"loss": math.nan})
+    assert made.match(value) is None

@@ -1832,3 +1832,17 @@ def test_a_handler_logs_nothing_while_all_is_well(
         for record in caplog.records
         if record.name == "deltacheck" and "NumPy codec" not in record.message
     ] == []
+
+
+def test_a_long_list_of_numbers_is_restored_with_and_without_a_target(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(4.0), "losses": [0.5 * step for step in range(300)]}
+    with manager(tmp_path) as mngr:
+        save(mngr, 0, state)
+        mngr.wait_until_finished()
+        found = mngr.restore(0)
+        assert found["losses"] == state["losses"]
+        target = {"w": jnp.zeros(4), "losses": [0.0] * 300}
+        found = mngr.restore(0, args=DeltaRestoreArgs(target))
+        assert [float(number) for number in found["losses"]] == state["losses"]
+        found = mngr.restore(0, args=DeltaRestoreArgs(leaves=["losses/7"]))
+        assert found == {"losses/7": 3.5}

@@ -134,7 +134,7 @@ export class Folder {
       absent: document.absent ?? [], stage: document.stage ?? "", stage_reason: document.stage_reason ?? "",
       replay: replay ? { base_step: replay.base_step, update: replay.update, steps: replay.steps.length } : null,
       leaves, groups: groups(leaves),
-      scalars: [...manifest.skeleton.scalars].map(([path, { t, v }]) => ({ path, type: t, value: v ?? null })),
+      scalars: [...manifest.skeleton.scalars].map(([path, node]) => ({ path, type: node.t, value: shownValue(node) })),
       segments: manifest.segments.map(({ id }) => ({ id, stored_bytes: this.files.bytesBelow(`${restore.base}segments/${id}`) })),
     };
   }
@@ -279,12 +279,16 @@ function groups(leaves) {
   }));
 }
 
+function shownValue(node) {
+  return node.t === "json" ? `a list of ${JSON.parse(node.v).length} items` : node.v ?? null;
+}
+
 function scalarsOf(before, after) {
   const [old, recent] = [before, after].map(({ skeleton }) => skeleton.scalars);
-  const described = (node) => (node === undefined ? null : { type: node.t, value: node.v ?? null });
+  const described = (node) => (node === undefined ? null : { type: node.t, value: shownValue(node) });
   return [...new Set([...old.keys(), ...recent.keys()])].sort()
-    .map((path) => ({ path, before: described(old.get(path)), after: described(recent.get(path)) }))
-    .filter((entry) => JSON.stringify(entry.before) !== JSON.stringify(entry.after));
+    .filter((path) => JSON.stringify(old.get(path)) !== JSON.stringify(recent.get(path)))
+    .map((path) => ({ path, before: described(old.get(path)), after: described(recent.get(path)) }));
 }
 
 // The bounds of a slice such as "0:8, 3, :", as NumPy reads it.
