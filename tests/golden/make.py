@@ -420,6 +420,22 @@ def write_ordered(root: Path) -> dict[int, Any]:
     return saved
 
 
+def write_long_list(root: Path) -> dict[int, Any]:
+    """A log of plain values, which is one text, and a list that is too short for that."""
+    saved: dict[int, Any] = {}
+    log: list[Any] = [
+        {"loss": -0.0 if step == 3 else 0.1 * step, "step": step, "note": None, "é": '\u2028\0"/'}
+        for step in range(300)
+    ]
+    with Engine(root) as engine:
+        for step in range(2):
+            log.append({"values": [True, 2**53 - 1, [1e300, 5e-324, 1.0]], "step": 300 + step})
+            state = {"w": np.arange(4), "log": log, "short": log[:200]}
+            saved[step] = copy.deepcopy(state)
+            engine.save(step, saved[step]).wait(timeout=60)
+    return saved
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -434,6 +450,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "compact_tiled": write_compact_tiled,
     "merged": write_merged,
     "ordered": write_ordered,
+    "long_list": write_long_list,
 }
 
 
