@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -228,6 +228,14 @@ lightning-judge: $(VENV)/.stamp-install  ## call sequences for Lightning's Model
 
 orbax-judge: $(VENV)/.stamp-install  ## metadata and partial restores as Orbax documents them, with its own handlers and with ours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.judges.orbax $(ARGS)
+
+chaos-judge: $(VENV)/.stamp-install build/ckpt-chaos/.stamp  ## let ckpt-chaos kill trainings of Engine and Trainer at each file event of their saves (minutes)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/ckpt-chaos $(BIN)/python -m tests.judges.ckpt_chaos $(ARGS)
+
+build/ckpt-chaos/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) $(PINNED) ckpt-chaos
+	touch $@
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)

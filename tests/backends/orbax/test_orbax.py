@@ -14,6 +14,7 @@ import gc
 import itertools
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -1846,3 +1847,31 @@ def test_a_long_list_of_numbers_is_restored_with_and_without_a_target(tmp_path: 
         assert [float(number) for number in found["losses"]] == state["losses"]
         found = mngr.restore(0, args=DeltaRestoreArgs(leaves=["losses/7"]))
         assert found == {"losses/7": 3.5}
+
+
+@pytest.mark.parametrize("call", ["save", "wait_until_finished", "delete"])
+def test_a_call_of_the_manager_is_not_interrupted_while_orbax_holds_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    events: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: events.append("handled"))
+    original = getattr(ocp.CheckpointManager, call)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        result = original(*args, **kwargs)
+        events.append("done")
+        return result
+
+    try:
+        with manager(tmp_path) as mngr:
+            save(mngr, 0, {"w": jnp.arange(4.0)})
+            monkeypatch.setattr(ocp.CheckpointManager, call, interrupted)
+            if call == "save":
+                save(mngr, 1, {"w": jnp.arange(4.0)})
+            else:
+                getattr(mngr, call)(*[0] * (call == "delete"))
+            monkeypatch.undo()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert events[:2] == ["done", "handled"]

@@ -18,7 +18,7 @@ import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.save import exits, pipeline, saver
 from deltacheck.save.job import early_copies, save_job
-from deltacheck.store.lock.interrupts import Event
+from deltacheck.store.lock.interrupts import Event, Lock
 from tests.support.waiting import HANG_SECONDS, open_when_called
 
 
@@ -217,3 +217,72 @@ def test_a_copy_of_an_optimizer_waits_for_its_overlapped_restore(
         assert "__getstate__" not in vars(optimizer)
     for number, values in copied.state_dict()["state"].items():
         assert torch.equal(values["exp_avg"], expected[number]["exp_avg"])
+
+
+def test_a_save_that_is_half_begun_is_not_interrupted(
+    tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an engine around it, as in a Checkpointer of Orbax."""
+    events: list[str] = []
+    on_usr1(lambda: events.append("handled"))
+    with Engine(tmp_path) as engine:
+
+        def begin(*_: Any) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            events.append("begun")
+
+        monkeypatch.setattr(engine._saver, "_save", begin)
+        engine._saver.save(0, {"t": "none"}, {}, lambda _: None)  # type: ignore[arg-type, return-value]
+    assert events == ["begun", "handled"]
+
+
+def test_the_end_of_the_threads_is_not_interrupted(tmp_path: Path, on_usr1: Any) -> None:
+    """A handler that closes the engine would join the threads within their join."""
+    events: list[str] = []
+    on_usr1(lambda: events.append("handled"))
+
+    class Ending:
+        def join(self, timeout: float) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            events.append("joined")
+
+    with Engine(tmp_path) as engine:
+        engine._saver._pipeline._threads.append(Ending())  # type: ignore[arg-type]
+    assert events == ["joined", "handled"]
+
+
+def test_the_grace_of_a_signal_begins_when_it_arrives() -> None:
+    """Even while the main thread holds a lock, and its other handlers wait."""
+    ends: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ends.append("earlier handler"))
+    undo = exits.finish_on_signal(signal.SIGTERM)
+    try:
+        with Lock():
+            signal.raise_signal(signal.SIGTERM)
+            assert undo.__self__._number == signal.SIGTERM  # type: ignore[attr-defined]
+            assert ends == []
+        assert ends == ["earlier handler"]
+    finally:
+        undo()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_saves_are_finished_at_exit_whatever_a_handler_raises(
+    on_usr1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    class Saves:
+        def close(self, timeout: float | None) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            ends.append("closed")
+
+    on_usr1(fail)
+    monkeypatch.setattr(exits, "_saves_of_process", lambda: [(Saves(), "a root", 60.0)])
+    monkeypatch.setattr(exits, "_unseen", [])
+    monkeypatch.setattr(exits, "fail", ends.append)
+    exits._finish_all()
+    assert ends == ["closed"]
