@@ -26,7 +26,7 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.extension import native
 from deltacheck.store import documents
-from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files import arrays, chunk_files, native_files
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import open_root
@@ -327,7 +327,7 @@ def test_a_skeleton_that_is_none_is_damage_before_a_leaf_is_read(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forge.forge_manifest(manifest_path(root), lambda manifest: put(manifest["tree"], TREES[name]))
-    monkeypatch.setattr(arrays, "_open", None)
+    monkeypatch.setattr(native_files, "start", None)  # nothing is read
     assert_refused(root, "skeleton|tree", errors.Damaged)
 
 

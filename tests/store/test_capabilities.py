@@ -64,6 +64,27 @@ def test_a_root_without_locks_is_not_opened(
     assert opened(tmp_path) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(errno.ENOLCK, r"has no file locks .*Lustre: -o flock"), (errno.EIO, "Input/output error")],
+)
+def test_a_tag_is_not_changed_without_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with Engine(tmp_path) as engine:
+        engine.save(0, {"w": torch.ones(3)}).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", refuse)
+            with pytest.raises(StorageFailed, match=says):
+                engine.tag(0, "best")
+        assert engine.tags() == {}
+        engine.tag(0, "best")
+        assert engine.tags() == {"best": 0}
+
+
 def test_without_syncs_of_directories_only_the_lower_durability_is_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

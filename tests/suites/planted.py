@@ -71,11 +71,10 @@ BUGS = (
     Bug(
         "synced-before-it-is-written",
         (
-            Edit(_ARRAYS, "durability.sync_file(descriptor)", "pass"),
             Edit(
-                _ARRAYS,
-                "            with making:\n",
-                "            durability.sync_file(descriptor)\n            with making:\n",
+                _LOCAL,
+                "            make(descriptor)\n            durability.sync_file(descriptor)\n",
+                "            durability.sync_file(descriptor)\n            make(descriptor)\n",
             ),
         ),
         _CUTS,

@@ -319,7 +319,7 @@ class LocalStorage(Storage[Path]):
                 raise
             raise Damaged(f"{self.path} is a link; remove it", file=self.path) from error
         try:
-            _wait_for_lock(descriptor, conflict)
+            _wait_for_lock(descriptor, self.path, conflict)
             yield
         finally:
             with contextlib.suppress(OSError):
@@ -346,7 +346,7 @@ def _bytes_below(folder: str) -> int:
     return size
 
 
-def _wait_for_lock(descriptor: int, conflict: str) -> None:
+def _wait_for_lock(descriptor: int, path: Path, conflict: str) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -358,10 +358,11 @@ def _wait_for_lock(descriptor: int, conflict: str) -> None:
                     " or end it if it was stopped"
                 ) from None
             time.sleep(0.005)
-        except OSError:
-            # The file system has no locks: as with the lease, the user sees to it that one process
-            # works at a time.
-            return
+        except OSError as error:
+            missing = lacking(path, error, "lock")
+            if missing is None:
+                raise
+            raise missing from error
         else:
             return
 

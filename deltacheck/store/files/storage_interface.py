@@ -232,6 +232,7 @@ class Storage(ABC, Generic[PathT]):
 
         Raises:
             RootBusy: Another process holds the lock for longer than a few seconds.
+            OSError: The lock cannot be had. ``StorageFailed``: the file system has none.
         """
 
     @abstractmethod
