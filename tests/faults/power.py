@@ -311,51 +311,42 @@ class Cut:
 
 
 def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
-    """At most ``most`` different states that a power cut at any moment of the trace may leave: all
-    of
-    them where there are no more.
+    """Yield at most ``most`` different states that a power cut at any moment of a trace may leave.
 
-    Points with few states give them all; the others take turns, each drawing at random from
-    ``seed``.
+    All of them are yielded where there are no more. Otherwise the moments take turns, the last one
+    first, after which most was acknowledged. Each draws at random from ``seed``.
     """
-    few, many = [], []
-    for point in _points(trace):
-        (few if _disk(trace, point).size() <= 64 else many).append(point)
     yielded: set[tuple[str, tuple[str, ...]]] = set()
-
-    def fresh(point: int, tree: Tree) -> Cut | None:
-        cut = Cut(point, tuple(op.path for op in trace[:point] if op.kind == "mark"), tree)
-        key = (cut.digest, cut.marks)
-        if key in yielded:
-            return None
-        yielded.add(key)
-        return cut
-
-    for point in few:
-        for tree in _disk(trace, point).every():
-            if len(yielded) < most and (cut := fresh(point, tree)) is not None:
-                yield cut
     running = [
-        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}"))) for point in many
+        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}")))
+        for point in reversed(_points(trace))
     ]
-    while running and len(yielded) < most:
+    while running:
         left = []
         for point, draws in running:
+            marks = tuple(op.path for op in trace[:point] if op.kind == "mark")
             for _ in range(50):  # in vain: what is left at this point is rare, or nothing
                 tree = next(draws, None)
                 if tree is None:
                     break
-                if (cut := fresh(point, tree)) is not None:
+                cut = Cut(point, marks, tree)
+                key = (cut.digest, cut.marks)
+                if key not in yielded:
+                    if len(yielded) >= most:
+                        return
+                    yielded.add(key)
                     yield cut
                     left.append((point, draws))
                     break
-            if len(yielded) >= most:
-                return
         running = left
 
 
 def _draws(disk: Disk, rng: random.Random) -> Iterator[Tree]:
-    return disk.every() if disk.size() <= 4096 else disk.some(rng)
+    if disk.size() > 4096:
+        return disk.some(rng)
+    states = list(disk.every())
+    rng.shuffle(states)
+    return iter(states)
 
 
 def _points(trace: Sequence[Op]) -> list[int]:
