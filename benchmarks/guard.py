@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck.backends.torch import Engine
-from deltacheck.codec.fingerprints import fingerprints
-from deltacheck.leaf import fingerprint
+from deltacheck.codec.fingerprints import fingerprints, sampled
 
 PARAMETERS = 1000
 AT_MOST = 0.01  # of a training step
@@ -134,7 +133,7 @@ def _seen(size: int, write: int) -> float:
     for _ in range(_TRIALS):
         begin = int(random.integers(size - write + 1))
         content[begin : begin + write] = 1
-        seen += bool(fingerprint.sampled(content, int(random.integers(1 << 62))).any())
+        seen += bool(sampled(content, int(random.integers(1 << 62))).any())
         content[begin : begin + write] = 0
     return seen / _TRIALS
 

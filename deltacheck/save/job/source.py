@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.codec import fingerprints
 from deltacheck.codec.fingerprints import fingerprint_of
 from deltacheck.errors import SnapshotTorn
-from deltacheck.leaf import fingerprint
 from deltacheck.leaf.spec import LeafSpec
 
 # The most bytes of leaves that a backend copies within ``save`` so that the rest can be planned
@@ -146,17 +146,17 @@ def content_check(
 
     Args:
         path: The leaf.
-        sample: Its sampled bytes (``fingerprint.sampled``) as they are now: a view in host memory,
+        sample: Its sampled bytes (``fingerprints.sampled``) as they are now: a view in host memory,
             or a copy on a device.
         seed: The seed of the sample.
         to_host: Return sampled bytes in host memory.
     """
     # A sample on a device comes to the host with the check, so that ``save`` does not wait for it.
-    expected = fingerprint.digest(sample) if isinstance(sample, np.ndarray) else None
+    expected = fingerprints.digest(sample) if isinstance(sample, np.ndarray) else None
 
     def check(content: Any) -> None:
-        before = expected or fingerprint.digest(to_host(sample))
-        after = fingerprint.digest(to_host(fingerprint.sampled(content, seed)))
+        before = expected or fingerprints.digest(to_host(sample))
+        after = fingerprints.digest(to_host(fingerprints.sampled(content, seed)))
         if after != before:
             raise torn_between_reads(path, before, after)
 
@@ -171,4 +171,4 @@ def host_content_check(path: str, data: NDArray[np.uint8], seed: int) -> Callabl
         data: Its bytes as they are now, uint8, 1-D.
         seed: The seed of the sample.
     """
-    return content_check(path, fingerprint.sampled(data, seed), seed, lambda sample: sample)
+    return content_check(path, fingerprints.sampled(data, seed), seed, lambda sample: sample)

@@ -24,8 +24,7 @@ from deltacheck.backends.torch.capture.guard import (
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat, Tensors
 from deltacheck.codec.base import U64
-from deltacheck.codec.fingerprints import Memory, fingerprints
-from deltacheck.leaf.fingerprint import WHOLE_BYTES
+from deltacheck.codec.fingerprints import WHOLE_BYTES, Memory, fingerprints
 from deltacheck.leaf.outline import chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.source import (

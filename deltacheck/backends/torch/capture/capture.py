@@ -19,7 +19,7 @@ from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
-from deltacheck.leaf import fingerprint
+from deltacheck.codec import fingerprints
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import (
@@ -161,7 +161,7 @@ def _content_check(
 ) -> Callable[[Any], None]:
     """Return a check that what was read of a leaf on a device is its content of now."""
     # The sample is copied in the order of the training's stream, without a wait.
-    content = fingerprint.sampled(leaves.viewed(alias), seed).clone()
+    content = fingerprints.sampled(leaves.viewed(alias), seed).clone()
     return content_check(path, content, seed, partial(_on_host, device))
 
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.state import leaves
+from deltacheck.codec import fingerprints
 from deltacheck.codec.base import U64
 from deltacheck.codec.object_loops import load_ahead, matching_children, read_numbers
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import fingerprint
 from deltacheck.leaf.outline import Outline, chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
@@ -244,7 +244,7 @@ class _Known:
         self._sampled = [
             k
             for k, n in enumerate(self._tensors)
-            if self._specs[paths[n]].raw_bytes > fingerprint.WHOLE_BYTES
+            if self._specs[paths[n]].raw_bytes > fingerprints.WHOLE_BYTES
         ]
         owners = {owner for path, owner in outline.owners if path != owner}
         places = [*self._tensors, *self._arrays]
