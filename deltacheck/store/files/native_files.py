@@ -22,8 +22,9 @@ from deltacheck.store.files.chunk_files import ArrayFile, Cells, Piece
 from deltacheck.store.files.storage import Place, storage_of
 
 _THREADS = 4  # larger: more reads wait for the storage at the same time
-# Files of one array that are open, and asked for, at the same time.
-_FILES_AT_ONCE = 8
+# Files of one array that are open, and asked for, at the same time by each thread. More: an object
+# store is waited for less; fewer: less memory, of up to 32 MiB for each.
+_FILES_AT_ONCE = 4
 
 
 def read(path: Place, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:

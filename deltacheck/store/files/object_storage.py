@@ -273,6 +273,7 @@ class _Fetch:
         )
         self._index = b""
         self._extent = Extent(0, 0, 0)
+        self._is_empty = False
 
     def ask_for_chunks(self) -> None:
         """Wait for the index of a part, and ask for its chunks."""
@@ -280,11 +281,13 @@ class _Fetch:
             self._index = self._content()
             self._extent = chunk_files.extent(self._index, self._file)
             begin, end, _ = self._extent
-            self._reading = self._object.start_read(byte_range=slice(begin, end))
+            self._is_empty = begin == end
+            if not self._is_empty:
+                self._reading = self._object.start_read(byte_range=slice(begin, end))
 
     def descriptor(self) -> int:
         """Wait for the content, and return a descriptor of an anonymous file that has it."""
-        content = self._content()
+        content = b"" if self._is_empty else self._content()
         descriptor = _anonymous_file()
         try:
             _write_at(descriptor, content, self._extent.begin)
