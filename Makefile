@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install libraries demo docs site test test-tools coverage ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,6 +45,15 @@ test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (
 
 test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
+
+coverage: $(VENV)/.stamp-install build/coverage/.stamp  ## run `make test` and print the share of the product's lines that it executes in its own processes (a quarter of an hour)
+	COVERAGE_FILE=build/coverage/data PYTHONPATH="$(CURDIR)/build/coverage/site-packages" $(MAKE) test ARGS="-p pytest_cov --cov=deltacheck --cov-report=term $(ARGS)" > build/coverage/log.txt; \
+		sed -n '/^Name /,/^TOTAL /p' build/coverage/log.txt
+
+build/coverage/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D)/site-packages $(PINNED) coverage pytest-cov
+	touch $@
 
 ci: $(VENV)/.stamp-install  ## run everything that CI runs, three suites at a time; logs in build/ci (ARGS="lint test": these only)
 	DELTACHECK_MODEL_SEED=8 $(BIN)/python -m tests.suites.ci $(ARGS)
