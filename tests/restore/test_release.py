@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -38,8 +39,18 @@ def state_at(step: int) -> State:
     }
 
 
-def open_segments() -> set[int]:
-    return {id(item) for item in gc.get_objects() if type(item) is Segment}
+@pytest.fixture
+def open_segments(monkeypatch: pytest.MonkeyPatch) -> WeakSet[Segment]:
+    """The segments that the test has opened and not let go of."""
+    segments: WeakSet[Segment] = WeakSet()
+    opened = Segment.__init__
+
+    def noted(self: Segment, *args: Any, **options: Any) -> None:
+        opened(self, *args, **options)
+        segments.add(self)
+
+    monkeypatch.setattr(Segment, "__init__", noted)
+    return segments
 
 
 def new_state(engine: Engine) -> None:
@@ -77,15 +88,17 @@ def fallback_from_damage(engine: Engine) -> None:
 )
 @pytest.mark.parametrize("derive", [False, True])
 def test_no_segment_is_open_after_a_restore(
-    tmp_path: Path, derive: bool, restore: Callable[[Engine], None]
+    tmp_path: Path,
+    derive: bool,
+    restore: Callable[[Engine], None],
+    open_segments: WeakSet[Segment],
 ) -> None:
-    kept_by_other_tests = open_segments()
     with Engine(tmp_path / "run", policy=Policy.exact(derive=derive)) as engine:
         for step in range(3):
             engine.save(step, state_at(step)).wait(timeout=120)
         assert bool(deltacheck.open(engine.root).manifest().derived) == derive
         restore(engine)
-        assert open_segments() <= kept_by_other_tests
+        assert not open_segments
 
 
 def test_a_memory_tier_that_is_nearly_full_saves_after_a_restore(tmp_path: Path) -> None:
