@@ -86,6 +86,8 @@ class ViewServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    # Connections that wait to be accepted. With the default of 5, the next ones wait for seconds.
+    request_queue_size = MOST_CONNECTIONS
     clock = staticmethod(time.monotonic)
 
     def __init__(self, queries: Queries, port: int = 0) -> None:
