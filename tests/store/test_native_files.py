@@ -182,6 +182,20 @@ def test_a_box_that_is_no_run_of_chunks_is_refused_by_name(tmp_path: Path) -> No
         ReadableArray(tmp_path, spec).read([slice(0, 2), slice(1, 6)])
 
 
+def test_memory_that_is_not_contiguous_is_refused_and_one_element_is_read(tmp_path: Path) -> None:
+    for shape in ((6, 4), ()):
+        spec = ArraySpec(shape, "float32", shape, None, "values")
+        content = np.arange(24, dtype=np.float32)[: 24 if shape else 1].reshape(shape)
+        arrays.write(tmp_path / str(len(shape)), spec, content, arrays.context(1)).result()
+        found = ReadableArray(tmp_path / str(len(shape)), spec).read()
+        assert np.array_equal(found, content)
+        assert np.array_equal(read_by_tensorstore(tmp_path / str(len(shape)), spec), content)
+    with pytest.raises(ValueError, match="contiguous"):
+        ReadableArray(
+            tmp_path / "2", ArraySpec((6, 4), "float32", (6, 4), None, "values")
+        ).start_into(np.zeros((4, 6), np.float32).T)
+
+
 def test_a_leaf_of_many_files_is_read_as_it_was_saved(tmp_path: Path) -> None:
     state = {
         "stacked": torch.randn(5, 700, 3000),

@@ -426,6 +426,8 @@ class ReadableArray:
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box into ``out`` (same shape and dtype, contiguous)."""
+        if not out.flags.c_contiguous:
+            raise ValueError(f"array {self._path} can be read into contiguous memory only")
         path, cells = self._path, self._spec.cells
         pieces = cells.pieces(self._checked(box))
         data = out.reshape(-1).view(np.uint8)

@@ -78,6 +78,8 @@ class Cells(NamedTuple):
             ValueError: The box is a part of the array that is neither rows of chunks as wide as the
                 array nor one chunk.
         """
+        if not self.shape:
+            return [Piece(name_of([]), 0, self.chunk_bytes)]
         if any(s.start == s.stop for s in box):
             return []
         if self.chunk[1:] == self.shape[1:]:
