@@ -313,40 +313,60 @@ class Cut:
 def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
     """Yield at most ``most`` different states that a power cut at any moment of a trace may leave.
 
-    All of them are yielded where there are no more. Otherwise the moments take turns, the last one
-    first, after which most was acknowledged. Each draws at random from ``seed``.
+    All of them are yielded where there are no more. First comes a state of each moment that may
+    leave many, the last moment first, after which most was acknowledged; then all states of the
+    other moments; then the former take turns. Each draws at random from ``seed``.
     """
+    few, many = [], []
+    for point in _points(trace):
+        (few if _disk(trace, point).size() <= 64 else many).append(point)
     yielded: set[tuple[str, tuple[str, ...]]] = set()
-    running = [
-        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}")))
-        for point in reversed(_points(trace))
-    ]
-    while running:
+
+    def fresh(point: int, tree: Tree) -> Cut | None:
+        cut = Cut(point, tuple(op.path for op in trace[:point] if op.kind == "mark"), tree)
+        key = (cut.digest, cut.marks)
+        if key in yielded:
+            return None
+        yielded.add(key)
+        return cut
+
+    def turn() -> Iterator[Cut]:
+        nonlocal running
         left = []
         for point, draws in running:
-            marks = tuple(op.path for op in trace[:point] if op.kind == "mark")
             for _ in range(50):  # in vain: what is left at this point is rare, or nothing
                 tree = next(draws, None)
                 if tree is None:
                     break
-                cut = Cut(point, marks, tree)
-                key = (cut.digest, cut.marks)
-                if key not in yielded:
-                    if len(yielded) >= most:
-                        return
-                    yielded.add(key)
-                    yield cut
+                if (cut := fresh(point, tree)) is not None:
                     left.append((point, draws))
+                    yield cut
                     break
         running = left
 
+    running = [
+        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}")))
+        for point in reversed(many)
+    ]
+    every = (
+        cut
+        for point in few
+        for tree in _disk(trace, point).every()
+        if (cut := fresh(point, tree)) is not None
+    )
+
+    def all_states() -> Iterator[Cut]:
+        yield from turn()
+        yield from every
+        while running:
+            yield from turn()
+
+    yield from itertools.islice(all_states(), most)
+
 
 def _draws(disk: Disk, rng: random.Random) -> Iterator[Tree]:
-    if disk.size() > 4096:
-        return disk.some(rng)
-    states = list(disk.every())
-    rng.shuffle(states)
-    return iter(states)
+    drawn = disk.some(rng)
+    return drawn if disk.size() > 4096 else itertools.chain([next(drawn)], disk.every())
 
 
 def _points(trace: Sequence[Op]) -> list[int]:
