@@ -23,6 +23,13 @@ def apply(
     bounds: NDArray[np.uint64],
     word_bytes: int,
 ) -> str | None: ...
+
+# Decodes rows of several deltas in one call, each chunk with all of its rows in order. Arguments,
+# all C-contiguous: the rows, uint32 (rows, ROW_WIDTH); for each row the number of its block, the
+# first byte, the words and the bytes of a word, uint64 (rows, 4), ascending; for each row the
+# offsets of its bytes in each stream, uint64 (rows, streams); the memory of all streams; and the
+# blocks. Makes the checks of ``Codec.apply``. Returns ``None``, or the number of the first bad row
+# and the reason.
 def apply_rows(
     rows: NDArray[np.uint32],
     targets: NDArray[np.uint64],

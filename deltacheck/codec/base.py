@@ -8,7 +8,7 @@ contract, ``tests/contracts/codec.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,15 +152,6 @@ class Codec(Protocol[Base]):
             DamagedStream: A check failed; the message names the chunk and the check.
         """
         ...
-
-
-# Decodes rows of several deltas in one call, each chunk with all of its rows in order. Arguments,
-# all C-contiguous: the rows, uint32 (rows, ROW_WIDTH); for each row the number of its block, the
-# first byte, the words and the bytes of a word, uint64 (rows, 4), ascending; for each row the
-# offsets of its bytes in each stream, uint64 (rows, streams); the memory of all streams; and the
-# blocks. Makes the checks of ``Codec.apply``. Returns ``None``, or the number of the first bad row
-# and the reason.
-ApplyRows: TypeAlias = Callable[[U32, U64, U64, U8, list[U8]], "tuple[int, str] | None"]
 
 
 class GroupJob(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import STREAMS, U8, U64, ApplyRows, Encoded
+from deltacheck.codec.base import STREAMS, U8, U64, Encoded
 from deltacheck.codec.extension import native as _native
 from deltacheck.errors import DamagedStream
 
@@ -68,12 +68,6 @@ class NativeCodec:
         refusal = _native.apply(rows, streams, shadow, bounds, word_bytes)
         if refusal is not None:
             raise DamagedStream(refusal)
-
-    @property
-    def apply_rows(self) -> ApplyRows:
-        """The decoder of rows of several deltas at a time."""
-        decode: ApplyRows = _native.apply_rows
-        return decode
 
 
 def threads() -> int:

@@ -539,11 +539,6 @@ class PartReader:
         return offsets
 
     @cached_property
-    def offsets(self) -> Mapping[str, U64]:
-        """The offsets of the rows' bytes in each stream, uint64 ``(rows + 1,)``."""
-        return dict(zip(STREAMS, self._stream_offsets.T, strict=True))
-
-    @cached_property
     def _specs(self) -> Mapping[str, ArraySpec]:
         return {name: stream_spec(name, stream) for name, stream in self._part.streams.items()}
 

@@ -165,7 +165,7 @@ def test_saves_of_one_chunk_are_decoded_by_one_call_in_any_mixture_of_densities(
     decoded = base.view(np.uint8).copy()
     if rows:
         targets = np.tile(np.array([0, 0, size, 2], np.uint64), (len(rows), 1))
-        refusal = NativeCodec().apply_rows(
+        refusal = _native.apply_rows(
             np.array(rows),
             targets,
             np.array(offsets, np.uint64),

@@ -231,8 +231,9 @@ def test_a_save_that_is_half_begun_is_not_interrupted(
             signal.raise_signal(signal.SIGUSR1)
             events.append("begun")
 
-        monkeypatch.setattr(engine._saver, "_save", begin)
-        engine._saver.save(0, {"t": "none"}, {}, lambda _: None)  # type: ignore[arg-type, return-value]
+        saver: Any = engine._saver
+        monkeypatch.setattr(saver, "_save", begin)
+        saver.save(0, {"t": "none"}, {}, lambda _: None)
     assert events == ["begun", "handled"]
 
 

@@ -17,7 +17,6 @@ from deltacheck.codec import default_codec
 from deltacheck.codec.base import (
     U8,
     U64,
-    ApplyRows,
     Codec,
     Encoded,
     EncodedGroup,
@@ -204,12 +203,6 @@ class LeafCodec:
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """Apply in host memory, as the protocol defines it."""
         self._host.apply(encoded, base, bounds, word_bytes)
-
-    @property
-    def apply_rows(self) -> ApplyRows | None:
-        """The decoder of rows of several deltas, if that of the host has one."""
-        decode: ApplyRows | None = getattr(self._host, "apply_rows", None)
-        return decode
 
     def _for_xla(self, leaf: Any) -> bool:
         """Return ``True`` if the handlers support this leaf on its devices."""

@@ -15,7 +15,7 @@ from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator, Cuda
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, ApplyRows, Codec, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
 
 log = logging.getLogger("deltacheck")
 
@@ -84,12 +84,6 @@ class TorchCodec:
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """Apply in host memory, as the protocol defines it."""
         self._host.apply(encoded, base, bounds, word_bytes)
-
-    @property
-    def apply_rows(self) -> ApplyRows | None:
-        """The decoder of rows of several deltas, if that of the host has one."""
-        decode: ApplyRows | None = getattr(self._host, "apply_rows", None)
-        return decode
 
     def grouped(self, current: Base, base: Base) -> bool:
         """Return ``True`` if the leaf lies on an accelerator."""
