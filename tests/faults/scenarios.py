@@ -26,7 +26,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,9 +103,9 @@ class Subject(Protocol):
         """
         ...
 
-    def leftovers(self, root: Path) -> list[str]:
+    def leftovers(self, root: Path, sick: Container[int] = ()) -> list[str]:
         """Collect garbage as thoroughly as possible, then name what is there without need, and what
-        is needed but is not.
+        is needed but is not. Damage of ``sick`` steps is none of these.
         """
         ...
 
@@ -183,7 +183,7 @@ def recovery_violations(scenario: Scenario, root: Path) -> list[str]:
     except Exception as error:  # noqa: BLE001 - as above
         return [f"the next writer cannot save: {type(error).__name__}: {error}"]
     try:
-        problems = scenario.subject.leftovers(root)
+        problems = scenario.subject.leftovers(root, scenario.sick)
     except Exception as error:  # noqa: BLE001 - as above
         problems = [f"collection failed: {type(error).__name__}: {error}"]
     return problems + violations(scenario, root, {*before, step})
@@ -205,7 +205,7 @@ class _Deltacheck:
 
         return deltacheck.open(root).restore(step)
 
-    def leftovers(self, root: Path) -> list[str]:
+    def leftovers(self, root: Path, sick: Container[int] = ()) -> list[str]:
         import deltacheck
         from deltacheck.store import collect
         from deltacheck.store.files.storage import take_lease
@@ -238,7 +238,8 @@ class _Deltacheck:
         problems += [f"{entry} has no manifest" for entry in folders]
         problems += [f"{path} is left over" for path in root.rglob("*.__lock")]
         problems += [f"{path} is left over" for path in root.glob("*.orbax-checkpoint-tmp*")]
-        return problems + [finding.problem for finding in deltacheck.open(root).verify()]
+        findings = deltacheck.open(root).verify()
+        return problems + [finding.problem for finding in findings if finding.step not in sick]
 
 
 # --- the torch Engine -----------------------------------------------------------------------------
@@ -553,11 +554,11 @@ class MemoryEngine(TorchEngine):
         )
         return step
 
-    def leftovers(self, root: Path) -> list[str]:
+    def leftovers(self, root: Path, sick: Container[int] = ()) -> list[str]:
         return [
             problem
             for place in self._places(root)
-            for problem in super(MemoryEngine, self).leftovers(place)
+            for problem in super(MemoryEngine, self).leftovers(place, sick)
         ]
 
     @staticmethod
@@ -704,7 +705,7 @@ class OverwritingTorchSave:
         self.save(root, step)
         return step
 
-    def leftovers(self, root: Path) -> list[str]:
+    def leftovers(self, root: Path, sick: Container[int] = ()) -> list[str]:
         return []
 
     @staticmethod
@@ -738,7 +739,7 @@ class ReferenceProtocol:
         self.save(root, step)
         return step
 
-    def leftovers(self, root: Path) -> list[str]:
+    def leftovers(self, root: Path, sick: Container[int] = ()) -> list[str]:
         for path in root.glob("*.tmp"):
             path.unlink()
         return []

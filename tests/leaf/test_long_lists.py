@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import deltacheck
 from deltacheck.backends.numpy_leaves import describe_numpy
-from deltacheck.backends.torch import Engine
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import long_lists, tree
 
@@ -125,6 +123,9 @@ def test_values_of_a_long_list_have_the_paths_of_nodes() -> None:
 
 
 def test_the_log_of_a_long_training_is_one_node_and_is_restored(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from deltacheck.backends.torch import Engine
+
     state = {"w": torch.zeros(10), "log": list(LOG)}
     with Engine(tmp_path) as engine:
         for step in range(3):

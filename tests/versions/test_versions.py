@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -63,12 +65,34 @@ def test_ci_takes_another_python_and_no_torch() -> None:
     assert all(row.python != "3.11" and "torch" not in row.extras for row in taken)
 
 
-def test_all_suites_exist_and_those_without_a_framework_import_none() -> None:
+def test_all_suites_exist_and_each_has_the_frameworks_that_it_needs() -> None:
     for name, files in SUITES.items():
         for file in files:
             assert (REPOSITORY / file).exists(), f"{name}: {file}"
     for row in ENVIRONMENTS:
         assert {"jax", "torch"} & set(row.suites) == set(row.extras)
+
+
+@pytest.mark.parametrize("missing", ["torch", "jax"])
+def test_no_suite_imports_a_framework_that_its_environment_lacks(missing: str) -> None:
+    suites = {suite for row in ENVIRONMENTS if missing not in row.extras for suite in row.suites}
+    files = [file for suite in sorted(suites) for file in SUITES[suite]]
+    code = f"""
+import sys
+import pytest
+
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == {missing!r}:
+            raise ModuleNotFoundError("No module named " + name, name=name)
+
+sys.meta_path.insert(0, Missing)
+sys.exit(pytest.main(["--collect-only", "-qq", "-n", "0", *{files!r}]))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 def test_pins_replace_those_of_the_constraints() -> None:
