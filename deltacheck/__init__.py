@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from deltacheck.maintain.memory_tier import MemoryTier
     from deltacheck.maintain.mirror import Mirror
     from deltacheck.maintain.verify import Finding
-    from deltacheck.policy import KeepBest, Policy
+    from deltacheck.policy import Keep, KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.restore.follow.follower import Follower, LeafChange, Update, follow
     from deltacheck.save.exits import finish_on_signal
     from deltacheck.save.handle import SaveHandle
+    from deltacheck.save.save_options import SaveOptions
     from deltacheck.store.files.object_path import ObjectStore
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _PUBLIC = {
     "Finding": "deltacheck.maintain.verify",
     "Follower": "deltacheck.restore.follow.follower",
     "LeafChange": "deltacheck.restore.follow.follower",
+    "Keep": "deltacheck.policy",
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.leaf.spec",
     "LeafSpec": "deltacheck.leaf.spec",
@@ -48,6 +50,7 @@ _PUBLIC = {
     "Publisher": "deltacheck.backends.hugging_face.publish.publisher",
     "Receiver": "deltacheck.backends.hugging_face.publish.receiver",
     "SaveHandle": "deltacheck.save.handle",
+    "SaveOptions": "deltacheck.save.save_options",
     "SaveReport": "deltacheck.leaf.spec",
     "Update": "deltacheck.restore.follow.follower",
     "follow": "deltacheck.restore.follow.follower",
@@ -59,6 +62,7 @@ __all__ = [
     "Checkpoints",
     "Finding",
     "Follower",
+    "Keep",
     "KeepBest",
     "LeafChange",
     "LeafReport",
@@ -73,6 +77,7 @@ __all__ = [
     "Publisher",
     "Receiver",
     "SaveHandle",
+    "SaveOptions",
     "SaveReport",
     "Update",
     "errors",

@@ -87,25 +87,26 @@ def prune(
 
     Refused while a training writes to the root.
     """
-    from deltacheck.policy.retention import History, Retention
+    from deltacheck.policy import Keep
     from deltacheck.save import root_writer
 
-    retention = Retention(keep_last, keep_every, tuple(map(_parse_best, keep_best or ())))
     if keep_leaves and full_last is None:
         raise typer.BadParameter("--keep-leaves goes with --full-last")
+    keep = Keep(
+        last=keep_last,
+        every=keep_every,
+        best=tuple(map(_parse_best, keep_best or ())),
+        full_last=full_last,
+        leaves=tuple(keep_leaves or Keep.LEAVES),
+    )
     # Without a rule nothing would be deleted, which nobody wants who calls this command.
-    if retention.keeps_all and full_last is None:
+    if keep.all_steps and keep.all_leaves:
         raise typer.BadParameter(
             "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
             " deleted. Or give --full-last; older steps lose leaves"
         )
-    history = None
-    if full_last is not None:
-        history = History(full_last, tuple(keep_leaves or History.DEFAULT))
     with _open_for_writing(words) as (root, lease):
-        result = root_writer.prune(
-            root, retention, history=history, dry_run=dry_run, still_ours=lease.check
-        )
+        result = root_writer.prune(root, keep, dry_run=dry_run, still_ours=lease.check)
     if as_json:
         output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
         return
@@ -117,11 +118,11 @@ def prune(
         f"{len(result.deleted)} of {total} checkpoints {deleted}"
         + ("" if dry_run else f"; {_RUN_GC}")
     )
-    if history is not None:
-        keep = "would keep" if dry_run else "keep"
+    if not keep.all_leaves:
+        verb = "would keep" if dry_run else "keep"
         output.print_line(
-            f"{output.count(len(result.partial), 'checkpoint')} {keep}"
-            f" only {', '.join(history.leaves)}"
+            f"{output.count(len(result.partial), 'checkpoint')} {verb}"
+            f" only {', '.join(keep.patterns)}"
             + ("" if dry_run else "; run gc --compact to free the space of the other leaves")
         )
 

@@ -297,7 +297,7 @@ class Drain:
 
     def _retain(self) -> None:
         # If a tag is being put, the next round deletes.
-        if self._durable.retention.keeps_all or not self.retention_lock.acquire(blocking=False):
+        if self._durable.keep.all_steps or not self.retention_lock.acquire(blocking=False):
             return
         try:
             self._durable.retain()

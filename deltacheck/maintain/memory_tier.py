@@ -138,9 +138,9 @@ class Tier:
                 RootWriter(
                     durable.root.afresh(),
                     durable.lease,
-                    durable.retention,
-                    save_options.grace_seconds,
-                    save_options.redate_after_seconds,
+                    durable.keep,
+                    grace_seconds=save_options.grace_seconds,
+                    redate_after_seconds=save_options.redate_after_seconds,
                 ),
                 pairing,
                 DrainRules(options.persist_every, options.keep),

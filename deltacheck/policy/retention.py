@@ -38,65 +38,69 @@ class KeepBest:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """The retention rules of a root; a checkpoint that any rule names is kept.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The checkpoints of a root that stay after each save, and the leaves that they keep.
 
-    Without any rule everything is kept. With a rule, the newest step is kept in any case.
+    A checkpoint stays if any rule names it. Without any of the first three rules all stay. The
+    newest step and tagged steps always stay, with every leaf.
 
     Args:
-        last: The number of newest steps to keep, ``None`` for no such rule.
-        every: Keep the steps that this number divides, ``None`` for no such rule.
-        best: Rules that keep the best steps by a metric.
+        last: Keep this number of newest steps. Larger: more to go back to; smaller: less disk
+            space.
+        every: Keep the steps that this number divides. Larger: fewer steps, less disk space.
+        best: Keep the steps with the best metrics: one ``KeepBest``, or several.
+        full_last: Keep every leaf of this number of newest steps and of tagged steps, and only
+            ``leaves`` of all others. The others are rewritten beside the training. Larger: more
+            steps to resume from; smaller: less disk space. Default: steps keep all leaves.
+        leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that steps beyond
+            ``full_last`` keep, with those that these are computed from.
 
     Raises:
-        ValueError: If a number is below 1.
+        ValueError: If a number is below 1, or ``leaves`` is empty or given without ``full_last``.
     """
+
+    LEAVES: ClassVar[tuple[str, ...]] = ("model/*",)
 
     last: int | None = None
     every: int | None = None
-    best: tuple[KeepBest, ...] = ()
+    best: KeepBest | Iterable[KeepBest] = ()
+    full_last: int | None = None
+    leaves: str | Iterable[str] = LEAVES
 
     def __post_init__(self) -> None:
-        for name, number in (("last", self.last), ("every", self.every)):
+        for name in ("last", "every", "full_last"):
+            number = getattr(self, name)
             if number is not None and number < 1:
-                raise ValueError(f"keep_{name} must be at least 1, not {number}")
+                raise ValueError(f"Keep({name}=...) must be at least 1, not {number}")
+        # As tuples: two records with the same rules are equal.
+        object.__setattr__(self, "best", self.best_rules)
+        object.__setattr__(self, "leaves", self.patterns)
+        if not self.leaves or (self.full_last is None and self.leaves != self.LEAVES):
+            raise ValueError(
+                "Keep(leaves=...) names the leaves that steps beyond Keep(full_last=...) keep: give"
+                f" both, not leaves={self.leaves!r} and full_last={self.full_last}"
+            )
 
     @property
-    def keeps_all(self) -> bool:
-        """Return True if there is no rule, so that nothing is ever deleted."""
+    def best_rules(self) -> tuple[KeepBest, ...]:
+        """The rules of ``best``."""
+        return (self.best,) if isinstance(self.best, KeepBest) else tuple(self.best)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of ``leaves``."""
+        return (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
+
+    @property
+    def all_steps(self) -> bool:
+        """True if no step is ever deleted."""
         return self.last is None and self.every is None and not self.best
 
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """Keep every leaf of the newest steps, and only some leaves of all others.
-
-    Args:
-        full_last: The number of newest steps that keep every leaf, at least 1. Larger: more steps
-            to resume from; smaller: less disk space.
-        leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that the other steps
-            keep. Leaves that these are computed from stay, too.
-
-    Raises:
-        ValueError: If the number is below 1, or no leaf is named.
-    """
-
-    DEFAULT: ClassVar[tuple[str, ...]] = ("model/*",)
-
-    full_last: int
-    leaves: tuple[str, ...] = DEFAULT
-
-    @classmethod
-    def of(cls, full_last: int, leaves: str | Iterable[str]) -> History:
-        """Return the rule that the arguments of a public constructor describe."""
-        return cls(full_last, (leaves,) if isinstance(leaves, str) else tuple(leaves))
-
-    def __post_init__(self) -> None:
-        if self.full_last < 1 or not self.leaves:
-            raise ValueError(
-                f"a history keeps at least 1 whole step and some leaves of others, not {self}"
-            )
+    @property
+    def all_leaves(self) -> bool:
+        """True if no step ever loses a leaf."""
+        return self.full_last is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class Saved:
 
 
 def retained(
-    checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[str] = ()
+    checkpoints: Iterable[Saved], keep: Keep, tagged: Collection[str] = ()
 ) -> frozenset[int]:
     """Return the sequence numbers of the checkpoints that stay.
 
@@ -128,11 +132,11 @@ def retained(
 
     Args:
         checkpoints: All checkpoints of a root.
-        retention: The rules.
+        keep: The rules.
         tagged: Nonces of saves that stay whatever the rules say.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
-    if retention.keeps_all:
+    if keep.all_steps:
         return frozenset(checkpoint.seq for checkpoint in ordered)
     ordered, earlier = _of_newest_course(ordered)
     # Later entries overwrite earlier ones: of each save only its newest form stays.
@@ -144,12 +148,10 @@ def retained(
         {checkpoint.step: checkpoint for checkpoint in ordered}.values(),
         key=lambda checkpoint: checkpoint.seq,
     )
-    stay |= {checkpoint.seq for checkpoint in reachable[-(retention.last or 1) :]}
-    if retention.every is not None:
-        stay |= {
-            checkpoint.seq for checkpoint in reachable if checkpoint.step % retention.every == 0
-        }
-    for rule in retention.best:
+    stay |= {checkpoint.seq for checkpoint in reachable[-(keep.last or 1) :]}
+    if keep.every is not None:
+        stay |= {checkpoint.seq for checkpoint in reachable if checkpoint.step % keep.every == 0}
+    for rule in keep.best_rules:
         sign = 1 if rule.mode == "min" else -1
         values = [
             (sign * value, checkpoint.seq)
@@ -161,19 +163,21 @@ def retained(
 
 
 def partial_checkpoints(
-    checkpoints: Iterable[Saved], history: History, tagged: Collection[str] = ()
+    checkpoints: Iterable[Saved], keep: Keep, tagged: Collection[str] = ()
 ) -> frozenset[int]:
     """Return the sequence numbers of the checkpoints that keep only some leaves.
 
     Args:
         checkpoints: The checkpoints of a root that stay.
-        history: The rule.
+        keep: The rules.
         tagged: Nonces of saves that keep every leaf.
     """
+    if keep.full_last is None:
+        return frozenset()
     ordered, _ = _of_newest_course(sorted(checkpoints, key=lambda checkpoint: checkpoint.seq))
     # Of a step that was saved again, only the newest save can be resumed from.
     newest_of_step = {checkpoint.step: checkpoint.seq for checkpoint in ordered}
-    full = set(sorted(newest_of_step.values())[-history.full_last :])
+    full = set(sorted(newest_of_step.values())[-keep.full_last :])
     return frozenset(
         checkpoint.seq
         for checkpoint in ordered

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from deltacheck.errors import StepNotFound, StepTagged
-from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
+from deltacheck.policy.retention import Keep, Saved, partial_checkpoints, retained
 from deltacheck.save import partial_steps
 from deltacheck.save.chains.course import Course
 from deltacheck.store import collect, tags
@@ -59,22 +59,16 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningHistory:
-    """The removal of leaves from old steps beside a training.
+class Reduced:
+    """What the removal of leaves from old steps beside a training has looked at already.
 
     Attributes:
-        rule: The steps and the leaves that stay.
-        rewrite: Writes segments again without the leaves that no step needs. It gets the root, the
-            segments to leave alone, and those that it has examined before, to which it adds.
-        reduced_seqs: The sequence numbers of the checkpoints that have lost leaves, or have none to
-            lose.
-        examined: The segments that were rewritten or have little to lose.
+        seqs: The sequence numbers of the checkpoints that have lost leaves, or have none to lose.
+        segments: The segments that were rewritten or have little to lose.
     """
 
-    rule: History
-    rewrite: Callable[[Root, Collection[str], set[str]], object]
-    reduced_seqs: set[int] = field(default_factory=set)
-    examined: set[str] = field(default_factory=set)
+    seqs: set[int] = field(default_factory=set)
+    segments: set[str] = field(default_factory=set)
 
 
 class RootWriter:
@@ -87,10 +81,12 @@ class RootWriter:
     Args:
         root: The root. One ``Root`` serves one thread at a time.
         lease: The lease of the root, or ``None`` in a process that writes segments only.
-        retention: The checkpoints that stay after a commit. Default: all.
+        keep: The checkpoints and leaves that stay after a commit. Default: all.
         grace_seconds: The time that unneeded segments stay for readers.
         redate_after_seconds: The age after which files get the present time; ``None``: never.
-        history: The removal of leaves from old steps; ``None``: steps keep all leaves.
+        rewrite: Writes segments again without the leaves that no step needs, for a ``keep`` that
+            removes leaves. It gets the root, the segments to leave alone, and those that it has
+            examined before, to which it adds.
         course: The course of the run that saves belong to. Default: that of ``root``.
     """
 
@@ -98,20 +94,22 @@ class RootWriter:
         self,
         root: Root,
         lease: Lease | None,
-        retention: Retention | None = None,
+        keep: Keep | None = None,
+        *,
         grace_seconds: float = 0.0,
         redate_after_seconds: float | None = None,
-        history: RunningHistory | None = None,
+        rewrite: Callable[[Root, Collection[str], set[str]], object] | None = None,
         course: Course | None = None,
     ) -> None:
         self.root = root
         self.course = course or Course(root)
         self.lease = lease
-        self.retention = retention or Retention()
+        self.keep = keep or Keep()
         self._grace_seconds = grace_seconds
         self._redate_after_seconds = redate_after_seconds
         self._redated = float("-inf")
-        self._history = history
+        self._rewrite = rewrite
+        self._reduced = Reduced()
         self._steps_at_rewrite = 0
         self.after_commit: Callable[[Manifest], None] | None = None
         self._protected: list[Callable[[], Collection[str]]] = []
@@ -126,7 +124,7 @@ class RootWriter:
         self.lease.check()
 
     def commit(self, manifest: Manifest) -> Written:
-        """Make a step exist, then delete the checkpoints that the retention does not keep.
+        """Make a step exist, then delete the checkpoints that ``keep`` does not name.
 
         ``after_commit(manifest)`` is called last, on the thread of the commit.
         The caller has made every segment of the step durable. A failure of the deletion is logged:
@@ -139,7 +137,7 @@ class RootWriter:
         # the only whole one.
         manifest = self.course.assigned(manifest)
         document = commit(self.root.path, manifest, self.root.store.durability, self.check)
-        if not self.retention.keeps_all or self._history is not None:
+        if not (self.keep.all_steps and self.keep.all_leaves):
             try:
                 self.retain()
             except Exception:
@@ -170,25 +168,23 @@ class RootWriter:
                 Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
 
     def retain(self) -> None:
-        """Delete the checkpoints that the retention does not keep, and collect their segments.
-
-        With a history, older checkpoints lose leaves, too.
-        """
-        prune(self.root, self.retention, history=self._history, still_ours=self.check)
+        """Delete what ``keep`` does not name, and collect the segments."""
+        prune(self.root, self.keep, reduced_seqs=self._reduced.seqs, still_ours=self.check)
         # Checked again, since deletions may take long and the lease may be lost meanwhile.
         self.check()
-        if self._history is not None:
-            self._rewrite(self._history)
+        if not self.keep.all_leaves:
+            self._rewrite_segments()
         self.collect()
 
-    def _rewrite(self, history: RunningHistory) -> None:
+    def _rewrite_segments(self) -> None:
         """Write segments again, once enough steps have lost leaves."""
-        count = len(history.reduced_seqs)
+        assert self._rewrite is not None, "such a keep needs a function that writes segments again"
+        count = len(self._reduced.seqs)
         if count - self._steps_at_rewrite >= _STEPS_OF_REWRITE:
             self._steps_at_rewrite = count
             # The next save goes on from these, by their names.
             protected = {name for segments in self._protected for name in segments()}
-            history.rewrite(self.root, protected, history.examined)
+            self._rewrite(self.root, protected, self._reduced.segments)
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step. Raises as ``delete`` of this module does."""
@@ -230,15 +226,15 @@ class RootWriter:
 
 def prune(
     root: Root,
-    retention: Retention,
+    keep: Keep,
     *,
-    history: History | RunningHistory | None = None,
+    reduced_seqs: set[int] | None = None,
     dry_run: bool = False,
     still_ours: Callable[[], None] | None = None,
 ) -> Pruned:
-    """Delete the checkpoints that neither ``retention`` nor a tag keeps, oldest first.
+    """Delete the checkpoints that neither ``keep`` nor a tag names, oldest first.
 
-    Then remove leaves from those that stay, if ``history`` says so. A checkpoint with a tag keeps
+    Then remove leaves from those that stay, if ``keep`` says so. A checkpoint with a tag keeps
     every leaf.
 
     Their segments stay until they are collected. A checkpoint whose manifest cannot be read is
@@ -246,9 +242,9 @@ def prune(
 
     Args:
         root: The root. The caller holds its lease.
-        retention: The rules.
-        history: The leaves that older checkpoints keep; ``None``: all. A
-            ``RunningHistory`` adds the checkpoints to its own, which are not looked at again.
+        keep: The rules.
+        reduced_seqs: The sequence numbers of checkpoints that have lost leaves before. They are not
+            looked at again, and new ones are added. Default: none.
         dry_run: Change nothing, and return what would be deleted.
         still_ours: Raises if the right to write has been lost.
 
@@ -261,7 +257,7 @@ def prune(
         RootBusy: The right to write has been lost.
     """
     _refuse_manager(root)
-    if retention.keeps_all and history is None:
+    if keep.all_steps and keep.all_leaves:
         return Pruned(_checkpoints(root.briefs()[0].values()), ())
     # Held from before the tags are read until the last deletion (docs/reference/format.md, section
     # 3.1). A tag that is added in between would name a deleted checkpoint.
@@ -270,20 +266,19 @@ def prune(
         # By nonce, because a resumed run saves the same step numbers again.
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
         saved = [Saved(b.seq, b.step, b.nonce, b.metrics, b.course) for b in briefs]
-        stay = retained(saved, retention, tagged)
+        stay = retained(saved, keep, tagged)
         unneeded = _checkpoints(b for b in briefs if b.seq not in stay)
         if not dry_run:
             _delete_all(root, unneeded, still_ours)
         reduced: frozenset[int] = frozenset()
-        if history is not None:
-            rule = history.rule if isinstance(history, RunningHistory) else history
-            reduced_seqs = history.reduced_seqs if isinstance(history, RunningHistory) else set()
+        if not keep.all_leaves:
             kept = [checkpoint for checkpoint in saved if checkpoint.seq in stay]
-            older = partial_checkpoints(kept, rule, tagged) - reduced_seqs
+            older = partial_checkpoints(kept, keep, tagged) - (reduced_seqs or set())
             reduced = partial_steps.remove_leaves(
-                root, older, rule.leaves, dry_run=dry_run, still_ours=still_ours
+                root, older, keep.patterns, dry_run=dry_run, still_ours=still_ours
             )
-            reduced_seqs |= older
+            if reduced_seqs is not None:
+                reduced_seqs |= older
     return Pruned(
         _checkpoints(b for b in briefs if b.seq in stay),
         unneeded,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 
-from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy import Keep, Policy
 from deltacheck.policy.merging import can_merge
-from deltacheck.policy.retention import History, Retention
 from deltacheck.restore import receipt
 from deltacheck.save.adaptive_effort import EFFORTS
 from deltacheck.store.files.durability import Durability
 
+CAPTURES = ("auto", "eager")
 SHADOWS = ("auto", "device", "host", "mapped", "none")
 ON_BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "log")
@@ -23,73 +23,85 @@ _MOST_CACHE_BYTES = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Options of the saves of one root.
+    """Options of the saves of one root, the same for every framework.
 
-    The public constructors (``Engine``, ``DeltaStorageWriter``, ``DeltaCheckpointHandler``,
-    ``manager``) take them as keyword arguments and build this record. A backend leaves those that
-    it does not offer at their defaults.
+    A backend that does not have an option refuses any value but its default.
 
     Args:
-        policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
         host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
-            a slow storage blocks training later; smaller: less memory. ``None``: half of the state,
-            at least 64 MiB and at most 8 GiB. Copies that shorten a wait of training may take as
-            much again.
-        device_cache_bytes: The most memory on each device for a copy of the state, which lets
-            training go on at once. Larger: training does not wait for larger states; smaller: more
-            memory for training. ``None``: half of what nobody has reserved; 0: no copy.
+            a slow storage blocks training later; smaller: less memory. Default: half of the state,
+            at least 64 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of
+            what is not encoded yet may take as much again. A saver also holds one *shadow*, a copy
+            of the state to compare with.
+        device_cache_bytes: The most memory on each device for a copy of the state. With a copy the
+            training waits for nothing. Larger: for larger states; smaller: more memory for the
+            training. Default: half of what nobody has reserved. 0: no copy. Engine only.
         max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
-            less work is lost when a save fails.
-        on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the
-            oldest, every step is saved; ``"skip"``: skip this save, training never waits.
-        shadow: The place of the copies that changes are found against. ``"device"``: fastest
-            captures, device memory of the size of the state; ``"host"``: no device memory, but
-            the whole state crosses at each save; ``"mapped"``: as ``"host"``, in files of
-            ``TMPDIR`` that the system may write out instead of running out of memory; ``"none"``:
-            least memory, but a leaf that changed is written whole; ``"auto"``: the device if it
-            has enough free memory, else the host.
-        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or
-            ``"auto"``. Higher: smaller files; lower: less processor time beside training.
-            ``"auto"`` follows the bottleneck of the last save; equal states then no longer give
+            less work is lost when a save fails. Engine only.
+        on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so
+            that every step is saved; ``"skip"``: skip this save, so that training does not wait.
+            Engine only.
+        capture: ``"auto"``: what cannot change unnoticed is read behind the training loop. For
+            PyTorch these are tensors of known optimizers and frozen weights (``Engine.guard``),
+            and a write that comes too early waits or fails the save, except small ones past torch
+            (``docs/explanation/guarantees.md``). For JAX these are all arrays: those on
+            accelerators are copied there first if there is memory, and XLA copies a donated array
+            in host memory that is not read yet. ``"eager"``: all is read or copied before ``save``
+            returns, which is safe whatever the code does between saves, but blocks longer. Not for
+            DCP, which waits for its writer.
+        shadow: The place of the shadow. ``"device"``: beside the tensors. Only changes cross to the
+            host, but it takes device memory of the size of the state, and 1.5 GiB in a capture.
+            ``"host"``: no device memory, but the whole state crosses at each save, and the next
+            optimizer step waits until all but ``host_cache_bytes`` of it is encoded.
+            ``"mapped"``: as ``"host"``, in files of ``TMPDIR`` that the system may write out
+            instead of running out of memory; each save then writes to that disk, too. ``"none"``:
+            no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
+            for CUDA tensors if enough memory is free at the first save, else ``"host"``. PyTorch
+            only.
+        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
+            Higher: smaller files; lower: less processor time beside training. ``"auto"`` follows
+            the bottleneck of the last save, storage or processor; equal states then no longer give
             equal files.
-        durability: The event that an acknowledged save survives. ``POWER``: a power cut, at the
-            cost of syncs; ``PROCESS``: only the end of the process, and saves end sooner.
-        verify: The check of what was written. ``"none"``: none, a restore checks it;
-            ``"commit"``: the files of the save are read back before its step exists, so it
-            commits later, and the state is hashed at the capture.
-        retention: The checkpoints that stay after each save. More rules: more to go back to;
-            fewer: less disk space. Default: all stay.
-        history: The leaves that older checkpoints keep. Fewer leaves: less disk space; more: more
-            to go back to. Default: all.
-        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
-            readers; shorter: disk space sooner.
+        durability: The event that an acknowledged save survives. ``"power"``: a power cut, at the
+            cost of a flush of the disk's cache for every file and directory entry. ``"process"``:
+            only the end of this process. Saves end sooner, but a power cut may take the last ones,
+            or leave steps that are listed and raise ``Damaged``.
+        verify: The check of each save against the captured state. ``"none"``: no check; a restore
+            checks what was written. ``"commit"``: the files of the save are read back before its
+            step exists (``handle.receipt``). A fault on the way to the disk becomes a failed save,
+            but it commits later, and the state is hashed at the capture.
+        grace_seconds: The time that unneeded segments stay for readers that are about to open them.
+            Longer: safer for slow readers; shorter: disk space sooner. An open segment stays.
         io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
             slow storage gets its saves through; shorter: a dead one is reported sooner.
-        redate_after_seconds: The age after which the files of a local root get the present time, so
-            that a purge by age leaves them. Smaller: safer, but the tree is walked more often.
-            Default: never, and a purge that removes files costs the steps that need them.
-        exit_timeout_seconds: The longest wait for pending saves at interpreter exit. Longer: a
-            slow storage gets the last save through; shorter: a dead one lets the process end.
-        on_error: The effect of a failed save on later calls. ``"raise"``: the next one raises it,
-            so no loss goes unseen; ``"log"``: it is logged and counted, and the run goes on.
-        max_failures: The failed saves in a row after which ``"log"`` raises, too. Larger: the run
-            survives longer without a new step; smaller: less work can be lost.
+        exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
+            then reported on stderr, with exit status 120. Longer: a slow storage gets the last
+            save through; shorter: a dead one lets the process end.
+        redate_after_seconds: The age after which files of a local root get the present time, in the
+            background after a save, so that a purge by age leaves them. Smaller: safer; larger: the
+            files are listed less often. Default: never; files that are removed cost the steps that
+            need them, and the next save writes whole leaves.
+        on_error: The effect of a failed save. ``"raise"``: the next call raises it, so that no loss
+            goes unseen. ``"log"``: the run goes on. The failure is in the log, on the handle (whose
+            ``wait`` raises it) and counted in the next report, manifest and ``deltacheck log``; the
+            next save writes whole leaves. If nothing was committed since, the exit status is 120.
+            Not for DCP.
+        max_failures: The failed saves in a row after which ``on_error="log"`` raises, too. Larger:
+            the run survives a longer outage; smaller: less work can be lost.
 
     Raises:
         ValueError: An option has a value that it cannot have.
     """
 
-    policy: Policy = field(default_factory=Policy.exact)
     host_cache_bytes: int | None = None
     device_cache_bytes: int | None = None
     max_pending: int = 1
     on_busy: str = "wait"
+    capture: str = "auto"
     shadow: str = "auto"
     effort: str = "normal"
-    durability: Durability = Durability.POWER
+    durability: str = "power"
     verify: str = "none"
-    retention: Retention = field(default_factory=Retention)
-    history: History | None = None
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
@@ -98,15 +110,9 @@ class SaveOptions:
     max_failures: int = 3
 
     def __post_init__(self) -> None:
-        # Checked here, so that every public constructor refuses the same values with the same
-        # words.
-        if not isinstance(self.policy, Policy):
-            remedy = (
-                f"Policy.{self.policy}()"
-                if isinstance(self.policy, str) and hasattr(Policy, self.policy)
-                else "Policy.exact(), or another of the presets of Policy"
-            )
-            raise TypeError(f"policy must be a Policy, not {self.policy!r}: give {remedy}")
+        Durability.of(self.durability)
+        if self.capture not in CAPTURES:
+            raise ValueError(f"capture must be 'auto' or 'eager', not {self.capture!r}")
         if self.shadow not in SHADOWS:
             raise ValueError(f"shadow must be one of {', '.join(SHADOWS)}, not {self.shadow!r}")
         if self.on_busy not in ON_BUSY:
@@ -131,14 +137,88 @@ class SaveOptions:
                 f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
             )
 
+    @property
+    def is_eager(self) -> bool:
+        """True if a save reads or copies all leaves before it returns."""
+        return self.capture == "eager"
+
+    @property
+    def keeps_shadow(self) -> bool:
+        """True if the saver holds a copy of the state, so that a changed leaf becomes a delta."""
+        return self.shadow != "none"
+
     def cache_bytes(self, state_bytes: int) -> int:
         """Return the most encoded bytes that a save of ``state_bytes`` may hold in memory."""
         if self.host_cache_bytes is not None:
             return self.host_cache_bytes
         return cache_bytes_of(state_bytes)
 
-    def without_merges(self) -> SaveOptions:
-        """Return the same options with keyframes in place of merged deltas."""
+    def without(self, names: Iterable[str], owner: str) -> SaveOptions:
+        """Return these options for an owner that lacks some of them.
+
+        Args:
+            names: The options that it lacks.
+            owner: Its name, for the message.
+
+        Raises:
+            ValueError: One of them has another value than its default.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ValueError(f"{owner} has no {name}: leave out SaveOptions({name}={value!r})")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that the user of one root has asked for.
+
+    Args:
+        policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
+        keep: The steps and leaves that stay. Default: all.
+        options: All else. Default: ``SaveOptions()``.
+    """
+
+    policy: Policy
+    keep: Keep
+    options: SaveOptions
+
+    @classmethod
+    def of(cls, policy: Policy | None, keep: Keep | None, options: SaveOptions | None) -> Settings:
+        """Return the settings of the arguments that all public constructors have.
+
+        Raises:
+            TypeError: One of them is of another class.
+        """
+        if isinstance(policy, str) and hasattr(Policy, policy):
+            raise TypeError(f"policy must be a Policy, not {policy!r}: give Policy.{policy}()")
+        settings = cls(policy or Policy.exact(), keep or Keep(), options or SaveOptions())
+        for name, kind in (("policy", Policy), ("keep", Keep), ("options", SaveOptions)):
+            value = getattr(settings, name)
+            if not isinstance(value, kind):
+                remedy = "Policy.exact()" if kind is Policy else f"{kind.__name__}(...)"
+                raise TypeError(
+                    f"{name} must be of class {kind.__name__}, not {value!r}: give {remedy}"
+                )
+        return settings
+
+    def values(self) -> dict[str, object]:
+        """Return all settings by the names that users give them."""
+        return {"policy": self.policy} | {
+            field.name: getattr(record, field.name)
+            for record in (self.keep, self.options)
+            for field in fields(record)
+        }
+
+    @property
+    def durability(self) -> Durability:
+        """The event that an acknowledged save survives."""
+        return Durability.of(self.options.durability)
+
+    def without_merges(self) -> Settings:
+        """Return the same settings with keyframes in place of merged deltas."""
         return replace(self, policy=replace(self.policy, merge_deltas=False))
 
     @property
@@ -147,7 +227,7 @@ class SaveOptions:
 
         Else leaves are written whole instead, or by every save that finds them changed.
         """
-        return self.keeps_shadow and can_merge(self.policy)
+        return self.options.keeps_shadow and can_merge(self.policy)
 
     @property
     def numbers_of_save(self) -> int:
@@ -157,26 +237,7 @@ class SaveOptions:
         """
         return 2 if self.merges else 1
 
-    @property
-    def keeps_shadow(self) -> bool:
-        """True if the saver holds a copy of the state, so that a changed leaf becomes a delta."""
-        return self.shadow != "none"
-
 
 def cache_bytes_of(state_bytes: int) -> int:
     """Return the default of ``host_cache_bytes`` for a state."""
     return min(max(state_bytes // 2, _LEAST_CACHE_BYTES), _MOST_CACHE_BYTES)
-
-
-def retention_of(
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: KeepBest | Iterable[KeepBest] = (),
-) -> Retention:
-    """Return the retention that the ``keep_*`` arguments of a public constructor describe.
-
-    Raises:
-        ValueError: A number is below 1.
-    """
-    best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
-    return Retention(keep_last, keep_every, best)

@@ -30,7 +30,7 @@ from deltacheck.save.job.shadow_file import ShadowFile
 from deltacheck.save.job.source import LaterSources, LeafSource, Sources
 from deltacheck.save.pipeline import Pipeline
 from deltacheck.save.progress import Progress, as_save_failed
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
@@ -54,21 +54,23 @@ class Saver:
     Args:
         store: The segments of the root.
         codec: The codec of the backend's memory.
-        options: The options of all saves.
+        settings: The policy and the options of all saves.
         numbers: The sequence numbers of the saves.
     """
 
     def __init__(
-        self, store: Store, codec: Codec[Any], options: SaveOptions, numbers: Numbers
+        self, store: Store, codec: Codec[Any], settings: Settings, numbers: Numbers
     ) -> None:
         self.codec = codec
-        if not options.merges:
-            options = options.without_merges()
+        if not settings.merges:
+            settings = settings.without_merges()
+        policy, options = settings.policy, settings.options
+        self.settings = settings  # of all saves
         shadow_file = ShadowFile() if options.shadow == "mapped" else None
-        self._setup = Setup(store, codec, options, shadow_file)
-        self._treatment = Treatment(options.policy, codec.host, self._shadow)
+        self._setup = Setup(store, codec, policy, options, shadow_file)
+        self._treatment = Treatment(policy, codec.host, self._shadow)
         compactor = (
-            Compactor(store, options.policy, options.io_timeout_seconds) if options.merges else None
+            Compactor(store, policy, options.io_timeout_seconds) if settings.merges else None
         )
         self._chains = ChainState(numbers, compactor)
         # In order. No lock guards it: each change is one operation of the dictionary.
@@ -99,7 +101,7 @@ class Saver:
     @property
     def is_exact(self) -> bool:
         """True if every leaf is stored as it is."""
-        return self.options.policy.is_exact
+        return self._setup.policy.is_exact
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class Saver:
 
     def proposed_number(self) -> int:
         """Return the lowest sequence number that ranks may give to the next save of this saver."""
-        return self.standing()[1] + self.options.numbers_of_save - 1
+        return self.standing()[1] + self.settings.numbers_of_save - 1
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least the sequence number that ranks have agreed on.
@@ -304,7 +306,7 @@ class Saver:
         Savers that share a store must not use a number twice. If deltas are merged, a merge that
         begins with this save has the number below, which no save may have.
         """
-        self._chains.number_from(seq, seq - 1 if self.options.merges else None)
+        self._chains.number_from(seq, seq - 1 if self.settings.merges else None)
 
     def compactions(self) -> tuple[set[str], set[int]]:
         """Return the segments and the numbers of compactions that no step has yet."""

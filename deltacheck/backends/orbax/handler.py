@@ -39,13 +39,15 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.ranks.joint import Joint
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, refuse_engine_root, way_out, whole_steps
+
+# Orbax has one save under way, and changes are found where the arrays are.
+_NO_OPTIONS = ("device_cache_bytes", "max_pending", "on_busy", "shadow")
 
 
 @typed
@@ -62,31 +64,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             without a root makes each path that it saves to a root of one step, which can be moved.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
-        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: half of the state, at
-            least 64 MiB and at most 8 GiB.
-        grace_seconds: The time that unneeded segments stay for readers that began before. Longer:
-            safer for slow readers; shorter: disk space sooner.
-        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
-            slow storage gets its saves through; shorter: a dead one is reported sooner.
-        durability: The event that the handler's files survive when its future is done. ``"power"``:
-            a power cut, at the cost of a flush of the disk's cache for each file and directory.
-            ``"process"``: only the end of this process. Saves end sooner, but a power cut may take
-            the last ones, or leave steps that are listed and raise ``Damaged``. Only ``manager()``
-            syncs Orbax's own files and renames.
-        verify: The check of each save against the captured state. ``"none"``: no check; a restore
-            checks what was written. ``"commit"``: the files of the save are read back before its
-            step exists, so it commits later, and the state is hashed at the capture.
-        capture: The reading of the arrays. ``"auto"``: behind the training. Those on accelerators
-            are copied there first if there is memory, and read before ``save`` returns if not. Of
-            those in host memory, XLA copies a donated array that is not yet read, and a write to
-            memory that one shares with NumPy fails the save. ``"eager"``: before ``save`` returns,
-            which blocks longer. Nothing is copied, and no write can fail the save.
-        redate_after_seconds: The age after which files of the root get the present time, so that a
-            purge by age leaves them. Default: never.
-        on_error: The effect of a failed save on ``manager()``, which describes it. Orbax raises the
-            failed saves of a ``CheckpointManager`` that you made yourself in any case.
-        max_failures: As for ``manager()``.
+        save_options: All else, as for ``Engine``. Those of a queue of saves are refused: Orbax
+            has one save under way. Only ``manager()`` syncs Orbax's own files and renames, and
+            follows ``on_error`` and ``exit_timeout_seconds``.
         read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
 
     Raises:
@@ -95,39 +75,19 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         ValueError: An option has a value that it cannot have.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per option
+    def __init__(
         self,
         root: str | os.PathLike[str] | None = None,
         *,
         policy: Policy | None = None,
-        host_cache_bytes: int | None = None,
-        grace_seconds: float = 60.0,
-        io_timeout_seconds: float = 600.0,
-        durability: str = "power",
-        verify: str = "none",
-        capture: str = "auto",
-        redate_after_seconds: float | None = None,
-        on_error: str = "raise",
-        max_failures: int = 3,
+        save_options: SaveOptions | None = None,
         read_only: bool = False,
     ) -> None:
-        if capture not in ("auto", "eager"):
-            raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
-        self._is_eager = capture == "eager"
         self._root = None if root is None else storage.local(root, "a handler").absolute()
         if self._root is not None:
             refuse_engine_root(self._root)
-        self._options = SaveOptions(
-            policy=policy or Policy.exact(),
-            host_cache_bytes=host_cache_bytes,
-            grace_seconds=grace_seconds,
-            io_timeout_seconds=io_timeout_seconds,
-            durability=Durability.of(durability),
-            verify=verify,
-            redate_after_seconds=redate_after_seconds,
-            on_error=on_error,
-            max_failures=max_failures,
-        )
+        self._settings = Settings.of(policy, None, save_options)
+        self._settings.options.without(_NO_OPTIONS, "Orbax's interface")
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
@@ -197,7 +157,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         # match only if each has joined equally often.
         if self._restoring is None:
             self._restoring = Joint(
-                join(f"{self._root or ''}:restore", self._options.io_timeout_seconds)
+                join(f"{self._root or ''}:restore", self._settings.options.io_timeout_seconds)
             )
         return restored_by_all(self._restoring, lambda: self._restore(directory, args))
 
@@ -256,8 +216,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         item = self._items.get(self._key(place))
         # Only process 0 has a ``Writer``, and with it the lease that a deletion needs.
         if item is not None and isinstance(item.writer, Writer):
-            item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
-            item.writer.redate(self._options.redate_after_seconds)
+            options = self._settings.options
+            item.writer.collect(options.grace_seconds, options.io_timeout_seconds)
+            item.writer.redate(options.redate_after_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads and give the root back.
@@ -296,7 +257,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     @property
     def is_exact(self) -> bool:
         """True if the policy stores every leaf exactly."""
-        return self._options.policy.is_exact
+        return self._settings.policy.is_exact
 
     def _check_open(self) -> None:
         if self._closed or self._read_only:
@@ -353,7 +314,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         key = self._key(place)
         # Made at the first call: only Orbax knows the names of the items.
         if key not in self._items:
-            self._items[key] = Item(*key, self._options, is_eager=self._is_eager)
+            self._items[key] = Item(*key, self._settings)
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:

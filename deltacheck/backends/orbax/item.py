@@ -37,7 +37,7 @@ from deltacheck.save.logbook import Plan
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store.documents import Written, encode_manifest
@@ -104,22 +104,14 @@ class Item:
     Args:
         root: The manager's directory.
         name: The name of the item.
-        options: The options of all saves.
-        is_eager: Read all arrays before ``save`` returns.
+        settings: The settings of all saves.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        name: str,
-        options: SaveOptions,
-        *,
-        is_eager: bool = False,
-    ) -> None:
+    def __init__(self, root: Path, name: str, settings: Settings) -> None:
         self.root = root
         self._name = name
-        self._options = options
-        self._is_eager = is_eager
+        self._settings = settings
+        self._is_eager = settings.options.is_eager
         self._flatten = ArrayFlattener()
         self._copies = DeviceCopies()
         self._saver: Saver | None = None
@@ -150,7 +142,7 @@ class Item:
 
             # Every process constructs this in its first save of the item, so their keys in the
             # service match.
-            self._group = RankGroup(self._name, self._options.io_timeout_seconds)
+            self._group = RankGroup(self._name, self._settings.options.io_timeout_seconds)
         with self._group.sharing_failure():
             yield
 
@@ -220,7 +212,7 @@ class Item:
         epoch = saver.standing()[0]
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        gate = Gate.of(place, self._options, notes)
+        gate = Gate.of(place, self._settings, notes)
         with leaves.own_rules():
             handle = saver.save(
                 step,
@@ -290,11 +282,11 @@ class Item:
                 flat,
                 "" if base is None else base[1].nonce,
                 partial(self._take, is_committed),
-                (store, RankSetup.of(store, self._options)) if self._saver is None else None,
+                (store, RankSetup.of(store, self._settings)) if self._saver is None else None,
             )
             with group.sharing_failure():
                 # Creating the store can fail, too, and the others wait for the next exchange.
-                saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
+                saver = self._saver_of(self.writer or Guest(self.root, self._settings.durability))
                 group.joint.groups = saver.groups
                 group.joint.compactions = saver.compactions
                 # Process 0 decides for all: a step is no base for some processes only.
@@ -315,7 +307,7 @@ class Item:
                 self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
             saver.number_from(opened.seq)
             gate = (
-                Gate.of(place, self._options, notes)
+                Gate.of(place, self._settings, notes)
                 # Process 0 alone writes the manifest.
                 if group.joint.is_first
                 else None
@@ -353,9 +345,9 @@ class Item:
     def _take(self, is_committed: bool) -> tuple[int, bool]:
         """Take the root on process 0, and return the next sequence number and ``is_committed``."""
         if self.writer is None:
-            self.writer = writer_of(self.root, self, self._options.durability)
+            self.writer = writer_of(self.root, self, self._settings.durability)
         assert isinstance(self.writer, Writer)
-        return self.writer.numbers.take(self._options.numbers_of_save), is_committed
+        return self.writer.numbers.take(self._settings.numbers_of_save), is_committed
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Continue from a restored step, so that the next save is a delta to it."""
@@ -381,7 +373,7 @@ class Item:
             self._last.abandon("the manager was closed")
         try:
             if self._saver is not None:
-                self._saver.close(self._options.io_timeout_seconds)
+                self._saver.close(self._settings.options.io_timeout_seconds)
         except (DeltacheckError, TimeoutError) as error:
             log.error("while closing: %s", str(error))
         finally:
@@ -395,7 +387,7 @@ class Item:
 
     def _open(self) -> Saver:
         if self._saver is None or not isinstance(self.writer, Writer):
-            self.writer = writer_of(self.root, self, self._options.durability)
+            self.writer = writer_of(self.root, self, self._settings.durability)
             self._continue_from(self._saver_of(self.writer), self._take_base())
         assert self._saver is not None
         return self._saver
@@ -407,7 +399,7 @@ class Item:
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
-                self._options,
+                self._settings,
                 # All items of a root share one store. Processes agree on the number of each save.
                 Numbers(0, writer.numbers if is_alone and isinstance(writer, Writer) else None),
             )
@@ -429,7 +421,7 @@ class Item:
         # Without effect if the gate is open. Otherwise the wait below would last for the whole
         # timeout, because Orbax has failed before it created the directory.
         last.abandon("Orbax gave the step up")
-        error = last.handle.exception(self._options.io_timeout_seconds)
+        error = last.handle.exception(self._settings.options.io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
             # Orbax raises failed saves only; the save that is about to begin raises this one.
             progress_of(last.handle).unsee_error()
@@ -509,12 +501,12 @@ class Gate:
         self._verdict = ""  # the first decision; "" until then
 
     @classmethod
-    def of(cls, place: ItemPlace, options: SaveOptions, notes: Notes) -> Gate:
+    def of(cls, place: ItemPlace, settings: Settings, notes: Notes) -> Gate:
         """Return the gate of a save to a place."""
         return cls(
             place.directory,
-            options.io_timeout_seconds,
-            options.durability,
+            settings.options.io_timeout_seconds,
+            settings.durability,
             notes=notes,
             makes_directory=place.is_ours,
         )

@@ -33,6 +33,7 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed, StepNotFo
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save import exits
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
@@ -47,22 +48,13 @@ _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionar
 
 
 @typed
-def manager(  # noqa: PLR0913 - one argument per option
+def manager(
     root: str | os.PathLike[str],
     options: Any = None,
     *,
     items: Iterable[str] = (),
     policy: Policy | None = None,
-    host_cache_bytes: int | None = None,
-    grace_seconds: float = 60.0,
-    io_timeout_seconds: float = 600.0,
-    durability: str = "power",
-    verify: str = "none",
-    capture: str = "auto",
-    on_error: str = "raise",
-    max_failures: int = 3,
-    exit_timeout_seconds: float = 120.0,
-    redate_after_seconds: float | None = None,
+    save_options: SaveOptions | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """Make an ``ocp.CheckpointManager`` for ``DeltaSaveArgs`` and ``DeltaRestoreArgs``.
@@ -85,36 +77,9 @@ def manager(  # noqa: PLR0913 - one argument per option
             arguments. Items with another handler, such as grain's, must not be named here.
         policy: As for ``DeltaCheckpointHandler``. Longer chains: smaller saves; shorter: faster
             restores.
-        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: half of the state, at
-            least 64 MiB and at most 8 GiB.
-        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
-            readers; shorter: disk space sooner.
-        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
-            slow storage gets its saves through; shorter: a dead one is reported sooner.
-        durability: The event that a step survives once ``wait_until_finished`` (or a synchronous
-            ``save``) has returned. ``"power"``: a power cut. Orbax syncs neither its metadata nor
-            its renames; here the metadata is synced before the rename, and the rename before any
-            deletion. Each costs a flush of the disk's cache. ``"process"``: only the end of this
-            process. Nothing is synced, and a power cut may take the last steps.
-        verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
-            then comes later.
-        capture: ``"auto"``: arrays are read behind the training, so that ``save`` returns sooner.
-            In host memory donations then copy, and on accelerators the arrays are copied if there
-            is memory; ``"eager"``: before ``save`` returns.
-        on_error: The effect of a failed save. ``"raise"``: the next ``save``,
-            ``wait_until_finished`` or ``close`` raises it, so that no loss goes unseen. ``"log"``:
-            the run goes on without this step. The failure is logged and counted in the next
-            manifest and ``deltacheck log``, and the next save writes whole leaves. If the newest
-            step is lost at interpreter exit, the exit status is 120.
-        max_failures: The failed saves of an item in a row after which ``on_error="log"`` raises,
-            too. Larger: the run survives a longer outage; smaller: less work can be lost.
-        exit_timeout_seconds: The longest wait for the last save at interpreter exit. Longer: a slow
-            storage gets it through; shorter: a dead one lets the process end. A failure is reported
-            on stderr, with exit status 120; after a timeout the process ends at once, because
-            Orbax's threads would keep it.
-        redate_after_seconds: As for ``Engine``: smaller: safer against a purge by age; larger: the
-            files are listed less often. Default: never.
+        save_options: All else, as for ``Engine``; those that Orbax decides are refused. With
+            ``durability="power"``, which Orbax does not offer, its metadata is synced before the
+            rename of a step, and the rename before any deletion.
         metadata: The metadata of the manager, as ``CheckpointManager`` takes it.
 
     Returns:
@@ -137,22 +102,16 @@ def manager(  # noqa: PLR0913 - one argument per option
             "all processes of a run save together, and process 0 commits: give"
             " MultiprocessingOptions(primary_host=0) without active_processes"
         )
-    if on_error == "log" and jax.process_count() > 1:
+    save_options = save_options or SaveOptions()
+    is_tolerant = save_options.on_error == "log"
+    if is_tolerant and jax.process_count() > 1:
         raise ValueError(
             "on_error='log' is of one process: Orbax's barriers do not survive a save that fails"
         )
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,
-        host_cache_bytes=host_cache_bytes,
-        grace_seconds=grace_seconds,
-        io_timeout_seconds=io_timeout_seconds,
-        durability=durability,
-        verify=verify,
-        capture=capture,
-        redate_after_seconds=redate_after_seconds,
-        on_error=on_error,
-        max_failures=max_failures,
+        save_options=save_options,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
@@ -161,18 +120,18 @@ def manager(  # noqa: PLR0913 - one argument per option
         for args in (DeltaSaveArgs, DeltaRestoreArgs, *SAVE_ARGS, *RESTORE_ARGS):
             registry.add(item, args, handler)
     # Orbax renames without a sync, so a committed step could be gone after a power cut.
-    if Durability.of(durability).syncs:
+    if Durability.of(save_options.durability).syncs:
         options = with_durable_steps(path, options)
-    manager_class = _Manager if on_error == "raise" else _TolerantManager
+    manager_class = _TolerantManager if is_tolerant else _Manager
     new_manager = manager_class(path, options=options, handler_registry=registry, metadata=metadata)
     delete_by_rename(new_manager)
     # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
     _open[new_manager] = handler
-    _last_saves[new_manager] = saves = LastSave(new_manager, exit_timeout_seconds)
+    _last_saves[new_manager] = saves = LastSave(new_manager, save_options.exit_timeout_seconds)
     # For ``finish_on_signal``, which waits for all saves registered there. At an ordinary exit
     # ``_finish_all`` comes first and takes the entry out.
-    exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
+    exits.finish_at_exit(saves, str(path), save_options.exit_timeout_seconds)
     return new_manager
 
 

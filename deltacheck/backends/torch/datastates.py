@@ -1,4 +1,4 @@
-"""Translate options of DataStates-LLM's checkpoint engine into options of ``Engine``."""
+"""Translate options of DataStates-LLM's checkpoint engine into ``SaveOptions``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NO_COUNTERPART = {
 }
 
 
-def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the options of ``Engine`` that correspond to DataStates-LLM's.
+def datastates_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``SaveOptions`` that correspond to DataStates-LLM's.
 
     ``host_cache_size`` (GiB, above 0) becomes ``host_cache_bytes``. ``parser_threads`` and
     ``pin_host_cache`` have no counterpart, and the log says why.
@@ -26,7 +26,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
         config: A DeepSpeed configuration with the section ``datastates_ckpt``, or that section.
 
     Returns:
-        Options for ``Engine(root, **options)``.
+        Fields for ``SaveOptions(**fields)``.
 
     Raises:
         ValueError: An option is unknown, or a value is not valid.
@@ -34,7 +34,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
     section = config.get(SECTION, config)
     if not isinstance(section, Mapping):
         raise ValueError(f"{SECTION} must be a section with options, not {section!r}")
-    options: dict[str, int] = {}
+    options: dict[str, Any] = {}
     for name, value in section.items():
         if name == "host_cache_size":
             if (

@@ -25,18 +25,16 @@ from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
 from deltacheck.maintain.memory_tier import MemoryTier
-from deltacheck.policy import KeepBest, Policy
-from deltacheck.policy.retention import History
+from deltacheck.policy import Keep, Policy
 from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
-from deltacheck.save.save_options import SaveOptions, retention_of
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
 from deltacheck.store.files import storage as place
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
@@ -60,75 +58,13 @@ class Engine:
             a path, ``~`` is the home directory.
         policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
-        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
-            slow disk blocks training later; smaller: less memory. Default: half of the state, at
-            least 64 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of what
-            is not encoded yet may take as much again. The engine also holds one *shadow*, a copy of
-            the state to compare with.
-        device_cache_bytes: The most memory on each device for a copy of the state. With a copy the
-            training waits for nothing. Larger: for larger states; smaller: more memory for the
-            training. Default: half of what nobody has reserved. 0: no copy.
-        max_pending: The most saves under way. Larger: more overlap with a slow disk; smaller: less
-            work is lost when a save fails.
-        on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so
-            that every step is saved; ``"skip"``: skip this save, so that training does not wait.
-        capture: ``"auto"``: tensors of known optimizers and frozen weights (``guard``) are read
-            behind the training loop, the rest is copied at once. ``"eager"``: all is copied at
-            once. This is safe whatever the code does between saves, but blocks longer (host
-            tensors) or takes device memory of the size of the state until the capture ends.
-            Under ``"auto"`` a write that comes too early waits or fails the save, except small
-            ones past torch (``docs/explanation/guarantees.md``).
-        shadow: The place of the shadow. ``"device"``: beside the tensors. Only changes cross to the
-            host, but it takes device memory of the size of the state, and 1.5 GiB in a capture.
-            ``"host"``: no device memory, but the whole state crosses at each save, and the next
-            optimizer step waits until all but ``host_cache_bytes`` of it is encoded.
-            ``"mapped"``: as ``"host"``, in files of ``TMPDIR`` that the system may write out
-            instead of running out of memory; each save then writes to that disk, too. ``"none"``:
-            no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
-            for CUDA tensors if enough memory is free at the first save, else ``"host"``.
-        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
-            Higher: smaller files; lower: less processor time beside training. ``"auto"`` follows
-            the bottleneck of the last save, storage or processor.
-        durability: The event that an acknowledged save survives. ``"power"``: a power cut, at the
-            cost of a flush of the disk's cache for every file and directory entry. ``"process"``:
-            only the end of this process. Saves end sooner, but a power cut may take the last ones,
-            or leave steps that are listed and raise ``Damaged``.
-        verify: The check of each save against the captured state. ``"none"``: no check; a restore
-            checks what was written. ``"commit"``: the files of the save are read back before its
-            step exists (``handle.receipt``). A fault on the way to the disk becomes a failed save,
-            but it commits later, and the state is hashed at the capture.
-        keep_last: Keep this number of newest steps after each save. Larger: more to go back to;
-            smaller: less disk space. Default of all three rules: keep all. The newest step and
-            tagged steps always stay.
-        keep_every: Keep the steps that this number divides. Larger: fewer steps, less disk space.
-        keep_best: Keep the steps with the best metrics: one ``KeepBest``, or several.
-        full_last: Keep every leaf of this number of newest steps and of tagged steps, and only
-            ``keep_leaves`` of all others, beside the training. Larger: more steps to resume from;
-            smaller: less disk space. Not with ``memory``. Default: steps keep all leaves.
-        keep_leaves: Paths or patterns (``*`` also matches ``/``) of the leaves that steps beyond
-            ``full_last`` keep, with those that these are computed from.
-        grace_seconds: The time that unneeded segments stay for readers that are about to open them.
-            Longer: safer for slow readers; shorter: disk space sooner. An open segment stays.
-        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
-            slow storage gets its saves through; shorter: a dead one is reported sooner.
-        exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
-            then reported on stderr, with exit status 120. Longer: a slow storage gets the last
-            save through; shorter: a dead one lets the process end.
-        redate_after_seconds: The age after which files of a local ``root`` get the present time, in
-            the background after a save, so that a purge by age leaves them. Smaller: safer; larger:
-            the files are listed less often. Default: never; files that are removed cost the steps
-            that need them, and the next save writes whole leaves.
-        on_error: The effect of a failed save. ``"raise"``: the next call raises it, so that no loss
-            goes unseen. ``"log"``: the run goes on. The failure is in the log, on the handle (whose
-            ``wait`` raises it) and counted in the next report, manifest and ``deltacheck log``; the
-            next save writes whole leaves. If nothing was committed since, the exit status is 120.
-        max_failures: The failed saves in a row after which ``on_error="log"`` raises, too. Larger:
-            the run survives a longer outage; smaller: less work can be lost.
-        storage: The access to an object store. Default: from the environment.
+        keep: The steps, and the leaves of old steps, that stay after each save. Default: all.
+            ``Keep(full_last=...)`` does not go with ``memory``.
+        options: The memory, the durability, the checks and the patience of saves.
         memory: A directory in memory, or a ``MemoryTier``. Steps are committed there and copied to
             ``root`` behind the training. Saves end sooner and survive a killed process, but a
             power cut takes the steps that are not copied yet (``persist``), and memory is used.
-            ``durability`` and ``keep_*`` then apply to ``root``.
+            ``durability`` and ``keep`` then apply to ``root``.
         process_group: The ranks that save together (``torch.distributed.group.WORLD``). The state
             may then hold DTensors and ``Shard``; each rank writes its own parts, and rank 0 commits
             one step for all. Every rank makes the same calls, and a failure of one rank is raised
@@ -138,6 +74,7 @@ class Engine:
             each other share. A folder is imported once, beside ``root``
             (``docs/how-to/base-model.md``). Not with ``memory`` or ``process_group``. Default: the
             first save writes whole leaves.
+        storage: The access to an object store. Default: from the environment.
 
     Raises:
         RootBusy: Another process, which the message names, writes to ``root``.
@@ -153,82 +90,38 @@ class Engine:
         ValueError: An option has a value that it cannot have.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per option
+    def __init__(
         self,
         root: str | os.PathLike[str] | ObjectPath,
         *,
         policy: Policy | None = None,
-        host_cache_bytes: int | None = None,
-        device_cache_bytes: int | None = None,
-        max_pending: int = 1,
-        on_busy: str = "wait",
-        capture: str = "auto",
-        shadow: str = "auto",
-        effort: str = "normal",
-        durability: str = "power",
-        verify: str = "none",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: KeepBest | Iterable[KeepBest] = (),
-        grace_seconds: float = 60.0,
-        io_timeout_seconds: float = 600.0,
-        exit_timeout_seconds: float = 120.0,
-        redate_after_seconds: float | None = None,
-        on_error: str = "raise",
-        max_failures: int = 3,
-        storage: ObjectStore | None = None,
+        keep: Keep | None = None,
+        options: SaveOptions | None = None,
         memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         base: str | os.PathLike[str] | None = None,
-        full_last: int | None = None,
-        keep_leaves: str | Iterable[str] = History.DEFAULT,
+        storage: ObjectStore | None = None,
     ) -> None:
-        if full_last is None and keep_leaves is not History.DEFAULT:
+        settings = Settings.of(policy, keep, options)
+        if memory is not None and not settings.keep.all_leaves:
             raise ValueError(
-                "keep_leaves needs full_last, the number of steps that keep all leaves"
-            )
-        if full_last is not None and memory is not None:
-            raise ValueError(
-                "full_last cannot be given with memory: call `deltacheck prune --full-last` and"
-                " `deltacheck gc --compact` between two jobs of the run"
+                "Keep(full_last=...) cannot be given with memory: call `deltacheck prune"
+                " --full-last` and `deltacheck gc --compact` between two jobs of the run"
             )
         if base is not None and (memory is not None or process_group is not None):
             raise ValueError(
                 "base cannot be given with memory or process_group: import the model with"
                 " `deltacheck import`, `deltacheck branch` it to the root, and restore it"
             )
-        if capture not in ("auto", "eager"):
-            raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
-        options = SaveOptions(
-            policy=policy or Policy.exact(),
-            host_cache_bytes=host_cache_bytes,
-            device_cache_bytes=device_cache_bytes,
-            max_pending=max_pending,
-            on_busy=on_busy,
-            shadow=shadow,
-            effort=effort,
-            durability=Durability.of(durability),
-            verify=verify,
-            retention=retention_of(keep_last, keep_every, keep_best),
-            history=None if full_last is None else History.of(full_last, keep_leaves),
-            grace_seconds=grace_seconds,
-            io_timeout_seconds=io_timeout_seconds,
-            exit_timeout_seconds=exit_timeout_seconds,
-            redate_after_seconds=redate_after_seconds,
-            on_error=on_error,
-            max_failures=max_failures,
-        )
         # Two threads, or a handler of a signal, may call at the same time.
         self._turn = Turn()
         # Absolute, because the process may change its working directory while the engine is open.
         path = place.of(root, storage).absolute()
-        self._is_eager = capture == "eager"
+        self._is_eager = settings.options.is_eager
         # It must not refer to the engine: torch's global hook refers to it.
         self._open = OpenSession(
-            options,
-            lambda settle_reads: _session(
-                path, options, settle_reads, memory, capture, process_group
-            ),
+            settings,
+            lambda settle_reads: _session(path, settings, settle_reads, memory, process_group),
         )
         self._session, self._saver = self._open.session, self._open.saver
         self._root, self._writer = self._session.root, self._session.writer
@@ -237,7 +130,7 @@ class Engine:
         # The hook is global in torch. It is registered after everything that may raise, because
         # nobody could remove it from an engine that was not made.
         self._guard = self._open.watch()
-        exits.finish_at_exit(self._open, str(path), exit_timeout_seconds)
+        exits.finish_at_exit(self._open, str(path), settings.options.exit_timeout_seconds)
         weakref.finalize(self, self._open.end_unattended).atexit = False
 
     def _begin_from(self, base: str) -> BaseModel | None:
@@ -632,27 +525,26 @@ class Engine:
 
 def _session(
     path: Place,
-    options: SaveOptions,
+    settings: Settings,
     settle_reads: Callable[[], None],
     memory: MemoryTier | str | os.PathLike[str] | None,
-    capture: str,
     process_group: torch.distributed.ProcessGroup | None,
 ) -> SingleProcessSession:
     """Open the session of an engine: with other ranks, with a memory tier, with both, or alone."""
     tier = None if memory is None else MemoryTier.of(memory)
-    if tier is not None and options.on_error == "log":
+    if tier is not None and settings.options.on_error == "log":
         raise ValueError(
             "a memory tier that cannot copy its steps fills up and must stop the run:"
             " on_error='log' and memory cannot be given together"
         )
     if process_group is None:
         if tier is None:
-            return SingleProcessSession(path, options, settle_reads)
-        return MemoryFirstSession(path, options, settle_reads, tier)
+            return SingleProcessSession(path, settings, settle_reads)
+        return MemoryFirstSession(path, settings, settle_reads, tier)
     # torch.distributed.tensor takes long to import, and most processes save alone.
     from deltacheck.backends.torch.group.memory_of_ranks import MemoryOfRanksSession
     from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 
     if tier is None:
-        return ProcessGroupSession(path, options, settle_reads, capture, process_group)
-    return MemoryOfRanksSession(path, options, settle_reads, capture, process_group, tier)
+        return ProcessGroupSession(path, settings, settle_reads, process_group)
+    return MemoryOfRanksSession(path, settings, settle_reads, process_group, tier)

@@ -28,6 +28,7 @@ from deltacheck.backends.torch.files.load import ReadStep, load, read_to_continu
 from deltacheck.backends.torch.state import leaves, rng
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf.external_errors import typed
+from deltacheck.policy import Keep
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.background import Background, Task
@@ -60,20 +61,20 @@ class DeltaCheckIO:
         rng: Save the random states too, and set them when a checkpoint is loaded, so that a resumed
             training is equal bit for bit. Default: the generators are not touched, and Lightning
             saves none of them.
-        **engine: Options of ``Engine``, except ``keep_last``: Lightning removes checkpoints.
+        **engine: Arguments of ``Engine``. ``keep`` may only name leaves: Lightning removes steps.
 
     Raises:
-        ValueError: ``keep_last`` is given.
+        ValueError: ``keep`` removes steps.
         ModuleNotFoundError: Lightning is not installed.
     """
 
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, rng: bool = False, **engine: Any
     ) -> None:
-        if "keep_last" in engine:
+        if not (engine.get("keep") or Keep()).all_steps:
             raise ValueError(
                 "Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not"
-                " keep_last"
+                f" {engine['keep']}"
             )
         # Lightning tests plugins with ``isinstance``. A registration needs no base class, so this
         # module can be imported without Lightning.

@@ -86,7 +86,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
 
     Args:
         root: The root, as in ``DeltaStorageWriter``.
-        **options: Options of ``DeltaStorageWriter``.
+        **options: Arguments of ``DeltaStorageWriter``.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -163,10 +163,11 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
     ) -> None:
         if common is not None:
             state[_COMMON_NAME] = io.BytesIO(common)
+        writer = DeltaStorageWriter(self._root, **self._options)
         save(
             state,
             checkpoint_id=str(checkpoint_dir),
-            storage_writer=DeltaStorageWriter(self._root, **self._options),
+            storage_writer=writer,
             # Megatron's keys are flat already.
             planner=mcore.MCoreSavePlanner(flatten_state_dict=False),
             process_group=self._group,
@@ -174,8 +175,7 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
         # After the commit: a directory whose step does not exist must not look complete. Earlier
         # versions of Megatron have written the file themselves.
         if common is not None and _VERSION >= (0, 19):
-            durability = Durability.of(self._options.get("durability", "power"))
-            _write_common(checkpoint_dir, common, durability)
+            _write_common(checkpoint_dir, common, writer.settings.durability)
 
 
 @typed
@@ -191,7 +191,7 @@ class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[mis
 
     Args:
         root: The root, as in ``DeltaStorageReader``.
-        **options: Options of ``DeltaStorageReader``.
+        **options: Arguments of ``DeltaStorageReader``.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:

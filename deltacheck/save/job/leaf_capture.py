@@ -130,7 +130,7 @@ class LeafCapture:
             state.base = codec.copy(current, state.base)
             self._prove(leaf, spec, state.base)
             self._encode_if_changed(leaf, state, codec.host(state.base))
-        elif state.is_due(setup.options.policy):
+        elif state.is_due(setup.policy):
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
@@ -152,13 +152,13 @@ class LeafCapture:
 
         This is estimated where the base still exists, and again after a number of saves.
         """
-        options = self._setup.options
+        setup = self._setup
         # A policy that is not exact compares the leaf with what is stored.
         if not (
-            options.keeps_shadow
-            and options.policy.hidden is None
+            setup.options.keeps_shadow
+            and setup.policy.hidden is None
             # Mapped memory is not given back leaf by leaf.
-            and self._setup.shadow_file is None
+            and setup.shadow_file is None
             # Codecs of JAX take arrays of any type, too, and read them in their own way.
             and isinstance(current, np.ndarray)
             and (current.dtype, current.ndim) == (np.uint8, 1)
@@ -241,7 +241,7 @@ class LeafCapture:
         """Encode a leaf against its base, run by run."""
         bounds, word_bytes = state.bounds, state.spec.word_bytes
         # An exact policy writes so much else that the time would not pay.
-        hidden = self._setup.options.policy.hidden
+        hidden = self._setup.policy.hidden
         ordered = hidden is not None and state.spec.element.is_short_float
         for first, stop in self._runs(codec, bounds, word_bytes):
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +10,7 @@ import msgspec
 from deltacheck.errors import RankFailed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.save.ranks.folder_probe import awaited, sees_probe
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.store import layout
 from deltacheck.store.files.storage import Place, full_name
 from deltacheck.store.manifest import Manifest
@@ -35,29 +34,20 @@ class RankSetup(msgspec.Struct, frozen=True):
     options: dict[str, str]
 
     @classmethod
-    def of(cls, root: Place, options: SaveOptions, **further: object) -> RankSetup:
+    def of(cls, root: Place, settings: Settings, **further: object) -> RankSetup:
         """Return the setup of this rank; ``further`` are options that the record does not hold."""
-        return cls(full_name(root), common_options(options) | _texts(further))
+        return cls(full_name(root), common_options(settings) | _texts(further))
 
 
 inspect_types(RankSetup)
 
 
-def common_options(options: SaveOptions) -> dict[str, str]:
+def common_options(settings: Settings) -> dict[str, str]:
     """Return the options that all ranks must have in common, by the names that users know."""
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    retention, history = values.pop("retention"), values.pop("history")
+    values = settings.values()
     # Each machine may have another amount of memory.
     del values["host_cache_bytes"], values["device_cache_bytes"]
-    return _texts(
-        values
-        | {"keep_last": retention.last, "keep_every": retention.every, "keep_best": retention.best}
-        | (
-            {}
-            if history is None
-            else {"full_last": history.full_last, "keep_leaves": history.leaves}
-        )
-    )
+    return _texts(values)
 
 
 def _texts(options: Mapping[str, object]) -> dict[str, str]:

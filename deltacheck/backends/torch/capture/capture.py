@@ -31,21 +31,21 @@ from deltacheck.save.job.source import (
     itself,
 )
 from deltacheck.save.job.spare_memory import while_claimed
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 
 
 class Capture:
     """Plans the reading of every leaf.
 
     Args:
-        options: The options of the saves.
+        settings: The settings of the saves.
     """
 
-    def __init__(self, options: SaveOptions) -> None:
-        self._options = options
+    def __init__(self, settings: Settings) -> None:
+        self._options = options = settings.options
         # An exact policy reads every leaf once, in the order of the sources. Only then can leaves
         # be copied from a device ahead of their turn.
-        self._in_order = options.policy.is_exact
+        self._in_order = settings.policy.is_exact
         self._placements = Placements()
         self._device_leaves = DeviceLeaves(options.shadow, options.device_cache_bytes)
 

@@ -11,6 +11,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -33,16 +34,15 @@ from deltacheck.leaf.instances import name_of
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.policy import Policy
+from deltacheck.policy import Keep, Policy
 from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
-from deltacheck.save.save_options import SaveOptions, retention_of
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 
 _P = ParamSpec("_P")
@@ -86,6 +86,17 @@ def _in_turn(
     return call
 
 
+# DCP waits for its writer, has one save under way, and raises what fails.
+_NO_OPTIONS = (
+    "device_cache_bytes",
+    "max_pending",
+    "on_busy",
+    "capture",
+    "on_error",
+    "max_failures",
+)
+
+
 @typed
 class DeltaStorageWriter(StorageWriter):
     """A storage writer for ``torch.distributed.checkpoint.save`` and ``async_save``.
@@ -109,28 +120,8 @@ class DeltaStorageWriter(StorageWriter):
             leaves needs the learning rate and the betas in the state (``get_state_dict`` puts them
             there); without them masters or moments stay exact. Longer chains: smaller saves;
             shorter: faster restores. Default: ``Policy.exact()``.
-        host_cache_bytes: The most encoded bytes between the ranks' memory and the storage. Larger:
-            a slow storage blocks a save later; smaller: less memory. Default: half of what a rank
-            saves, at least 64 MiB and at most 8 GiB.
-        shadow: The place of the shadow. ``"device"``: faster saves, more device memory; ``"host"``:
-            no device memory, slower; ``"mapped"``: as ``"host"``, in files of ``TMPDIR``, which
-            take memory only while there is enough; ``"none"``: least memory, but changed tensors
-            are written whole; ``"auto"``: the device if it has enough free memory.
-        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
-            Higher: smaller files; lower: less processor time.
-        durability: ``"power"``: an acknowledged save survives a power cut; ``"process"``: only the
-            end of the process, but nothing is synced and saves end sooner.
-        verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
-            then comes later.
-        keep_last: Keep this number of newest steps. Larger: more to go back to; smaller: less disk
-            space. Default: keep all.
-        keep_every: Keep the steps that this number divides. Larger: less disk space. Default: all.
-        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
-            readers; shorter: disk space sooner.
-        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
-            slow storage gets its saves through; shorter: a dead one is reported sooner.
-        exit_timeout_seconds: The longest wait at interpreter exit. Longer: a slow storage gets the
-            last save through; shorter: a dead one lets the process end.
+        keep: The steps and leaves that stay after each save. Default: all.
+        options: All else, as for ``Engine``; those that DCP leaves no choice for are refused.
         storage: The access to an object store. Default: from the environment.
         overwrite: ``True``: a save of a step that exists replaces it once it is complete.
             ``False``: such a save fails, and the step stays as it is.
@@ -145,22 +136,14 @@ class DeltaStorageWriter(StorageWriter):
         ValueError: An option has a value that it cannot have.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per option
+    def __init__(
         self,
         root: str | os.PathLike[str] | ObjectPath,
         *,
         step: int | None = None,
         policy: Policy | None = None,
-        host_cache_bytes: int | None = None,
-        shadow: str = "auto",
-        effort: str = "normal",
-        durability: str = "power",
-        verify: str = "none",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        grace_seconds: float = 60.0,
-        io_timeout_seconds: float = 600.0,
-        exit_timeout_seconds: float = 120.0,
+        keep: Keep | None = None,
+        options: SaveOptions | None = None,
         storage: ObjectStore | None = None,
         overwrite: bool = True,
         metrics: Mapping[str, float] | None = None,
@@ -171,20 +154,12 @@ class DeltaStorageWriter(StorageWriter):
         self._overwrite = overwrite
         self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
-        self._options = SaveOptions(
-            policy=policy or Policy.exact(),
-            host_cache_bytes=host_cache_bytes,
-            # DCP waits for its writer, so a copy would gain nothing.
-            device_cache_bytes=0,
-            shadow=shadow,
-            effort=effort,
-            durability=Durability.of(durability),
-            verify=verify,
-            retention=retention_of(keep_last, keep_every),
-            grace_seconds=grace_seconds,
-            io_timeout_seconds=io_timeout_seconds,
-            exit_timeout_seconds=exit_timeout_seconds,
+        own = Settings.of(policy, keep, options)
+        # A copy on a device would gain nothing.
+        chosen = replace(
+            own.options.without(_NO_OPTIONS, type(self).__name__), device_cache_bytes=0
         )
+        self.settings = replace(own, options=chosen)
         self._default_step = None if step is None else names.step_of(step)
         # From checkpoint ids, by thread: asynchronous saves may share a writer.
         self._next_steps: dict[int, int] = {}
@@ -268,7 +243,7 @@ class DeltaStorageWriter(StorageWriter):
             self._stream.held_items = plan.items
             tensors = dataclasses.replace(plan, items=_tensors(plan.items))
             holdings = Holdings.of(_held(tensors, {}))
-        setup = RankSetup.of(self._path, self._options)
+        setup = RankSetup.of(self._path, self.settings)
         intent = Intent(self._step, setup, holdings, self._metrics)
         return dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(intent))
 
@@ -350,9 +325,9 @@ class DeltaStorageWriter(StorageWriter):
         held_items = self._stream.held_items
         with beginning(task.step):
             # Large copies take turns by the number of the save, not of its segments.
-            number = task.seq // self._options.numbers_of_save
+            number = task.seq // self.settings.numbers_of_save
             copies = digests_of(_copies(held_items, plan, planner, task), number)
-            if self._options.policy.is_exact:
+            if self.settings.policy.is_exact:
                 local, state = _local((), plan, planner, task), None
             else:
                 local = _local(held_items, plan, planner, task)
@@ -407,7 +382,7 @@ class DeltaStorageWriter(StorageWriter):
 
     @property
     def _stream(self) -> Stream:
-        return stream_of(self._path, self._options)
+        return stream_of(self._path, self.settings)
 
 
 def _intents(plans: list[SavePlan], step: int) -> dict[int, Intent]:

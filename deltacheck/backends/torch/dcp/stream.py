@@ -29,6 +29,7 @@ from deltacheck.leaf import sharding
 from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
+from deltacheck.maintain import compaction
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
@@ -37,7 +38,7 @@ from deltacheck.save.ranks.joint import Merges, Report, merged, stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup, require_visible
 from deltacheck.save.ranks.rules import RankRules, stored_digest
 from deltacheck.save.root_writer import RootWriter
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import leaf_groups
@@ -132,12 +133,12 @@ class Stream:
     The calls of one save come one after the other, and saves take turns.
     """
 
-    def __init__(self, path: Place, options: SaveOptions) -> None:
+    def __init__(self, path: Place, settings: Settings) -> None:
         self.path = path
-        self.options = options
+        self.settings = settings
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
         self._probe: Probe | None = None
-        self.capture = Capture(options)
+        self.capture = Capture(settings)
         self._writer: RootWriter | None = None
         self._saver: Saver | None = None
         # The items of this rank's plan, also those that DCP lets another rank save.
@@ -156,7 +157,7 @@ class Stream:
         """Take the lease of the root if this process does not have it. Raises ``RootBusy``."""
         if self._saver is None:
             self._is_new = not is_root_or_fresh(self.path)
-            self._begin(open_alone(self.path, self.options.durability))
+            self._begin(open_alone(self.path, self.settings.durability))
         elif self._root_writer.lease is None:
             lease = take_lease(self.path)
             try:
@@ -172,7 +173,7 @@ class Stream:
         if self._saver is None:
             self._begin(
                 # Number 0, because each task brings the number of its save.
-                Opened(Store.create(self.path, durability=self.options.durability), None, 0)
+                Opened(Store.create(self.path, durability=self.settings.durability), None, 0)
             )
         assert self._saver is not None
         self._saver.check_usable()
@@ -181,13 +182,18 @@ class Stream:
     def _begin(self, opened: Opened) -> None:
         root = Root(self.path, opened.store)
         self._writer = RootWriter(
-            root, opened.lease, self.options.retention, self.options.grace_seconds
+            root,
+            opened.lease,
+            self.settings.keep,
+            grace_seconds=self.settings.options.grace_seconds,
+            redate_after_seconds=self.settings.options.redate_after_seconds,
+            rewrite=compaction.reclaim_history,
         )
         try:
             self._saver = Saver(
                 opened.store,
                 TorchCodec(),
-                self.options,
+                self.settings,
                 Numbers(opened.next_seq),
             )
         except BaseException:
@@ -195,7 +201,7 @@ class Stream:
             raise
         self._writer.protect(self._saver.protected_segments)
         self._writer.protect(lambda: self._merges.protected(opened.store))
-        exits.finish_at_exit(self, str(self.path), self.options.exit_timeout_seconds)
+        exits.finish_at_exit(self, str(self.path), self.settings.options.exit_timeout_seconds)
 
     @property
     def _root_writer(self) -> RootWriter:
@@ -221,7 +227,7 @@ class Stream:
         """
         previous = self._planned
         local_by_rank = previous.local_holdings | dict(local_holdings)
-        is_exact = self.options.policy.is_exact
+        is_exact = self.settings.policy.is_exact
         if not is_exact and len(local_by_rank) == len(boxes_by_rank):
             # DCP gives replicas to ranks one by one, but the leaves of a parameter belong together.
             boxes_by_rank = [
@@ -263,7 +269,7 @@ class Stream:
         # The number of a failed save is not used again: even if this process wrote nothing for it,
         # others may have.
         self._last_seq = max(
-            self._last_seq + self.options.numbers_of_save, self.follow().proposed_number()
+            self._last_seq + self.settings.numbers_of_save, self.follow().proposed_number()
         )
         self._remove_probe()
         # From the first commit on, the segments of the other ranks have shown that they are here.
@@ -443,19 +449,16 @@ def turns_of(path: Place) -> Turns:
         return _turns.setdefault(str(path), Turns())
 
 
-def stream_of(path: Place, options: SaveOptions) -> Stream:
+def stream_of(path: Place, settings: Settings) -> Stream:
     """Return the stream of a root.
 
-    Raises ``ValueError`` if this process writes to the root with other options.
+    Raises ``ValueError`` if this process writes to the root with other settings.
     """
     with _lock:
-        stream = _streams.setdefault(str(path), Stream(path, options))
-    if stream.options != options:
-        differing = [
-            field.name
-            for field in dataclasses.fields(SaveOptions)
-            if getattr(options, field.name) != getattr(stream.options, field.name)
-        ]
+        stream = _streams.setdefault(str(path), Stream(path, settings))
+    if stream.settings != settings:
+        before, now = stream.settings.values(), settings.values()
+        differing = [name for name in now if now[name] != before[name]]
         raise ValueError(
             f"{path} is already written with another {differing[0]}; writers of one root share"
             " their options. Close the first one before"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,6 +25,8 @@ from deltacheck.backends.torch.dcp.storage_reader import DeltaStorageReader
 from deltacheck.backends.torch.dcp.storage_writer import DeltaStorageWriter
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.leaf.external_errors import typed
+from deltacheck.policy import Keep
+from deltacheck.save.save_options import SaveOptions
 
 
 @typed
@@ -50,23 +52,13 @@ class DeltaCheckpointManager(CheckpointManager):  # type: ignore[misc] # untyped
 
         Attributes:
             root: The name of the root in the checkpoint folder.
-            shadow: The place of the copy that changes are found against. ``"device"``: faster
-                saves; ``"host"``: no device memory; ``"mapped"``: files; ``"none"``: least memory,
-                larger saves; ``"auto"``: the device if it has room.
-            effort: The effort of the entropy stage. Higher: smaller files; lower: less processor
-                time.
-            durability: ``"power"``: a save survives a power cut; ``"process"``: only the end of the
-                process, but nothing is synced.
-            verify: ``"commit"``: read each save back before its step exists; ``"none"``: never.
+            save_options: The memory, the durability and the checks of saves.
             keep_every: Keep the steps that this number divides besides the newest
                 ``keep_latest_k``; 0: none. Smaller: more history; larger: less disk space.
         """
 
         root: str = "deltacheck"
-        shadow: Literal["device", "host", "mapped", "none", "auto"] = "auto"
-        effort: Literal["low", "normal", "high", "auto"] = "normal"
-        durability: Literal["power", "process"] = "power"
-        verify: Literal["none", "commit"] = "none"
+        save_options: SaveOptions = field(default_factory=SaveOptions)
         keep_every: int = 0
 
     def __init__(self, config: Config, **components: Any) -> None:
@@ -80,12 +72,8 @@ class DeltaCheckpointManager(CheckpointManager):  # type: ignore[misc] # untyped
         super().__init__(config, **components)
         self._name = config.root
         self._options: dict[str, Any] = {
-            "shadow": config.shadow,
-            "effort": config.effort,
-            "durability": config.durability,
-            "verify": config.verify,
-            "keep_last": config.keep_latest_k or None,
-            "keep_every": config.keep_every or None,
+            "keep": Keep(last=config.keep_latest_k or None, every=config.keep_every or None),
+            "options": config.save_options,
         }
         if config.enable and not config.load_only:
             # Wrong values are refused before the first step, not at the first save.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from deltacheck.backends.torch.datastates import SECTION as DATASTATES_SECTION
 from deltacheck.backends.torch.datastates import datastates_options
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.policy import Policy
+from deltacheck.policy import Keep, KeepBest, Policy
+from deltacheck.save.save_options import SaveOptions
 
+_Record = TypeVar("_Record", Keep, KeepBest, SaveOptions)
 _SECTION = "deltacheck"
-# Options that belong to this adapter, or that several ranks do not support.
-_NOT_CONFIGURABLE = {"process_group", "max_pending", "storage", "memory"}
+# Of the arguments of ``Engine``, those that belong to this adapter or that several ranks lack.
+_NOT_CONFIGURABLE = {"process_group", "storage", "memory"}
 
 # Presets that need no arguments, by the names that a configuration in JSON may give.
 _POLICIES: dict[str, Callable[[], Policy]] = {
@@ -37,14 +40,9 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
     section = config.get(_SECTION, {})
     if not isinstance(section, Mapping):
         raise ValueError(f"{_SECTION} must be a section with options, not {section!r}")
-    datastates = (
-        datastates_options(config[DATASTATES_SECTION])
-        if isinstance(config.get(DATASTATES_SECTION), Mapping)
-        else {}
-    )
     # The last value of a key counts, so the caller's options come last.
-    merged = {**datastates, **section, **options}
-    # From the signature, so that a new option of ``Engine`` is accepted here too.
+    merged = {**section, **options}
+    # From the signature, so that a new argument of ``Engine`` is accepted here too.
     accepted = {"root", *inspect.signature(Engine).parameters} - _NOT_CONFIGURABLE
     for name in merged:
         if name not in accepted:
@@ -52,9 +50,35 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
                 f"{_SECTION} has the option {name!r}, which is not one of"
                 f" {', '.join(sorted(accepted))}; leave it out"
             )
+    # JSON has names and sections where Python has records.
     if isinstance(merged.get("policy"), str):
         merged["policy"] = _policy_named(merged["policy"])
+    if isinstance(merged.get("keep"), Mapping):
+        best = merged["keep"].get("best", ())
+        rules = [_record(KeepBest, "keep.best", rule) for rule in _listed(best)]
+        merged["keep"] = _record(Keep, "keep", {**merged["keep"], "best": tuple(rules)})
+    fields = merged.get("options", {})
+    if isinstance(fields, Mapping):
+        own = config.get(DATASTATES_SECTION)
+        datastates = datastates_options(own) if isinstance(own, Mapping) else {}
+        merged["options"] = _record(SaveOptions, "options", {**datastates, **fields})
     return merged
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, Mapping) else value
+
+
+def _record(kind: type[_Record], section: str, fields: Mapping[str, Any]) -> _Record:
+    """Return the record that a section of JSON describes; ``ValueError`` for an unknown field."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(
+                f"{_SECTION}.{section} has the option {name!r}, which is not one of"
+                f" {', '.join(sorted(known))}; leave it out"
+            )
+    return kind(**fields)
 
 
 def _policy_named(name: str) -> Policy:

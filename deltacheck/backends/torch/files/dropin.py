@@ -19,7 +19,7 @@ from typing import NamedTuple
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.leaf.external_errors import typed
-from deltacheck.policy.retention import Retention
+from deltacheck.policy import Keep
 from deltacheck.store.files import storage
 from deltacheck.store.lock.interrupts import postponed
 
@@ -145,10 +145,10 @@ def _engine(root: Path, keep_last: int | None) -> Engine:
     if engine is None:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
-        engine = Engine(root, keep_last=keep_last)
+        engine = Engine(root, keep=Keep(last=keep_last))
         # A program that is started again replaces files, as with ``torch.save``.
         engine._writer.course.follow("")
     # Each call may pass another ``keep_last``.
-    engine._writer.retention = Retention(last=keep_last)
+    engine._writer.keep = Keep(last=keep_last)
     _open[root] = engine
     return engine

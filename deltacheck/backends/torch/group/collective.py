@@ -24,7 +24,7 @@ from deltacheck.save.ranks.group import Group
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.ranks.replicas import digests_of
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import layout
@@ -94,14 +94,14 @@ class RankGroup(Group):
         ranks, self._groups = gloo.join(process_group, timeout_seconds)
         super().__init__(ranks)
 
-    def open(self, path: Place, options: SaveOptions, **further: object) -> Opened:
+    def open(self, path: Place, settings: Settings, **further: object) -> Opened:
         """Open the root: rank 0 takes the lease, and every rank may then write its segments.
 
         Nothing is left behind if a rank has other options or does not see the folder of rank 0.
 
         Args:
             path: The root of this rank.
-            options: The options of its saves.
+            settings: The settings of its saves.
             further: Other options of its engine that all ranks must have in common.
 
         Raises:
@@ -109,13 +109,13 @@ class RankGroup(Group):
                 Rank 0 raises its own error itself.
         """
         opened: list[Opened] = []
-        setup = RankSetup.of(path, options, **further)
+        setup = RankSetup.of(path, settings, **further)
         with self.same_setup(path, setup) as remove_probe:
 
             def take(_: list[Any]) -> int:
                 # Before the root is made, which must be empty.
                 remove_probe()
-                opened.append(open_alone(path, options.durability))
+                opened.append(open_alone(path, settings.durability))
                 return opened[0].next_seq
 
             # Rank 0 alone at first: the others must not touch a root that it cannot open.
@@ -125,7 +125,7 @@ class RankGroup(Group):
                 rank_root = (
                     opened[0]
                     if opened
-                    else Opened(Store.create(path, durability=options.durability), None, next_seq)
+                    else Opened(Store.create(path, durability=settings.durability), None, next_seq)
                 )
             # Every rank waits here, so that none saves to a root that another one could not open.
             self.joint.agree(None, lambda _: None, "opens a root")
@@ -197,7 +197,7 @@ class RankGroup(Group):
             local = shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
             # Now, because the training may change the copies once the save has returned.
             # Large copies take turns by the number of the save, not of its segments.
-            number = agreed_save.seq // saver.options.numbers_of_save
+            number = agreed_save.seq // saver.settings.numbers_of_save
             copies = digests_of(shards.copies(flat, agreed_save.copies), number)
         except BaseException as error:
             if make_room is not None:

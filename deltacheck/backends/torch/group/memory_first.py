@@ -23,7 +23,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.restore.chain import Chain
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
@@ -37,7 +37,7 @@ class MemoryFirstSession(SingleProcessSession):
 
     Args:
         path: The durable root.
-        options: The options of all saves.
+        settings: The settings of all saves.
         settle_reads: Waits until no save under way reads the state any more.
         memory: The memory tier.
     """
@@ -45,14 +45,14 @@ class MemoryFirstSession(SingleProcessSession):
     def __init__(
         self,
         path: Place,
-        options: SaveOptions,
+        settings: Settings,
         settle_reads: Callable[[], None],
         memory: MemoryTier,
     ) -> None:
         # Before the base class is initialised, which calls ``_live_root``.
         self._memory = memory
         self.tier: Tier | None = None
-        super().__init__(path, options, settle_reads)
+        super().__init__(path, settings, settle_reads)
         # The drain may remove segments, so it must know those that the saver builds on.
         self._tier.start(self.saver.protected_segments)
         self._roots = TwoRoots(self.live, self.root)
@@ -62,8 +62,8 @@ class MemoryFirstSession(SingleProcessSession):
         assert self.tier is not None, "the session has no live root yet"
         return self.tier
 
-    def _live_root(self, options: SaveOptions) -> Root:
-        self.tier = Tier(self._memory, self.writer, options)
+    def _live_root(self, settings: Settings) -> Root:
+        self.tier = Tier(self._memory, self.writer, settings.options)
         return self.tier.root
 
     def begin(

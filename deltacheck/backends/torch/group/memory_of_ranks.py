@@ -17,7 +17,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
 from deltacheck.save.ranks.rank_setup import RankSetup
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.store.documents import Written
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
@@ -45,9 +45,8 @@ class MemoryOfRanksSession(ProcessGroupSession):
 
     Args:
         path: The durable root, which rank 0 opens for all.
-        options: The options of all saves, the same on every rank.
+        settings: The settings of all saves, the same on every rank.
         settle_reads: Waits until no save under way reads the state any more.
-        capture: The option ``capture`` of the engine.
         process_group: The ranks.
         memory: The memory tier, with the same options on every rank.
 
@@ -59,19 +58,18 @@ class MemoryOfRanksSession(ProcessGroupSession):
     def __init__(
         self,
         path: Place,
-        options: SaveOptions,
+        settings: Settings,
         settle_reads: Callable[[], None],
-        capture: str,
         process_group: dist.ProcessGroup,
         memory: MemoryTier,
     ) -> None:
         # Before the base class is initialised, which calls ``_live_root``.
         self._memory = memory
         # Shorter than the other ranks wait for rank 0, so that they learn of the cause.
-        self._patience_seconds = _PATIENCE * options.io_timeout_seconds
+        self._patience_seconds = _PATIENCE * settings.options.io_timeout_seconds
         # Rank 0 only.
         self.tier: Tier | None = None
-        super().__init__(path, options, settle_reads, capture, process_group)
+        super().__init__(path, settings, settle_reads, process_group)
         self._roots = TwoRoots(self.live, self.root)
         if self.tier is not None:
             # The bases of the other ranks are segments of the newest step.
@@ -92,7 +90,7 @@ class MemoryOfRanksSession(ProcessGroupSession):
             )
         }
 
-    def _live_root(self, options: SaveOptions) -> Root:
+    def _live_root(self, settings: Settings) -> Root:
         with self.group.sharing_failure():
             path = storage.local(self._memory.path, "a memory tier").absolute()
         setup = RankSetup(storage.full_name(path), {})
@@ -101,7 +99,9 @@ class MemoryOfRanksSession(ProcessGroupSession):
             def open_tier() -> None:
                 # Before the root is made, which must be empty.
                 remove_probe()
-                self.tier = Tier(self._memory, self.writer, options, self._patience_seconds)
+                self.tier = Tier(
+                    self._memory, self.writer, settings.options, self._patience_seconds
+                )
 
             self.group.call_on_first(open_tier, "opens a memory root")
         with self.group.sharing_failure():

@@ -14,7 +14,7 @@ from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.single_process import SingleProcessSession
 from deltacheck.save import exits
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import Settings
 from deltacheck.store.lock.deadline import Deadline
 
 
@@ -22,19 +22,19 @@ class OpenSession:
     """The session of one engine, from the time that it is opened until its threads have ended.
 
     Args:
-        options: The options of all saves.
+        settings: The settings of all saves.
         open_session: Opens the session. Its argument waits until no save reads the state any more,
             and is called in restores only.
     """
 
     def __init__(
         self,
-        options: SaveOptions,
+        settings: Settings,
         open_session: Callable[[Callable[[], None]], SingleProcessSession],
     ) -> None:
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.
-        self.capture = Capture(options)
+        self.capture = Capture(settings)
         self.session = open_session(self.settle_reads)
         self.saver = self.session.saver
         # The rest of an overlapped restore, also after it has failed.

@@ -16,7 +16,7 @@ from deltacheck.backends.torch.group.single_process import (
     SingleProcessSession,
 )
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -28,9 +28,8 @@ class ProcessGroupSession(SingleProcessSession):
 
     Args:
         path: The root, which rank 0 opens for all.
-        options: The options of all saves, the same on every rank.
+        settings: The settings of all saves, the same on every rank.
         settle_reads: Waits until no save under way reads the state any more.
-        capture: The option ``capture`` of the engine.
         process_group: The ranks.
 
     Raises:
@@ -43,19 +42,17 @@ class ProcessGroupSession(SingleProcessSession):
     def __init__(
         self,
         path: Place,
-        options: SaveOptions,
+        settings: Settings,
         settle_reads: Callable[[], None],
-        capture: str,
         process_group: dist.ProcessGroup,
     ) -> None:
         # Before the base class is initialised, which calls ``_open``.
-        self._further_options: dict[str, object] = {"capture": capture} | self._own_options()
-        self.group = RankGroup(process_group, options.io_timeout_seconds)
+        self.group = RankGroup(process_group, settings.options.io_timeout_seconds)
         try:
             # Shared, because the other ranks wait for this one already.
             with self.group.sharing_failure():
-                _require_supported(options)
-            super().__init__(path, options, settle_reads)
+                _require_supported(settings.options)
+            super().__init__(path, settings, settle_reads)
         except BaseException:
             self.group.close()
             raise
@@ -65,8 +62,8 @@ class ProcessGroupSession(SingleProcessSession):
         # spare.
         self.writer.protect(lambda: self.group.protected(self.root.store))
 
-    def _open(self, path: Place, options: SaveOptions) -> Opened:
-        return self.group.open(path, options, **self._further_options)
+    def _open(self, path: Place, settings: Settings) -> Opened:
+        return self.group.open(path, settings, **self._own_options())
 
     def _own_options(self) -> dict[str, object]:
         """Return further options that all ranks must have in common."""

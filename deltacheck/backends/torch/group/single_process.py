@@ -42,8 +42,8 @@ from deltacheck.restore.resolve import (
 )
 from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
-from deltacheck.save.root_writer import RootWriter, RunningHistory
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.root_writer import RootWriter
+from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import tags
@@ -89,47 +89,45 @@ class SingleProcessSession:
 
     Args:
         path: The root, made if it does not exist.
-        options: The options of all saves.
+        settings: The settings of all saves.
         settle_reads: Waits until no save under way reads the state any more.
     """
 
     # True: other ranks save the same step.
     is_of_ranks = False
 
-    def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
+    def __init__(self, path: Place, settings: Settings, settle_reads: Callable[[], None]) -> None:
         self._flatten = Flattener(tensor_codec.is_host)
-        opened = self._open(path, options)
+        opened = self._open(path, settings)
         self.root = Root(path, opened.store)
         self.writer = RootWriter(
             self.root,
             opened.lease,
-            options.retention,
-            options.grace_seconds,
-            options.redate_after_seconds,
-            None
-            if options.history is None
-            else RunningHistory(options.history, compaction.reclaim_history),
+            settings.keep,
+            grace_seconds=settings.options.grace_seconds,
+            redate_after_seconds=settings.options.redate_after_seconds,
+            rewrite=compaction.reclaim_history,
         )
         self._settle_reads = settle_reads
         with ExitStack() as on_failure:
             # The lease is taken already, and nobody could release it for an engine that was not
             # made.
             on_failure.callback(self.release)
-            self.live = self._live_root(options)
+            self.live = self._live_root(settings)
             # A memory tier may hold newer steps than the durable root, and each number is used
             # once.
             next_seq = opened.next_seq
             if self.live is not self.root:
                 next_seq = max(next_seq, self.live.next_seq())
-            self.saver = Saver(self.live.store, TorchCodec(), options, Numbers(next_seq))
+            self.saver = Saver(self.live.store, TorchCodec(), settings, Numbers(next_seq))
             on_failure.pop_all()
         self.writer.protect(self.saver.protected_segments)
         self.saver.on_resume = self.writer.course.follow
 
-    def _open(self, path: Place, options: SaveOptions) -> Opened:
-        return open_alone(path, options.durability)
+    def _open(self, path: Place, settings: Settings) -> Opened:
+        return open_alone(path, settings.durability)
 
-    def _live_root(self, options: SaveOptions) -> Root:
+    def _live_root(self, settings: Settings) -> Root:
         return self.root
 
     # --- saves ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from deltacheck.backends.torch.trainer.wrapped_methods import (
     replaced,
 )
 from deltacheck.leaf.external_errors import typed
+from deltacheck.policy import Keep
 from deltacheck.store.files import storage
 
 if TYPE_CHECKING:
@@ -54,10 +56,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     A checkpoint has model, optimizer, scheduler, gradient scaler, random states, trainer state and
     all files that the trainer, a subclass or a callback writes to ``checkpoint-N``. Of a PEFT model
     only the trained parameters are saved, as ``Trainer`` does. Frozen weights of any other model
-    are read in the background, see ``Engine.guard``; pass ``capture="eager"`` if a callback writes
-    to them past torch. The next save raises the error of a failed one. ``trainer.train`` returns
-    after the last commit. ``push_to_hub`` does not upload checkpoints, because no ``checkpoint-N``
-    folders stay.
+    are read in the background, see ``Engine.guard``; pass ``options=SaveOptions(capture="eager")``
+    if a callback writes to them past torch. The next save raises the error of a failed one.
+    ``trainer.train`` returns after the last commit. ``push_to_hub`` does not upload checkpoints,
+    because no ``checkpoint-N`` folders stay.
 
     Several processes (DDP, FSDP2, DeepSpeed) save one step together, and every process must use the
     callback.
@@ -76,7 +78,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         file_limit_bytes: The most bytes of one file of ``checkpoint-N``. A larger file fails the
             save by name. Larger: callbacks may keep more there; smaller: files that grow the root
             are noticed. Weights that ``Trainer`` writes do not count.
-        **engine: Options of ``Engine``. The default of ``keep_last`` is the trainer's
+        **engine: Arguments of ``Engine``. The default of ``Keep(last=...)`` is the trainer's
             ``save_total_limit``.
 
     Raises:
@@ -161,8 +163,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         options = dict(self._options)
         limit = trainer.args.save_total_limit
         # The best step may be older than the newest ``limit`` steps, and is loaded at the end.
-        if limit and not trainer.args.load_best_model_at_end:
-            options.setdefault("keep_last", limit)
+        keep = options.get("keep") or Keep()
+        if limit and not trainer.args.load_best_model_at_end and keep.last is None:
+            options["keep"] = replace(keep, last=limit)
         engine, zero = _opened(trainer, self._folder, options)
         with engine, tempfile.TemporaryDirectory() as folder:
             run = _Run(engine, zero, trainer, self._file_limit_bytes, Path(folder))
