@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
-from deltacheck import Policy, SaveHandle
+from deltacheck import Policy, SaveHandle, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
@@ -232,7 +232,7 @@ def _engine(name: str, folder: Path) -> Engine:
     return Engine(
         folder / name.replace(", ", "-"),
         policy=policy,
-        capture="eager" if name == EAGER else "auto",
+        options=SaveOptions(capture="eager" if name == EAGER else "auto"),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import tensor_codec, windows
 from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, GroupJob
@@ -258,7 +259,7 @@ def _blocking(settings: Settings, size: int, place: str) -> tuple[list[list[Cell
         ) as file:
             torch.save(state(), file)
         saved.append(time.perf_counter() - start)
-    with Engine(settings.folder / "engine", shadow="device") as engine:
+    with Engine(settings.folder / "engine", options=SaveOptions(shadow="device")) as engine:
         engine.guard(optimizer)
         for number in range(REPETITIONS):
             wait()

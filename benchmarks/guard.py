@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.fingerprints import fingerprints, sampled
 
@@ -45,7 +46,7 @@ def run(settings: Settings) -> Result:
 
     step()
     bare_step, bare_data = _seconds(step, repetitions), _seconds(data, repetitions)
-    with Engine(settings.folder / "root", durability="process") as engine:
+    with Engine(settings.folder / "root", options=SaveOptions(durability="process")) as engine:
         engine.guard(optimizer)
         guarded_data = _seconds(data, repetitions)
         hook = _seconds(engine.before_update, repetitions)

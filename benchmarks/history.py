@@ -11,7 +11,7 @@ from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck.backends.torch import Engine
 from deltacheck.maintain.compaction import reclaim
-from deltacheck.policy.retention import History, Retention
+from deltacheck.policy import Keep
 from deltacheck.restore.resolve import proven_chains
 from deltacheck.save import root_writer
 from deltacheck.store import collect
@@ -116,7 +116,7 @@ def _prune(root: Path) -> None:
     opened = open_root(root)
     lease = take_lease(opened.store.path)
     try:
-        root_writer.prune(opened, Retention(), history=History(FULL_LAST))
+        root_writer.prune(opened, Keep(full_last=FULL_LAST))
         reclaim(opened)
         collect.collect(opened, grace_seconds=0, writer_is_dead=True)
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.process import Peak, in_own_process, status, trim
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from deltacheck import SaveOptions
 
 DELTAS = 5  # saves after the keyframes
 HOST_CACHE_BYTES = (64 << 20, 256 << 20)
@@ -94,7 +95,7 @@ def measure(size: int, host_cache_bytes: int, folder: Path) -> dict[str, Any]:
     trim()
     before = status("VmRSS")
     deltas, after = [], []
-    with Engine(folder, host_cache_bytes=host_cache_bytes) as engine:
+    with Engine(folder, options=SaveOptions(host_cache_bytes=host_cache_bytes)) as engine:
         engine.guard(synthetic.optimizer)
         for save in range(1 + DELTAS):
             if save:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table
-from deltacheck import Policy, SaveReport
+from deltacheck import Keep, Policy, SaveReport
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.report.history import leaf_states
@@ -149,7 +149,7 @@ def _saved(
     training = states.post_trained(recipe, RATE, settle_steps)
     runs = {
         (policy, chains): Run(
-            Engine(folder / f"{number}-{chains}", policy=make(chains == MERGES), keep_last=2)
+            Engine(folder / f"{number}-{chains}", policy=make(chains == MERGES), keep=Keep(last=2))
         )
         for number, (policy, make) in enumerate(POLICIES.items())
         for chains in (KEYFRAMES, MERGES)

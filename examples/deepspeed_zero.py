@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from deltacheck import Keep
 from deltacheck.backends.torch.deepspeed import install
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
 
-    install(keep_last=5)
+    install(keep=Keep(last=5))
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = torch.nn.Sequential(

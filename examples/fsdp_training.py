@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from deltacheck import Keep
 from deltacheck.backends.torch import Engine
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    with Engine(options.root, process_group=dist.group.WORLD, keep_last=5) as engine:
+    with Engine(options.root, process_group=dist.group.WORLD, keep=Keep(last=5)) as engine:
         start = 0
         if engine.steps():
             weights, moments = get_state_dict(model, optimizer)

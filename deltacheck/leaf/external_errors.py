@@ -68,7 +68,8 @@ _REMEDIES = {
 }
 _REMEDY = "Check access, space and the storage, then repeat the call"
 _MEMORY_REMEDY = (
-    "Free memory, or name fewer leaves in a restore; on a device, Engine(shadow='host') takes less"
+    "Free memory, or name fewer leaves in a restore; SaveOptions(shadow='host') takes less of a"
+    " device"
 )
 
 

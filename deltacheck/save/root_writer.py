@@ -60,7 +60,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What the removal of leaves from old steps beside a training has looked at already.
+    """Checkpoints and segments that need no further look at the leaves that they have lost.
 
     Attributes:
         seqs: The sequence numbers of the checkpoints that have lost leaves, or have none to lose.

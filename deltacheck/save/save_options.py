@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 from deltacheck.policy import Keep, Policy
@@ -147,29 +147,6 @@ class SaveOptions:
         """True if the saver holds a copy of the state, so that a changed leaf becomes a delta."""
         return self.shadow != "none"
 
-    def cache_bytes(self, state_bytes: int) -> int:
-        """Return the most encoded bytes that a save of ``state_bytes`` may hold in memory."""
-        if self.host_cache_bytes is not None:
-            return self.host_cache_bytes
-        return cache_bytes_of(state_bytes)
-
-    def without(self, names: Iterable[str], owner: str) -> SaveOptions:
-        """Return these options for an owner that lacks some of them.
-
-        Args:
-            names: The options that it lacks.
-            owner: Its name, for the message.
-
-        Raises:
-            ValueError: One of them has another value than its default.
-        """
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise ValueError(f"{owner} has no {name}: leave out SaveOptions({name}={value!r})")
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -206,10 +183,10 @@ class Settings:
 
     def values(self) -> dict[str, object]:
         """Return all settings by the names that users give them."""
-        return {"policy": self.policy} | {
-            field.name: getattr(record, field.name)
-            for record in (self.keep, self.options)
-            for field in fields(record)
+        return {
+            "policy": self.policy,
+            **{f"keep.{field.name}": getattr(self.keep, field.name) for field in fields(self.keep)},
+            **{field.name: getattr(self.options, field.name) for field in fields(self.options)},
         }
 
     @property
@@ -238,6 +215,18 @@ class Settings:
         return 2 if self.merges else 1
 
 
-def cache_bytes_of(state_bytes: int) -> int:
-    """Return the default of ``host_cache_bytes`` for a state."""
+def cache_bytes_of(state_bytes: int, options: SaveOptions) -> int:
+    """Return the most encoded bytes that a save of a state may hold in memory."""
+    if options.host_cache_bytes is not None:
+        return options.host_cache_bytes
     return min(max(state_bytes // 2, _LEAST_CACHE_BYTES), _MOST_CACHE_BYTES)
+
+
+def require_defaults(options: SaveOptions, names: Collection[str], owner: str) -> None:
+    """Raise ``ValueError`` if an option that ``owner`` lacks has another value than its default."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in names and value != field.default:
+            raise ValueError(
+                f"{owner} has no {field.name}: leave out SaveOptions({field.name}={value!r})"
+            )

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends import orbax
 from deltacheck.backends import torch as torch_backend
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
@@ -150,7 +151,7 @@ def test_the_same_tree_gives_the_same_leaf_paths_and_the_same_segment_bytes(
         )
 
     kept = states(4)
-    with torch_backend.Engine(tmp_path / "torch", capture="eager") as engine:
+    with torch_backend.Engine(tmp_path / "torch", options=SaveOptions(capture="eager")) as engine:
         for step, state in enumerate(kept):
             engine.save(step, convert(state, as_torch))
     with manager(tmp_path / "jax") as mngr:

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.cli.copies import _Growth
@@ -123,7 +124,7 @@ def states() -> dict[int, dict[str, Any]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("cli") / "root"
     reports = {}
-    with Engine(root, capture="eager") as engine:
+    with Engine(root, options=SaveOptions(capture="eager")) as engine:
         for step, state in states().items():
             report = engine.save(step, state, metrics={"loss": 1 / (step + 1)}).result(60)
             assert report is not None

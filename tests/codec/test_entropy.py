@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from numcodecs import Zstd
 from numpy.typing import NDArray
 
-from deltacheck import _native, errors
+from deltacheck import SaveOptions, _native, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.adaptive_effort import EffortChoice, Timing, next_effort
 from deltacheck.store.files import arrays
@@ -376,7 +376,7 @@ def test_more_effort_makes_files_no_larger_and_every_effort_restores(tmp_path: P
     ]  # seven bits a byte, and nothing to match
     stored = {}
     for effort in ("low", "normal", "high", "auto"):
-        with Engine(tmp_path / effort, effort=effort) as engine:
+        with Engine(tmp_path / effort, options=SaveOptions(effort=effort)) as engine:
             engine.save(0, {"w": before, "flat": flat[0]}).result()
             stored[effort] = engine.save(1, {"w": after, "flat": flat[1]}).result().stored_bytes
             assert np.array_equal(engine.restore(1)["w"], after)
@@ -410,4 +410,4 @@ def test_an_unknown_effort_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="effort must be one of auto, low, normal, high, not 'extreme'"
     ):
-        Engine(tmp_path, effort="extreme")
+        Engine(tmp_path, options=SaveOptions(effort="extreme"))

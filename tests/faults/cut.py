@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deltacheck import SaveOptions
 from tests.faults import power, scenarios, shim
 from tests.faults.scenarios import Acknowledge, Scenario
 from tests.suites import planted
@@ -64,7 +65,9 @@ class SyncedReference(scenarios.ReferenceProtocol):
 
 
 def _unsynced(root: Path, acknowledge: Acknowledge) -> None:
-    with scenarios.engine(root, durability="process") as opened:
+    with scenarios.engine(
+        root, options=SaveOptions(grace_seconds=0, io_timeout_seconds=20, durability="process")
+    ) as opened:
         for step in range(2):
             opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
             acknowledge(step)

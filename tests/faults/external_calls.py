@@ -33,7 +33,7 @@ import numpy as np
 import tensorstore as ts
 import torch
 
-from deltacheck import _native
+from deltacheck import Keep, SaveOptions, _native
 from deltacheck.errors import Damaged, ReceiptFailed
 from tests.faults import scenarios
 from tests.faults.campaign import Tally, scratch
@@ -273,7 +273,7 @@ def engine_save(places: Places) -> None:
 
 @_in(TORCH)
 def engine_save_delta(places: Places) -> None:
-    engine = places.engine(verify="commit", keep_last=2)
+    engine = places.engine(keep=Keep(last=2), options=SaveOptions(verify="commit"))
     engine.restore()
     places.acknowledged = {PREPARED - 1}
     _save(places, engine)
@@ -281,7 +281,7 @@ def engine_save_delta(places: Places) -> None:
 
 @_in(TORCH)
 def engine_save_receipt(places: Places) -> None:
-    engine = places.engine(verify="commit")
+    engine = places.engine(options=SaveOptions(verify="commit"))
     with places.armed():
         handle = engine.save(PREPARED, scenarios.torch_state(PREPARED))
         handle.wait(timeout=120)
@@ -651,7 +651,7 @@ def _check(places: Places) -> list[str]:
         for step in sorted(places.acknowledged)[-1:]:
             different = scenarios.difference(scenarios.state_at(step), opened.restore(step))
             problems += [f"step {step}: {different}"] if different else []
-        with scenarios.engine(places.root, durability="process") as engine:
+        with scenarios.engine(places.root, options=SaveOptions(durability="process")) as engine:
             engine.save(9, scenarios.torch_state(9)).wait(timeout=120)
     except Exception as error:  # noqa: BLE001 - a finding
         problems.append(f"afterwards: {type(error).__name__}: {error}")

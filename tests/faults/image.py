@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from deltacheck import Keep, SaveOptions
 from tests.faults import cut, scenarios
 from tests.faults.scenarios import Scenario
 
@@ -198,7 +199,9 @@ def _save(program: str, root: Path) -> None:
             cut.ReplacedTorchSave.save(root, step)
             print(step, flush=True)
     with scenarios.engine(
-        root, keep_last=3, durability="process" if program == "process" else "power"
+        root,
+        keep=Keep(last=3),
+        options=SaveOptions(durability="process" if program == "process" else "power"),
     ) as engine:
         for step in range(1_000_000):
             engine.save(step, scenarios.torch_state(step)).wait(timeout=60)

@@ -33,6 +33,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from deltacheck import Keep, SaveOptions
+
 Acknowledge = Callable[[int], None]
 Tree = dict[str, Any]
 
@@ -278,8 +280,7 @@ def engine(root: Path, **options: Any) -> Any:
         root,
         **{
             "policy": Policy.exact(max_chain_depth=4, merge_deltas=False),
-            "grace_seconds": 0,
-            "io_timeout_seconds": 20,
+            "options": SaveOptions(grace_seconds=0, io_timeout_seconds=20),
         }
         | options,
     )
@@ -314,7 +315,7 @@ def _torch(
                     opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        with engine(root, keep_last=keep, **options) as opened:
+        with engine(root, keep=Keep(last=keep), **options) as opened:
             if prepared:
                 opened.restore(restore)
             for step in range(prepared, prepared + saves):
@@ -481,12 +482,12 @@ def _keep_last() -> Scenario:
     """Retention by the engine itself, beside its saves."""
 
     def prepare(root: Path) -> None:
-        with engine(root, policy=_exact(1), keep_last=2) as opened:
+        with engine(root, policy=_exact(1), keep=Keep(last=2)) as opened:
             for step in range(3):
                 opened.save(step, torch_state(step)).wait(timeout=120)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        with engine(root, policy=_exact(1), keep_last=2) as opened:
+        with engine(root, policy=_exact(1), keep=Keep(last=2)) as opened:
             opened.restore()
             for step in (3, 4):
                 opened.save(step, torch_state(step)).wait(timeout=120)
@@ -501,7 +502,7 @@ def _lives() -> Scenario:
     """
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        with engine(root, keep_last=3) as opened:
+        with engine(root, keep=Keep(last=3)) as opened:
             first = opened.restore()["step"] + 1 if opened.steps() else 0
             for step in range(first, first + 1000):
                 opened.save(step, torch_state(step)).wait(timeout=120)
@@ -645,8 +646,7 @@ def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) ->
         root,
         ocp.CheckpointManagerOptions(**options),
         policy=_exact(1),
-        grace_seconds=0,
-        io_timeout_seconds=io_timeout_seconds,
+        save_options=SaveOptions(grace_seconds=0, io_timeout_seconds=io_timeout_seconds),
     )
     with made:
         yield made

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store import collect, segment
@@ -125,7 +125,7 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
     tmp_path: Path, hanging: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"x": torch.ones(3)}
-    with Engine(tmp_path, io_timeout_seconds=2.0) as engine:
+    with Engine(tmp_path, options=SaveOptions(io_timeout_seconds=2.0)) as engine:
         first: list[str] = []
         go = hanging(durability, lambda path: first.append(path.name) or len(first) == 1)
         with caplog.at_level(logging.ERROR, "deltacheck"):

@@ -35,11 +35,10 @@ from hypothesis.stateful import (
 )
 
 import deltacheck
-from deltacheck import KeepBest, Policy, errors
+from deltacheck import Keep, KeepBest, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.maintain import compaction
 from deltacheck.maintain.compaction import compact
-from deltacheck.policy.retention import Retention
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import arrays
@@ -169,17 +168,17 @@ class Model(RuleBasedStateMachine):
     def newest(self, step: int) -> Save:
         return self.saved[max(seq for seq, save in self.saved.items() if save.step == step)]
 
-    def expected_after(self, saved: dict[int, Save], retention: Retention) -> dict[int, Save]:
+    def expected_after(self, saved: dict[int, Save], keep: Keep) -> dict[int, Save]:
         """Return the steps that a retention keeps, computed as plainly as possible."""
-        if retention.keeps_all:
+        if keep.all_steps:
             return dict(saved)
         course = saved[max(saved)].course if saved else 0
         of_step = {s.step: seq for seq, s in sorted(saved.items()) if s.course == course}
         asked = sorted(of_step.values())
-        stay = set(asked[-(retention.last or 1) :])
+        stay = set(asked[-(keep.last or 1) :])
         stay |= {seq for seq, s in saved.items() if s.course != course}
-        stay |= {seq for seq in asked if retention.every and saved[seq].step % retention.every == 0}
-        for best in retention.best:
+        stay |= {seq for seq in asked if keep.every and saved[seq].step % keep.every == 0}
+        for best in keep.best_rules:
             finite = [seq for seq in asked if saved[seq].loss == saved[seq].loss]
             stay |= set(sorted(finite, key=lambda seq: (saved[seq].loss, seq))[: best.count])
         stay |= {
@@ -193,7 +192,7 @@ class Model(RuleBasedStateMachine):
     def committed(self, seq: int, save: Save) -> None:
         assert self.engine is not None
         saved = self.saved | {seq: self.in_its_course(save, self.saved)}
-        self.saved = self.expected_after(saved, self.engine._writer.retention)
+        self.saved = self.expected_after(saved, self.engine._writer.keep)
 
     def in_its_course(self, save: Save, saved: dict[int, Save]) -> Save:
         """Return a save that comes after others with its course."""
@@ -227,26 +226,24 @@ class Model(RuleBasedStateMachine):
         keep=st.sampled_from(
             [
                 {},
-                {},
-                {},
-                {"keep_last": 1},
-                {"keep_last": 3},
-                {"keep_every": 4},
-                {"keep_last": 2, "keep_best": KeepBest("loss", 2)},
+                Keep(),
+                Keep(),
+                Keep(last=1),
+                Keep(last=3),
+                Keep(every=4),
+                Keep(last=2, best=KeepBest("loss", 2)),
             ]
         ),
         go_on=st.booleans(),
     )
-    def open(self, depth: int, keep: dict[str, Any], go_on: bool) -> None:
+    def open(self, depth: int, keep: Keep, go_on: bool) -> None:
         policy = Policy.exact(max_chain_depth=depth)
         self.course = None
         self.engine = Engine(
             self.path,
             policy=policy,
-            grace_seconds=0,
-            max_pending=2,
-            capture="eager",
-            **keep,
+            options=SaveOptions(grace_seconds=0, max_pending=2, capture="eager"),
+            keep=keep,
         )
         if go_on and self.saved:
             self.restore(which=0, from_engine=True)
@@ -306,14 +303,14 @@ class Model(RuleBasedStateMachine):
         self.disk.left = after
         with contextlib.suppress(errors.SaveFailed):
             self.pending.append((self.engine.save(step, self.live, metrics={"loss": 1.0}), save))
-        retention, self.engine, engine = self.engine._writer.retention, None, self.engine
+        keep, self.engine, engine = self.engine._writer.keep, None, self.engine
         with contextlib.suppress(errors.SaveFailed, Killed):
             engine.close(60)
         self.disk.revive()
-        self.recover([save for _, save in self.pending], retention)
+        self.recover([save for _, save in self.pending], keep)
         self.pending = []
 
-    def recover(self, in_flight: list[Save], retention: Retention) -> None:
+    def recover(self, in_flight: list[Save], keep: Keep) -> None:
         """Learn from the disk what was committed: only what was in flight may have come, only what
         a retention lets go may have gone.
         """
@@ -336,7 +333,7 @@ class Model(RuleBasedStateMachine):
         new = {seq: save for seq, save in found.items() if seq not in before}
         must: dict[int, Save] = before
         for seq, save in sorted(new.items()):
-            must = self.expected_after(must | {seq: save}, retention)
+            must = self.expected_after(must | {seq: save}, keep)
         assert must.keys() <= found.keys() <= before.keys() | new.keys()
         self.saved = found
 
@@ -454,11 +451,11 @@ class Model(RuleBasedStateMachine):
     )
     @where_saved
     def prune(self, last: int, every: int | None, killed: int | None) -> None:
-        retention = Retention(last, every)
-        after = self.expected_after(self.saved, retention)
+        keep = Keep(last=last, every=every)
+        after = self.expected_after(self.saved, keep)
         self.disk.left = killed
         try:
-            done = root_writer.prune(open_root(self.path), retention)
+            done = root_writer.prune(open_root(self.path), keep)
         except Killed:
             self.disk.revive()
             left = {ref.seq for ref in open_root(self.path).checkpoints()}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.store.files.durability import Durability
 from tests.faults import cut, image, power, scenarios, shim
@@ -223,7 +224,7 @@ def test_durability_process_writes_the_same_files_in_the_same_order_of_names(
 
 @pytest.mark.parametrize("durability", ["power", "process"])
 def test_a_step_says_what_its_save_survives(tmp_path: Path, durability: str) -> None:
-    with Engine(tmp_path, durability=durability) as engine:
+    with Engine(tmp_path, options=SaveOptions(durability=durability)) as engine:
         report = engine.save(0, {"x": torch.ones(3)}).result(60)
     assert report is not None
     assert report.durability == durability
@@ -239,7 +240,7 @@ def test_power_is_the_default_and_leaves_no_trace_in_a_manifest(tmp_path: Path) 
 
 def test_an_unknown_durability_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="durability must be 'power' or 'process', not 'disk'"):
-        Engine(tmp_path / "new", durability="disk")
+        Engine(tmp_path / "new", options=SaveOptions(durability="disk"))
     assert not (tmp_path / "new").exists()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deltacheck import Keep, SaveOptions
 from tests.faults import scenarios, shim
 from tests.faults.scenarios import ORBAX, SCENARIOS
 from tests.faults.shim import Fault
@@ -136,7 +137,9 @@ def _train_torch(
     from deltacheck.errors import SaveFailed
 
     problems: list[str] = []
-    with scenarios.engine(root, keep_last=keep, io_timeout_seconds=io_timeout_seconds) as opened:
+    with scenarios.engine(
+        root, keep=Keep(last=keep), options=SaveOptions(io_timeout_seconds=io_timeout_seconds)
+    ) as opened:
         if opened.steps():
             opened.restore()
         arm()
@@ -206,7 +209,7 @@ def _train_orbax(
 ) -> list[str]:
     problems: list[str] = []
     with scenarios.orbax_manager(
-        root, io_timeout_seconds=io_timeout_seconds, max_to_keep=keep
+        root, max_to_keep=keep, options=SaveOptions(io_timeout_seconds=io_timeout_seconds)
     ) as opened:
         if opened.latest_step() is not None:
             opened.restore(opened.latest_step())

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Keep, Policy, SaveOptions
 from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.leaf import tree
@@ -207,7 +207,9 @@ def write_until_halved(root: Path, run: AdamRun, policy: Policy) -> None:
     path = "optimizer/state/0/master"
     halvings: list[int] = []
     run.advance(100)
-    with Engine(root, policy=policy, keep_last=1, grace_seconds=0) as engine:
+    with Engine(
+        root, policy=policy, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)
+    ) as engine:
         while halvings[-1:] != [2]:
             run.advance(10)
             if halvings:
@@ -224,7 +226,9 @@ def write_until_halved(root: Path, run: AdamRun, policy: Policy) -> None:
 def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
     run.advance(100)
     inexact: set[int] = set()
-    with Engine(root, policy=policy, keep_last=1, grace_seconds=0) as engine:
+    with Engine(
+        root, policy=policy, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)
+    ) as engine:
         for _ in range(30):
             if len(inexact) == 2:
                 break

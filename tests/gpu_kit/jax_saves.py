@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.prepared import SIZES, Size
 from benchmarks.record import Cell, Result, Table
 from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS
+from deltacheck import SaveOptions
 from tests.gpu_kit.kernels import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step
 from tests.gpu_kit.torch_saves import measure, summarize
@@ -146,8 +147,8 @@ def measure_waiting(context: Context) -> Result:
     state = {"w": jnp.ones(size, jnp.bfloat16), "m": jnp.ones(size)}
     jax.block_until_ready((work(matrix), state))
     rows: list[list[Cell]] = []
-    ours = manager(context.folder / "ours", capture="eager")
-    auto = manager(context.folder / "auto", capture="auto")
+    ours = manager(context.folder / "ours", save_options=SaveOptions(capture="eager"))
+    auto = manager(context.folder / "auto", save_options=SaveOptions(capture="auto"))
     orbax = ocp.CheckpointManager(context.folder / "orbax")
     ways = (
         ("deltacheck, eager", ours, DeltaSaveArgs),

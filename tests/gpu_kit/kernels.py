@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import Cell, Result, Table
+from deltacheck import SaveOptions
 from deltacheck.codec import GroupJob, default_codec
 from deltacheck.evaluate.workloads import equality
 from deltacheck.leaf.digest import chunk_digests
@@ -187,7 +188,7 @@ def save_under_each_shadow(context: Context) -> Result:
         for shadow in SHADOWS:
             training, expected = Workload(run, weights), {}
             root = context.folder / f"shadow-{shadow}"
-            with Engine(root, shadow=shadow) as engine:
+            with Engine(root, options=SaveOptions(shadow=shadow)) as engine:
                 engine.guard(training.optimizer)
                 engine.guard(training.model)
                 stored = raw = 0

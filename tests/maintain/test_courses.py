@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import Keep, SaveOptions, errors
 from deltacheck.backends.torch import Engine, load, save
 from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.files.dropin import release
@@ -29,7 +29,7 @@ def state(step: int) -> dict[str, object]:
 
 
 def with_engine(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
-    with Engine(root, keep_last=2, grace_seconds=0) as engine:
+    with Engine(root, keep=Keep(last=2), options=SaveOptions(grace_seconds=0)) as engine:
         if restores:
             engine.restore(into=state(-1))
         for step in steps:
@@ -37,7 +37,9 @@ def with_engine(root: Path, restores: bool, steps: range | tuple[int, ...]) -> N
 
 
 def without_shadow(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
-    with Engine(root, keep_last=2, grace_seconds=0, shadow="none") as engine:
+    with Engine(
+        root, keep=Keep(last=2), options=SaveOptions(grace_seconds=0, shadow="none")
+    ) as engine:
         if restores:
             engine.restore()
         for step in steps:
@@ -46,7 +48,9 @@ def without_shadow(root: Path, restores: bool, steps: range | tuple[int, ...]) -
 
 def with_memory(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
     memory = MemoryTier(root.with_name("memory"))
-    with Engine(root, keep_last=2, grace_seconds=0, memory=memory) as engine:
+    with Engine(
+        root, memory=memory, keep=Keep(last=2), options=SaveOptions(grace_seconds=0)
+    ) as engine:
         if restores:
             engine.restore()
         for step in steps:
@@ -55,7 +59,7 @@ def with_memory(root: Path, restores: bool, steps: range | tuple[int, ...]) -> N
 
 
 def with_dcp(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
-    writer = DeltaStorageWriter(root, keep_last=2, grace_seconds=0)
+    writer = DeltaStorageWriter(root, keep=Keep(last=2), options=SaveOptions(grace_seconds=0))
     if restores:
         dcp.load(state(0), storage_reader=DeltaStorageReader(root), no_dist=True)
     for step in steps:
@@ -118,7 +122,7 @@ def test_a_run_that_goes_back_goes_on_with_the_course_of_its_step(
 ) -> None:
     with_engine(tmp_path, False, (8, 9))
     with_engine(tmp_path, False, (0, 1))
-    with Engine(tmp_path, keep_last=1, grace_seconds=0) as engine:
+    with Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         engine.restore(9)
         engine.save(10, state(10)).wait(timeout=60)
     assert deltacheck.open(tmp_path).steps() == [0, 1, 10]

@@ -26,7 +26,7 @@ import torch
 from typer.testing import CliRunner
 
 import deltacheck
-from deltacheck import MemoryTier, Mirror, Policy, errors
+from deltacheck import Keep, MemoryTier, Mirror, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch import engine as torch_engine
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
@@ -103,13 +103,13 @@ class Places:
     def engine(self, **options: Any) -> Engine:
         tiers = {
             name: options.pop(name)
-            for name in ("memory_bytes", "persist_every", "keep", "on_stale")
+            for name in ("memory_bytes", "persist_every", "in_memory", "on_stale")
             if name in options
         }
         return Engine(
             self.disk,
-            memory=MemoryTier(self.memory, **tiers),
-            **{"grace_seconds": 0} | options,
+            memory=MemoryTier(self.memory, keep=tiers.pop("in_memory", 2), **tiers),
+            **{"options": SaveOptions(grace_seconds=0)} | options,
         )
 
     def killed(self) -> Places:
@@ -212,7 +212,7 @@ def test_every_step_that_the_disk_lists_restores_at_every_moment(
     every, step = rng.choice([1, 2]), 0
     for _ in range(2):
         with places.engine(
-            persist_every=every, policy=Policy.exact(max_chain_depth=2), keep_last=2
+            persist_every=every, policy=Policy.exact(max_chain_depth=2), keep=Keep(last=2)
         ) as engine:
             step = engine.restore()["step"] + 1 if engine.steps() else 0
             for _ in range(4):
@@ -339,7 +339,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(
     # A save may take 1.4 MB, of which 1 MiB is the allowance for documents: few deltas fit beside
     # it.
     with places.engine(
-        memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)
+        memory_bytes=budget, persist_every=4, in_memory=3, policy=Policy.exact(max_chain_depth=1000)
     ) as engine:
         for step in range(12):
             state = state_at(step)
@@ -488,7 +488,7 @@ def test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one(
 
 
 def test_a_run_that_was_set_back_goes_on_from_there_in_both_roots(places: Places) -> None:
-    with places.engine(persist_every=2, keep=2) as engine:
+    with places.engine(persist_every=2, in_memory=2) as engine:
         save(engine, *range(5))
         idle(engine)
         assert_same(engine.restore(2), state_at(2))  # from the disk
@@ -538,7 +538,7 @@ def test_the_digest_of_a_report_is_that_of_the_step_on_the_disk_and_asks_for_it_
 
 
 def test_tags_and_deletions_are_of_both_roots(places: Places) -> None:
-    with places.engine(persist_every=100, keep=3, keep_last=1) as engine:
+    with places.engine(persist_every=100, in_memory=3, keep=Keep(last=1)) as engine:
         save(engine, 1, 2, 3)
         idle(engine)
         assert on_disk(places.disk) == []

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import KeepBest, errors
+from deltacheck import Keep, KeepBest, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import compact
-from deltacheck.policy.retention import History, Retention, Saved, partial_checkpoints, retained
+from deltacheck.policy.retention import Saved, partial_checkpoints, retained
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import local_storage
@@ -36,25 +36,25 @@ def saved(*steps: int, **metrics: dict[int, float | str]) -> list[Saved]:
 def test_what_is_kept_is_the_union_of_the_rules_and_the_tags() -> None:
     loss = dict(enumerate([5.0, 1.0, 3.0, 9.0, 8.0, 7.0]))
     every = saved(0, 1, 2, 3, 4, 5, loss=loss)
-    assert retained(every, Retention()) == {0, 1, 2, 3, 4, 5}
-    assert retained(every, Retention(last=2)) == {4, 5}
-    assert retained(every, Retention(every=3)) == {0, 3, 5}
-    assert retained(every, Retention(best=(KeepBest("loss", 2),))) == {1, 2, 5}
-    assert retained(every, Retention(best=(KeepBest("loss", 1, "max"),))) == {3, 5}
+    assert retained(every, Keep()) == {0, 1, 2, 3, 4, 5}
+    assert retained(every, Keep(last=2)) == {4, 5}
+    assert retained(every, Keep(every=3)) == {0, 3, 5}
+    assert retained(every, Keep(best=(KeepBest("loss", 2),))) == {1, 2, 5}
+    assert retained(every, Keep(best=(KeepBest("loss", 1, "max"),))) == {3, 5}
     assert retained(
-        every, Retention(2, 3, (KeepBest("loss"),)), tagged=["n2", "of a step that is gone"]
+        every, Keep(last=2, every=3, best=KeepBest("loss")), tagged=["n2", "of a step that is gone"]
     ) == {0, 1, 2, 3, 4, 5}
 
 
 def test_newest_and_tagged_steps_keep_every_leaf() -> None:
     # A resumed run has saved step 1 again; nobody resumes from its first save.
     every = saved(0, 1, 2, 1, 3)
-    assert partial_checkpoints(every, History(2)) == {0, 1, 2}
-    assert partial_checkpoints(every, History(3), tagged=["n1"]) == {0}
-    assert partial_checkpoints(every, History(9)) == {1}
+    assert partial_checkpoints(every, Keep(full_last=2)) == {0, 1, 2}
+    assert partial_checkpoints(every, Keep(full_last=3), tagged=["n1"]) == {0}
+    assert partial_checkpoints(every, Keep(full_last=9)) == {1}
     for wrong in ({"full_last": 0}, {"full_last": 1, "leaves": ()}):
-        with pytest.raises(ValueError, match="keeps at least 1 whole step"):
-            History(**wrong)
+        with pytest.raises(ValueError, match=r"must be at least 1|give both"):
+            Keep(**wrong)
 
 
 def test_a_value_that_is_not_finite_or_missing_is_never_among_the_best() -> None:
@@ -65,26 +65,27 @@ def test_a_value_that_is_not_finite_or_missing_is_never_among_the_best() -> None
         3: float("nan"),
         4: float("-inf"),
     }
-    assert retained(
-        saved(0, 1, 2, 3, 4, 5, 6, loss=values), Retention(best=(KeepBest("loss", 3),))
-    ) == {0, 6}
+    assert retained(saved(0, 1, 2, 3, 4, 5, 6, loss=values), Keep(best=(KeepBest("loss", 3),))) == {
+        0,
+        6,
+    }
 
 
 def test_of_equal_values_the_older_step_stays() -> None:
     assert retained(
         saved(0, 1, 2, 3, accuracy=dict.fromkeys(range(4), 1.0)),
-        Retention(best=(KeepBest("accuracy", 1, "max"),)),
+        Keep(best=(KeepBest("accuracy", 1, "max"),)),
     ) == {0, 3}
 
 
 def test_a_step_that_a_resumed_run_has_saved_again_does_not_count() -> None:
     every = saved(1, 2, 3, 2, 3)
-    assert retained(every, Retention(last=3)) == {0, 3, 4}
-    assert retained(every, Retention(last=1), tagged=["n1"]) == {1, 4}
+    assert retained(every, Keep(last=3)) == {0, 3, 4}
+    assert retained(every, Keep(last=1), tagged=["n1"]) == {1, 4}
 
 
 def test_the_newest_step_is_the_last_one_saved_not_the_one_with_the_highest_number() -> None:
-    assert retained(saved(7, 8, 9, 2), Retention(last=1)) == {3}
+    assert retained(saved(7, 8, 9, 2), Keep(last=1)) == {3}
 
 
 def test_the_rules_apply_to_the_course_of_the_newest_step() -> None:
@@ -92,18 +93,18 @@ def test_the_rules_apply_to_the_course_of_the_newest_step() -> None:
     every += [
         Saved(seq, step, f"n{seq}", course="n3") for seq, step in enumerate((0, 99, 100), start=3)
     ]
-    assert retained(every, Retention(last=1)) == {0, 1, 2, 5}
-    assert retained(every, Retention(every=50)) == {0, 1, 2, 3, 5}
-    assert partial_checkpoints(every, History(1)) == {3, 4}
+    assert retained(every, Keep(last=1)) == {0, 1, 2, 5}
+    assert retained(every, Keep(every=50)) == {0, 1, 2, 3, 5}
+    assert partial_checkpoints(every, Keep(full_last=1)) == {3, 4}
     # A run that has restored a step of the first course.
     every.append(Saved(6, 100, "n6", course=""))
-    assert retained(every, Retention(last=2)) == {2, 3, 4, 5, 6}
+    assert retained(every, Keep(last=2)) == {2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}])
 def test_rules_that_keep_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Retention(**wrong)
+        Keep(**wrong)
     for arguments in (("",), ("loss", 0), ("loss", 1, "least")):
         with pytest.raises(ValueError, match="KeepBest needs"):
             KeepBest(*arguments)
@@ -112,7 +113,9 @@ def test_rules_that_keep_nothing_are_refused(wrong: dict[str, int]) -> None:
 def test_the_engine_keeps_by_all_rules_and_every_kept_step_restores(tmp_path: Path) -> None:
     state, states = {"w": torch.zeros(400)}, {}
     best = [KeepBest("loss", 2), KeepBest("accuracy", 1, "max")]
-    with Engine(tmp_path, keep_last=2, keep_every=5, keep_best=best, grace_seconds=0) as engine:
+    with Engine(
+        tmp_path, keep=Keep(last=2, every=5, best=best), options=SaveOptions(grace_seconds=0)
+    ) as engine:
         for step in range(1, 13):
             state["w"][step] = step
             states[step] = state["w"].clone()
@@ -167,7 +170,7 @@ def test_a_tag_means_the_save_and_not_the_number(run: Path) -> None:
 
 
 def test_a_tagged_step_stays_whatever_is_pruned_and_delete_names_the_tag(run: Path) -> None:
-    with Engine(run, keep_last=1, grace_seconds=0) as engine:
+    with Engine(run, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         engine.tag(1, "baseline")
         engine.save(9, {"w": torch.full((50,), 9.0)}).wait(timeout=60)
         assert engine.steps() == [1, 9]
@@ -251,7 +254,7 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
     document = run / "control" / "tags" / "good" / "zarr.json"
     document.write_bytes(document.read_bytes().replace(b'"step":1', b'"step":2'))
     for attempt in (
-        lambda: root_writer.prune(open_root(run), Retention(last=1)),
+        lambda: root_writer.prune(open_root(run), Keep(last=1)),
         lambda: root_writer.delete(open_root(run), 4),
     ):
         with pytest.raises(errors.Damaged, match="'good' cannot be read, so nothing is deleted"):
@@ -297,7 +300,7 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     monkeypatch.setattr(collect, "delete_checkpoint", slowly)
     tagging = threading.Thread(target=put)
     tagging.start()
-    root_writer.prune(open_root(run), Retention(last=1))
+    root_writer.prune(open_root(run), Keep(last=1))
     tagging.join()
     (found,) = outcome
     assert isinstance(found, errors.StepNotFound)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Keep, Policy, SaveOptions
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter
 from deltacheck.backends.torch.dcp.stream import stream_of
 from tests.ranks.jobs import merged_content
@@ -268,8 +268,8 @@ def merge(
     join(rank, size, port)
     options: dict[str, Any] = {
         "policy": Policy.exact(max_chain_depth=6),
-        "keep_last": 2,
-        "grace_seconds": 0,
+        "keep": Keep(last=2),
+        "options": SaveOptions(grace_seconds=0),
     }
     oldest, merged_bytes = [], 0
     mesh = init_device_mesh("cpu", (size,))

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltacheck
-from deltacheck import Profiler
+from deltacheck import Profiler, SaveOptions
 from deltacheck.backends.orbax import (
     DeltaRestoreArgs,
     DeltaSaveArgs,
@@ -187,7 +187,10 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
         with pytest.raises(ValueError, match="process 0 commits"):
             manager(root, options)
     with manager(
-        root, ocp.CheckpointManagerOptions(max_to_keep=2), policy=policy, grace_seconds=0
+        root,
+        ocp.CheckpointManagerOptions(max_to_keep=2),
+        policy=policy,
+        save_options=SaveOptions(grace_seconds=0),
     ) as m:
         for n in range(5):
             state = made(n, mesh(4), ROWS)
@@ -202,7 +205,7 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
             told.setdefault("stored", []).append(report(m).stored_bytes)
         assert m.all_steps() == [3, 4]
     target = like(mesh(2, 2), GRID)
-    with manager(root, policy=policy, grace_seconds=0) as m:
+    with manager(root, policy=policy, save_options=SaveOptions(grace_seconds=0)) as m:
         for step in (3, 4):
             with counted() as read:
                 state = m.restore(step, args=DeltaRestoreArgs(target))
@@ -298,7 +301,7 @@ def merge(rank: int, size: int, port: int, root: str, saves: int) -> tuple[Any, 
     on, kinds, merged_bytes = mesh(2 * size), [], 0
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     policy = Policy.exact(max_chain_depth=6)
-    with manager(root, options, policy=policy, grace_seconds=0) as m:
+    with manager(root, options, policy=policy, save_options=SaveOptions(grace_seconds=0)) as m:
         first = m.latest_step() or 0
         if first:
             sharding = NamedSharding(on, P("x"))
@@ -334,7 +337,9 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, str]:
     on = mesh(4)
     told: dict[str, str] = {}
     steps: Iterator[int] = itertools.count()
-    with manager(root, grace_seconds=0, io_timeout_seconds=3600) as m:  # nobody may wait so long
+    with manager(
+        root, save_options=SaveOptions(grace_seconds=0, io_timeout_seconds=3600)
+    ) as m:  # nobody may wait so long
 
         def fails(name: str, state: Any, *broken: Any) -> None:
             n = next(steps)
@@ -409,7 +414,7 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
         os.kill(os.getpid(), signal.SIGKILL)
 
     on = mesh(4)
-    m = manager(root, grace_seconds=0, io_timeout_seconds=3)
+    m = manager(root, save_options=SaveOptions(grace_seconds=0, io_timeout_seconds=3))
     m.save(0, args=DeltaSaveArgs(made(0, on, ROWS)))
     m.wait_until_finished()
     logging.getLogger("deltacheck").addHandler(Told())
@@ -450,7 +455,7 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
 
     policy = Policy.exact(max_chain_depth=2)
     target = like(on, ROWS)
-    with manager(root, best(None), policy=policy, grace_seconds=0) as m:
+    with manager(root, best(None), policy=policy, save_options=SaveOptions(grace_seconds=0)) as m:
         for n in range(5):  # keyframes at steps 0 and 3
             SaveJob.finish_segment = slow if (rank, n) == (1, 4) else finish  # type: ignore[assignment,method-assign]
             save(m, n, n, float(n))
@@ -460,7 +465,7 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
                 Path(root, "..", "collected").touch()
             m.wait_until_finished()
         SaveJob.finish_segment = finish  # type: ignore[method-assign]
-    with manager(root, best(1), policy=policy, grace_seconds=0) as m:
+    with manager(root, best(1), policy=policy, save_options=SaveOptions(grace_seconds=0)) as m:
         check(m.restore(1, args=DeltaRestoreArgs(target)), 1)
         save(m, 5, 5, -1.0)
         m.wait_until_finished()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import deltacheck
+from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import LeafPruned, SaveFailed
 from deltacheck.restore import read
@@ -266,7 +267,9 @@ def tolerate(rank: int, size: int, port: int, root: Path, places: list[str]) -> 
     """
     with (
         world(rank, size) as group,
-        Engine(root, process_group=group, on_error="log", max_failures=2) as engine,
+        Engine(
+            root, process_group=group, options=SaveOptions(on_error="log", max_failures=2)
+        ) as engine,
     ):
         run = Run("fsdp", size)
         states, reports = [], []
@@ -486,8 +489,8 @@ def merge(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             root,
             process_group=group,
             policy=Policy.exact(max_chain_depth=6),
-            keep_last=2,
-            grace_seconds=0,
+            keep=Keep(last=2),
+            options=SaveOptions(grace_seconds=0),
         ) as engine,
     ):
         mesh = init_device_mesh("cpu", (size,))
@@ -528,11 +531,14 @@ def history(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
 
     root_writer._STEPS_OF_REWRITE = 3
     # Short chains, so that most segments are older than those that the next save needs.
-    options = {"policy": Policy.exact(max_chain_depth=3, merge_deltas=False), "grace_seconds": 0}
+    policy = Policy.exact(max_chain_depth=3, merge_deltas=False)
+    options = SaveOptions(grace_seconds=0)
     contents, written = {}, 0
     with (
         world(rank, size) as group,
-        Engine(root, process_group=group, full_last=2, **options) as engine,  # type: ignore[arg-type]
+        Engine(
+            root, process_group=group, policy=policy, keep=Keep(full_last=2), options=options
+        ) as engine,
     ):
         run = Run("fsdp", size)
         run.update(99)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import deltacheck
-from deltacheck import Policy, Profile, Profiler
+from deltacheck import Policy, Profile, Profiler, SaveOptions
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, Engine
 from deltacheck.errors import SaveFailed
 from tests.ranks.jobs import world
@@ -163,7 +163,10 @@ def train(
         DcpEngine(root, is_async=size == 4)
         if through == "dcp"
         else Engine(
-            root, process_group=group, policy=policy_of(through, root, size), on_error="log"
+            root,
+            process_group=group,
+            policy=policy_of(through, root, size),
+            options=SaveOptions(on_error="log"),
         ) as engine,
     ):
         run = MasterRun(size)

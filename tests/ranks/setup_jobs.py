@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import DeltaStorageWriter, Engine, Shard
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.replicas import LARGE_EVERY
@@ -23,15 +24,13 @@ from tests.ranks.jobs import world
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "durability": ("power", "process"),
     "verify": ("none", "commit"),
-    "keep_last": (None, 3),
     "on_busy": ("wait", "skip"),
     "shadow": ("host", "none"),
     "effort": ("normal", "low"),
     "capture": ("auto", "eager"),
-    # Several ranks do not merge deltas: a default policy is compared as this one.
-    "policy": (Policy.exact(merge_deltas=False), Policy.exact(7, merge_deltas=False)),
     "io_timeout_seconds": (600.0, 500.0),
 }
+POLICIES = Policy.exact(merge_deltas=False), Policy.exact(7, merge_deltas=False)
 
 
 def message(action: Callable[[], object]) -> str:
@@ -58,9 +57,12 @@ def differ(rank: int, size: int, port: int, folder: Path) -> Any:
         os.chdir(own)
         found["machine"] = refused("/proc/self/cwd/run")
         found["options"] = refused(
-            folder / "run", **{name: values[rank] for name, values in OPTIONS.items()}
+            folder / "run",
+            policy=POLICIES[rank],
+            keep=Keep(last=(None, 3)[rank]),
+            options=SaveOptions(**{name: values[rank] for name, values in OPTIONS.items()}),
         )
-        found["unsupported"] = refused(folder / "run", max_pending=1 + rank)
+        found["unsupported"] = refused(folder / "run", options=SaveOptions(max_pending=1 + rank))
         found["left"] = sorted(path.name for path in folder.iterdir()) + os.listdir(own)
         found["groups"] = len(dist.distributed_c10d._world.pg_map) - groups_before
         dist.barrier()
@@ -103,7 +105,10 @@ def differ_under_dcp(rank: int, size: int, port: int, folder: Path) -> Any:
         os.chdir(own)
         found["machine"] = refused(1, "/proc/self/cwd/run")
         found["options"] = refused(
-            1, folder / "run", durability=("power", "process")[rank], keep_last=3 + rank
+            1,
+            folder / "run",
+            keep=Keep(last=3 + rank),
+            options=SaveOptions(durability=("power", "process")[rank]),
         )
         dist.barrier()
         found["left"] = [str(path) for path in folder.rglob("*") if path.is_file()]
@@ -179,7 +184,11 @@ def die_before_the_group(rank: int, size: int, port: int, folder: Path) -> Any:
         dist.barrier()
         if rank == 1:
             os._exit(1)
-        error = message(lambda: Engine(folder / "run", process_group=group, io_timeout_seconds=2))
+        error = message(
+            lambda: Engine(
+                folder / "run", process_group=group, options=SaveOptions(io_timeout_seconds=2)
+            )
+        )
         return error, (folder / "run").exists()
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.numpy import load_file
 
 import deltacheck
+from deltacheck import Keep, KeepBest, SaveOptions
 from deltacheck.backends.torch.files import pointer
 from deltacheck.cli import main
 from tests.ranks.launch import launch
@@ -256,8 +257,13 @@ def test_files_of_two_saves_are_not_mixed(two: list[dict[str, Any]]) -> None:
 
 
 def test_options_come_from_either_section_of_the_configuration(two: list[dict[str, Any]]) -> None:
-    assert two[0]["options"] == {"host_cache_bytes": 3 << 30, "keep_last": 7}
+    assert two[0]["options"] == {
+        "keep": Keep(last=7),
+        "options": SaveOptions(host_cache_bytes=3 << 30, on_busy="skip"),
+    }
     assert "'keep_lots', which is not one of" in two[0]["wrong option"]
+    assert "deltacheck.options has the option 'on_bsy', which" in two[0]["wrong field"]
+    assert two[0]["best"] == Keep(best=KeepBest("loss", 2))
     assert "post_training', which is not one of auto, derive" in two[0]["wrong policy"]
 
 
@@ -523,9 +529,17 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     from deltacheck.save.root_writer import RootWriter
 
     found: dict[str, Any] = {}
-    engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
+    engine = made(
+        (3, False),
+        datastates_ckpt={"host_cache_size": 3},
+        deltacheck={"keep": {"last": 7}, "options": {"on_busy": "skip"}},
+    )
     found["options"] = dict(engine.checkpoint_engine._options)
     found["wrong option"] = message_of(lambda: engine_options({"deltacheck": {"keep_lots": 1}}, {}))
+    wrong_fields = {"deltacheck": {"options": {"on_bsy": "skip"}}}
+    found["wrong field"] = message_of(lambda: engine_options(wrong_fields, {}))
+    best = {"deltacheck": {"keep": {"best": {"metric": "loss", "count": 2}}}}
+    found["best"] = engine_options(best, {})["keep"]
     section = {"deltacheck": {"policy": "post_training"}}
     found["wrong policy"] = message_of(lambda: engine_options(section, {}))
     train(engine, False, 1)

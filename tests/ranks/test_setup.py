@@ -21,6 +21,8 @@ def test_ranks_that_differ_are_refused_on_every_rank_and_nothing_is_left(tmp_pat
         assert "/proc/self/cwd/run" in found["machine"]
         for name, values in jobs.OPTIONS.items():
             assert f"{name}={values[1]!r} instead of {values[0]!r}" in found["options"]
+        assert "keep.last=3 instead of None" in found["options"]
+        assert f"policy={jobs.POLICIES[1]!r} instead of {jobs.POLICIES[0]!r}" in found["options"]
         assert "need max_pending=1" in found["unsupported"]
         assert found["left"] == ["machine 0", "machine 1"]
         assert found["groups"] == 0

@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import deltacheck
-from deltacheck import Mirror, Policy, Profile, errors
+from deltacheck import Mirror, Policy, Profile, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import needs
@@ -101,7 +101,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
     made = Roots(folder / "one", folder / "many", states())
     groups = iter(GROUPS)
     left = 0
-    with Engine(made.one, policy=LONG, durability="process") as engine:
+    with Engine(made.one, policy=LONG, options=SaveOptions(durability="process")) as engine:
         for step, state in enumerate(made.states):
             if left == 0:
                 size, layout, left = next(groups)
@@ -707,7 +707,9 @@ def test_one_process_goes_on_from_ranks_under_every_policy(
         policy = Policy.post_training(Profile.read(tmp_path / "profile.json"))
     memory = tmp_path / "memory" if how == "in memory" else None
     target = tensors_of(copied.states[0])
-    with Engine(copied.many, policy=policy, memory=memory, durability="process") as engine:
+    with Engine(
+        copied.many, policy=policy, memory=memory, options=SaveOptions(durability="process")
+    ) as engine:
         engine.restore(into=target)
         assert bits(target["model"]["big"]) == bits(copied.states[NEWEST]["model"]["big"])
         wanted = next_steps(engine, target)
@@ -739,7 +741,7 @@ def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
     state = tensors_of(copied.states[NEWEST])
     policy = Policy.exact(max_restore_ratio=None)  # no leaf is written whole again
     with (
-        Engine(copied.many, policy=policy, durability="process") as engine,
+        Engine(copied.many, policy=policy, options=SaveOptions(durability="process")) as engine,
         GradientLog(engine, optimizer) as log,
     ):
         engine.restore()

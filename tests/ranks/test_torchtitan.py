@@ -97,7 +97,8 @@ def test_a_run_of_torchtitans_own_manager_goes_on_with_ours(alone: dict[str, Any
 
 
 def test_what_is_not_supported_is_refused_before_the_first_step(alone: dict[str, Any]) -> None:
-    remote, shadow = alone["refused"]
+    remote, shadow, busy = alone["refused"]
+    assert "DeltaStorageWriter has no on_busy: leave out SaveOptions(on_busy='skip')" in busy
     assert "is remote: use a local or shared directory" in remote
     assert "nowhere" in shadow
     assert alone["nothing written"]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import deltacheck
+from deltacheck import SaveOptions
 from tests.ranks.dcp_jobs import digests, join, stored_bytes
 from tests.support.waiting import wait_until
 
@@ -219,11 +220,12 @@ def alone(rank: int, size: int, port: int, folder: str) -> dict[str, Any]:
 
     told["refused"] = []
     for wrong in (
-        {"folder": "gs://bucket/checkpoint"},
-        {"shadow": "nowhere"},
+        lambda: {"folder": "gs://bucket/checkpoint"},
+        lambda: {"save_options": SaveOptions(shadow="nowhere")},
+        lambda: {"save_options": SaveOptions(on_busy="skip")},
     ):
         try:
-            Run(f"{folder}/wrong", 0, **wrong)
+            Run(f"{folder}/wrong", 0, **wrong())
         except ValueError as error:
             told["refused"].append(str(error))
     told["nothing written"] = not Path(folder, "wrong").exists()

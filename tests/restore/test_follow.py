@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, apply
 from deltacheck.restore.follow import follower
 from deltacheck.store.root import Root
@@ -29,7 +29,9 @@ def weights(path: str) -> bool:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Engine, dict[str, Any]]]:
     with Engine(
-        tmp_path / "run", policy=Policy.exact(max_chain_depth=3), grace_seconds=0
+        tmp_path / "run",
+        policy=Policy.exact(max_chain_depth=3),
+        options=SaveOptions(grace_seconds=0),
     ) as engine:
         yield engine, training_state()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.handle import progress_of
 from deltacheck.store.files import arrays
@@ -246,7 +246,7 @@ def test_a_save_that_stands_on_a_failed_one_fails_too(
     tmp_path: Path, full_disk: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = training_state()
-    with Engine(tmp_path, max_pending=3) as engine:
+    with Engine(tmp_path, options=SaveOptions(max_pending=3)) as engine:
         engine.save(0, state).wait()
         nudge(state)
         full_disk.append(4)
@@ -283,7 +283,9 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(
         def done(self) -> bool:
             return False
 
-    with Engine(tmp_path, io_timeout_seconds=20) as engine:  # the fake one has always passed
+    with Engine(
+        tmp_path, options=SaveOptions(io_timeout_seconds=20)
+    ) as engine:  # the fake one has always passed
         monkeypatch.setattr(arrays, "write", lambda *_: Hanging())
         error = engine.save(0, {"x": torch.zeros(1)}).exception(120)
         assert "may hang" in str(error)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import MemoryTier, Policy
+from deltacheck import MemoryTier, Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.store.segment import Segment
 
@@ -107,7 +107,11 @@ def test_a_memory_tier_that_is_nearly_full_saves_after_a_restore(tmp_path: Path)
 
     # Room for one whole state of 2 MB, and not for two.
     memory = MemoryTier(tmp_path / "memory", memory_bytes=4_500_000)
-    with Engine(tmp_path / "disk", memory=memory, grace_seconds=0, io_timeout_seconds=20) as engine:
+    with Engine(
+        tmp_path / "disk",
+        memory=memory,
+        options=SaveOptions(grace_seconds=0, io_timeout_seconds=20),
+    ) as engine:
         engine.save(0, state(0)).wait(timeout=120)
         engine.restore(into=state(9))
         engine.save(1, state(1)).wait(timeout=120)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from tests.support.states import assert_same, bits
 
@@ -272,7 +272,9 @@ def test_the_bytes_depend_neither_on_threads_nor_on_how_the_work_is_cut(
     try:
         for number, (count, cache) in enumerate([(1, 256 << 20), (4, 256 << 20), (2, 128 << 20)]):
             native.set_threads(count)
-            with Engine(tmp_path / str(number), host_cache_bytes=cache) as engine:
+            with Engine(
+                tmp_path / str(number), options=SaveOptions(host_cache_bytes=cache)
+            ) as engine:
                 for step, state in enumerate(states):
                     engine.save(
                         step,

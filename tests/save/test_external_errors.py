@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.leaf.external_errors import translated
@@ -69,7 +69,7 @@ def test_a_capture_without_device_memory_is_a_failed_save_with_a_remedy(
     def full(*_: Any, **__: Any) -> None:
         raise error
 
-    with Engine(tmp_path, capture="eager") as engine:
+    with Engine(tmp_path, options=SaveOptions(capture="eager")) as engine:
         engine.save(0, {"x": torch.zeros(9)}).wait()
         with monkeypatch.context() as patch:
             patch.setattr(Capture, "sources", full)
@@ -88,7 +88,9 @@ def test_a_capture_without_device_memory_is_left_to_the_log_if_asked_for(
     def full(*_: Any, **__: Any) -> None:
         raise NO_DEVICE_MEMORY["torch"]
 
-    with Engine(tmp_path, capture="eager", on_error="log", max_failures=2) as engine:
+    with Engine(
+        tmp_path, options=SaveOptions(capture="eager", on_error="log", max_failures=2)
+    ) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Capture, "sources", full)
             handle = engine.save(0, {"x": torch.zeros(9)})

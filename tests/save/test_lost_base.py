@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
@@ -210,7 +210,7 @@ def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"not ours")
     old = LONG_AGO
-    with Engine(root, redate_after_seconds=3600) as engine:
+    with Engine(root, options=SaveOptions(redate_after_seconds=3600)) as engine:
         engine.save(0, {"weights": weights}).result(60)
         os.symlink(outside, root / "link")
         for path in [*root.rglob("*"), outside]:
@@ -234,7 +234,7 @@ def test_a_manager_re_dates_its_steps_and_its_segments(tmp_path: Path) -> None:
         manager.save(0, args=backend.DeltaSaveArgs({"weights": weights}))
         manager.wait_until_finished()
     old = _age_by_days(root)
-    with backend.manager(root, redate_after_seconds=3600) as manager:
+    with backend.manager(root, save_options=SaveOptions(redate_after_seconds=3600)) as manager:
         manager.save(1, args=backend.DeltaSaveArgs({"weights": weights + 1}))
         manager.wait_until_finished()
         _await_re_dating(root, old)
@@ -247,7 +247,7 @@ def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> Non
         engine.save(0, {"weights": weights}).result(60)
         engine.persist(60)
     old = _age_by_days(root)
-    with Engine(root, memory=memory, redate_after_seconds=3600) as engine:
+    with Engine(root, memory=memory, options=SaveOptions(redate_after_seconds=3600)) as engine:
         engine.save(1, {"weights": weights + 1}).result(60)
         engine.persist(60)
         _await_re_dating(root, old)

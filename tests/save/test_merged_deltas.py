@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Keep, Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.codec import METHOD_NAMES, default_codec
@@ -231,7 +231,7 @@ def test_a_segment_that_one_leaf_still_needs_does_not_bring_back_what_was_merged
 ) -> None:
     """``seldom`` keeps old segments alive, in which the merged deltas of other leaves stand."""
     live = state()
-    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=8), keep_last=1) as engine:
+    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=8), keep=Keep(last=1)) as engine:
         for step in range(30):
             expected = train(live, step)
             engine.save(step, live).wait()
@@ -411,11 +411,12 @@ CHILD = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
 from tests.save.test_merged_deltas import state, train
-from deltacheck import Policy
+from deltacheck import Keep, Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 torch.set_num_threads(1)
 policy = Policy.exact(max_chain_depth=4)
-with Engine(sys.argv[1], policy=policy, keep_last=4, grace_seconds=0) as engine:
+options = SaveOptions(grace_seconds=0)
+with Engine(sys.argv[1], policy=policy, keep=Keep(last=4), options=options) as engine:
     live, first = state(), 0
     if engine.steps():
         first = engine.steps()[-1] + 1

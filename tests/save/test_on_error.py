@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli.__main__ import main
 from deltacheck.errors import ReceiptFailed, SaveFailed
@@ -50,7 +51,7 @@ def test_the_run_goes_on_and_the_next_save_restores_bit_for_bit(
     place: str,
 ) -> None:
     state, root = training_state(), str(tmp_path)
-    with Engine(root, on_error="log") as engine:
+    with Engine(root, options=SaveOptions(on_error="log")) as engine:
         engine.save(0, state).wait()
         nudge(state)
         with monkeypatch.context() as patch:
@@ -83,7 +84,7 @@ def test_after_max_failures_in_a_row_the_next_call_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"x": torch.zeros(100)}
-    engine = Engine(tmp_path, on_error="log", max_failures=2)
+    engine = Engine(tmp_path, options=SaveOptions(on_error="log", max_failures=2))
     for step in range(0, 6, 2):  # a commit in between begins a new row
         engine.save(step, state).wait()
         with monkeypatch.context() as patch:
@@ -124,7 +125,7 @@ def test_while_the_storage_hangs_every_save_fails_and_training_goes_on(
     monkeypatch.setattr(SaveJob, "finish_segment", hanging)
     monkeypatch.setattr(pipeline, "_PATIENCE", 1000)
     state = {"x": torch.zeros(100)}
-    engine = Engine(tmp_path, on_error="log", max_failures=10)
+    engine = Engine(tmp_path, options=SaveOptions(on_error="log", max_failures=10))
     patience_seconds = engine._saver._pulse.patience_seconds
     engine._saver._pulse.patience_seconds = 0.2
     handles = [engine.save(step, state) for step in range(3)]
@@ -165,20 +166,21 @@ def test_failures_during_a_commit_belong_to_the_next_row() -> None:
 @pytest.mark.parametrize("option", [{"on_error": "ignore"}, {"max_failures": 0}])
 def test_unknown_values_are_refused(tmp_path: Path, option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
-        Engine(tmp_path, **option)
+        Engine(tmp_path, options=SaveOptions(**option))
 
 
 def test_a_memory_tier_stops_a_run_that_it_cannot_keep(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="on_error='log' and memory"):
-        Engine(tmp_path / "root", memory=tmp_path / "memory", on_error="log")
+        Engine(tmp_path / "root", memory=tmp_path / "memory", options=SaveOptions(on_error="log"))
     Engine(tmp_path / "root").close()  # the root is free
 
 
 LOST = """
 import sys, torch
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job.save_job import SaveJob
-engine = Engine(sys.argv[1], on_error="log")
+engine = Engine(sys.argv[1], options=SaveOptions(on_error="log"))
 engine.save(0, {"x": torch.zeros(9)}).wait()
 def full(job):
     raise OSError("No space left")

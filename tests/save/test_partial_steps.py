@@ -16,7 +16,7 @@ from deltacheck.backends.torch import Engine, load
 from deltacheck.cli import main
 from deltacheck.cli.output import MISUSE, NOT_FOUND, OK
 from deltacheck.maintain.compaction import reclaim
-from deltacheck.policy.retention import History
+from deltacheck.policy import Keep
 from deltacheck.save import root_writer
 from deltacheck.save.partial_steps import remove_leaves
 from deltacheck.store import collect
@@ -112,7 +112,7 @@ def test_old_steps_keep_weights_in_little_space(
     check(root, run, partial)
     # Nothing is left to do.
     assert reclaim(open_root(root), below=0.9) == ()
-    assert root_writer.prune(open_root(root), _keep_all(), history=History(2)).partial == ()
+    assert root_writer.prune(open_root(root), Keep(full_last=2)).partial == ()
     assert arrays.bytes_on_disk(root) < 0.9 * before
     # The tag goes, and step 2 follows; the leaves of another pattern go from all old steps.
     assert main(["untag", str(root), "best"]) == 0
@@ -130,15 +130,11 @@ def test_old_steps_keep_weights_in_little_space(
     assert main(["prune", str(root), "--keep-last", "1", "--keep-leaves", "a"]) == MISUSE
 
 
-def _keep_all() -> Any:
-    return root_writer.Retention()
-
-
 def test_a_removed_leaf_is_an_error_that_names_the_newest_step_with_it(
     saved: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     root, run = saved
-    root_writer.prune(open_root(root), _keep_all(), history=History(2))
+    root_writer.prune(open_root(root), Keep(full_last=2))
     opened = deltacheck.open(root)
     with Engine(root) as engine:
         calls: list[tuple[str, Any]] = [
@@ -201,7 +197,7 @@ def test_leaves_that_kept_ones_follow_from_stay(tmp_path: Path) -> None:
             engine.save(step, run.state()).result(60)
     before = deltacheck.open(root).restore(0)
     assert open_root(root).manifest(0).derived["model/w0"].of
-    root_writer.prune(open_root(root), _keep_all(), history=History(1))
+    root_writer.prune(open_root(root), Keep(full_last=1))
     manifest = open_root(root).manifest(0)
     assert manifest.absent
     assert manifest.derived["model/w0"].of in manifest.leaves
@@ -214,7 +210,7 @@ def test_a_manifest_that_lies_about_what_it_lacks_is_refused(
     saved: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     root, _ = saved
-    root_writer.prune(open_root(root), _keep_all(), history=History(2))
+    root_writer.prune(open_root(root), Keep(full_last=2))
     path = root / "checkpoints" / "c0000000003" / "zarr.json"
     original = path.read_bytes()
     for lie in (["model/w0"], ["rng", "aux"], ["step"], []):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.save.handle import progress_of
@@ -30,7 +30,7 @@ def save_twice(root: Path, **options: Any) -> tuple[Engine, Any, dict[str, Any]]
 
 
 def test_a_receipt_says_that_what_a_save_wrote_was_rebuilt(tmp_path: Path) -> None:
-    engine, handle, state = save_twice(tmp_path, verify="commit")
+    engine, handle, state = save_twice(tmp_path, options=SaveOptions(verify="commit"))
     handle.wait(timeout=60)
     assert handle.receipt.step == 1
     changed = sum(leaf.raw_bytes for leaf in handle.report.leaves if leaf.changed)
@@ -45,7 +45,7 @@ def test_without_verify_there_is_no_receipt(tmp_path: Path) -> None:
     assert handle.receipt is None
     engine.close()
     with pytest.raises(ValueError, match="verify must be one of none, commit"):
-        Engine(tmp_path, verify="always")
+        Engine(tmp_path, options=SaveOptions(verify="always"))
 
 
 def flipped(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -106,7 +106,7 @@ def test_a_flip_on_the_way_is_a_failed_save(
     saves: list[int] = []
     fault(monkeypatch, saves)
     state = training_state()
-    with Engine(tmp_path, verify="commit") as engine:
+    with Engine(tmp_path, options=SaveOptions(verify="commit")) as engine:
         engine.save(0, state).result(60)
         saves.append(1)
         nudge(state)
@@ -146,7 +146,7 @@ def test_a_manager_reads_back_what_it_saves(
     saves: list[int] = []
     between_write_and_commit(monkeypatch, saves)
     value = np.arange(300_000, dtype=np.float32)
-    with backend.manager(tmp_path, verify="commit") as manager:
+    with backend.manager(tmp_path, save_options=SaveOptions(verify="commit")) as manager:
         manager.save(0, args=backend.DeltaSaveArgs({"w": value}))
         manager.wait_until_finished()
         saves.append(1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.maintain import compaction
 from deltacheck.save import partial_steps, root_writer
@@ -40,10 +40,10 @@ def rewrite_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root_writer, "_STEPS_OF_REWRITE", 3)
 
 
-def engine_of(root: Path, **options: Any) -> Engine:
+def engine_of(root: Path, **keep: Any) -> Engine:
     # Short chains, so that most segments are older than those that the next save needs.
     policy = Policy.exact(max_chain_depth=3, merge_deltas=False)
-    return Engine(root, policy=policy, grace_seconds=0, **options)
+    return Engine(root, policy=policy, options=SaveOptions(grace_seconds=0), keep=Keep(**keep))
 
 
 def check(root: Path, saved: dict[int, dict[str, Any]], whole: set[int]) -> None:
@@ -79,7 +79,7 @@ def test_a_training_keeps_weights_of_all_steps_and_the_optimizer_of_the_newest(
     sizes = {name: arrays.bytes_on_disk(tmp_path / name / "segments") for name in ("all", "run")}
     assert sizes["run"] < 0.7 * sizes["all"]
     # A process that goes on finds the steps of the one before.
-    with engine_of(tmp_path / "run", full_last=1, keep_leaves="model/weight") as engine:
+    with engine_of(tmp_path / "run", full_last=1, leaves="model/weight") as engine:
         engine.restore(None)
         saved[STEPS] = saved[STEPS - 1]
         engine.save(STEPS, saved[STEPS]).wait()
@@ -144,10 +144,10 @@ def test_a_step_that_cannot_be_reduced_fails_no_save(
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="full_last cannot be given with memory"):
-        Engine(tmp_path / "run", full_last=1, memory=tmp_path / "memory")
-    with pytest.raises(ValueError, match="keep_leaves needs full_last"):
-        Engine(tmp_path / "run", keep_leaves="model")
-    with pytest.raises(ValueError, match="at least 1 whole step"):
-        Engine(tmp_path / "run", full_last=0)
+    with pytest.raises(ValueError, match="cannot be given with memory"):
+        Engine(tmp_path / "run", memory=tmp_path / "memory", keep=Keep(full_last=1))
+    with pytest.raises(ValueError, match="give both"):
+        Engine(tmp_path / "run", keep=Keep(leaves="model"))
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Engine(tmp_path / "run", keep=Keep(full_last=0))
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job.save_job import SaveJob
 
@@ -23,7 +24,7 @@ def test_saves_and_their_sum_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "deltacheck")
     state = {"w": torch.arange(1000.0)}
-    with Engine(tmp_path, on_error="log") as engine:
+    with Engine(tmp_path, options=SaveOptions(on_error="log")) as engine:
         handles = [engine.save(step, state).wait() for step in (10, 20)]
         lines = [record.getMessage() for record in caplog.records]
         with monkeypatch.context() as patch:

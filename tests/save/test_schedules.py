@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.restore import read
 from deltacheck.save import pipeline
@@ -121,9 +121,10 @@ def run_once(path: Path, seed: int) -> dict[str, int]:
     engine = Engine(
         path,
         policy=Policy.exact(max_chain_depth=chance.choice([0, 0, 1, 4, 4, 50])),
-        keep_last=chance.choice([1, 2]),
-        grace_seconds=chance.choice([0.0, 0.0, 0.01]),
-        max_pending=chance.choice([1, 2]),
+        keep=Keep(last=chance.choice([1, 2])),
+        options=SaveOptions(
+            grace_seconds=chance.choice([0.0, 0.0, 0.01]), max_pending=chance.choice([1, 2])
+        ),
     )
 
     def guarded(work: Any) -> threading.Thread:

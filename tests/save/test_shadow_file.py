@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -44,7 +45,7 @@ def test_a_mapped_shadow_lies_in_files_that_end_with_the_engine(
     tmp_path: Path, scratch: Path
 ) -> None:
     saved = states()
-    with Engine(tmp_path / "root", shadow="mapped") as engine:
+    with Engine(tmp_path / "root", options=SaveOptions(shadow="mapped")) as engine:
         for step, state in enumerate(saved[:2]):
             report = engine.save(step, state).result()
         assert report is not None
@@ -54,7 +55,7 @@ def test_a_mapped_shadow_lies_in_files_that_end_with_the_engine(
     del engine
     gc.collect()
     assert mapped_files(scratch) == 0
-    with Engine(tmp_path / "root", shadow="mapped") as engine:
+    with Engine(tmp_path / "root", options=SaveOptions(shadow="mapped")) as engine:
         assert torch.equal(engine.restore(1)["w"], saved[1]["w"])
         assert mapped_files(scratch) == 1
         engine.save(2, saved[2]).result()
@@ -74,7 +75,7 @@ def test_without_space_for_it_the_shadow_stays_in_memory_and_the_log_says_so(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     saved = states()
-    with Engine(tmp_path / "root", shadow="mapped") as engine:
+    with Engine(tmp_path / "root", options=SaveOptions(shadow="mapped")) as engine:
         for step, state in enumerate(saved):
             engine.save(step, state).result()
             assert torch.equal(engine.restore(step)["w"], state["w"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import causes, keyframes
@@ -138,7 +138,9 @@ def test_a_resumed_run_goes_on_without_a_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": Policy.model_exact()}, {"shadow": "mapped"}], ids=["lossy", "mapped"]
+    "options",
+    [{"policy": Policy.model_exact()}, {"options": SaveOptions(shadow="mapped")}],
+    ids=["lossy", "mapped"],
 )
 def test_policies_that_compare_and_mapped_copies_keep_the_copy(
     tmp_path: Path, options: dict[str, Any]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import StorageFailed
 from deltacheck.store.files import local_storage
@@ -99,7 +100,7 @@ def test_without_syncs_of_directories_only_the_lower_durability_is_offered(
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(StorageFailed, match=r'cannot sync .*accept that with durability="process"'):
         opened(tmp_path)
-    assert opened(tmp_path, durability="process") == [0, 1]
+    assert opened(tmp_path, options=SaveOptions(durability="process")) == [0, 1]
 
 
 @pytest.mark.parametrize(

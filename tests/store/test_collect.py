@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.store import collect
@@ -134,7 +134,10 @@ def test_nothing_is_collected_while_a_manifest_cannot_be_read(
 def test_keep_last_keeps_the_newest_steps_readable_and_the_disk_bounded(tmp_path: Path) -> None:
     state, states = training_state(), {}
     with Engine(
-        tmp_path, keep_last=2, grace_seconds=0, policy=Policy.exact(max_chain_depth=2)
+        tmp_path,
+        policy=Policy.exact(max_chain_depth=2),
+        keep=Keep(last=2),
+        options=SaveOptions(grace_seconds=0),
     ) as engine:
         for step in range(9):
             states[step] = copy.deepcopy(state)
@@ -151,7 +154,7 @@ def test_keep_last_keeps_the_newest_steps_readable_and_the_disk_bounded(tmp_path
 def test_a_step_whose_chain_was_collected_around_it_stays_whole(tmp_path: Path) -> None:
     """Keep one step only: its keyframe is older than everything that is deleted."""
     state = {"big": torch.randn(1000), "small": torch.zeros(2)}
-    with Engine(tmp_path, keep_last=1, grace_seconds=0) as engine:
+    with Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         for _, step in zip(range(6), itertools.count(), strict=False):
             state["small"] += 1
             engine.save(step, state).wait(timeout=60)

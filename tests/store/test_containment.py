@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import KeepBest, errors
+from deltacheck import Keep, KeepBest, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.branch import branch
@@ -63,7 +63,7 @@ COMMANDS = {
 def by_engine(root: Path) -> None:
     """Save beside every rule of retention, tag, delete and restore."""
     best = KeepBest("loss", count=1, mode="min")
-    with Engine(root, keep_last=1, keep_best=best, grace_seconds=0) as engine:
+    with Engine(root, keep=Keep(last=1, best=best), options=SaveOptions(grace_seconds=0)) as engine:
         _use(engine)
 
 
@@ -126,7 +126,7 @@ def by_manager(root: Path) -> None:
     from deltacheck.backends import orbax as backend
 
     options = CheckpointManagerOptions(max_to_keep=2)
-    with backend.manager(root, options, grace_seconds=0) as manager:
+    with backend.manager(root, options, save_options=SaveOptions(grace_seconds=0)) as manager:
         # Orbax itself refuses to delete a step that is a link.
         with contextlib.suppress(errors.DeltacheckError, OSError):
             manager.save(7, args=backend.DeltaSaveArgs({"w": np.ones((300, 300))}))
@@ -320,7 +320,7 @@ def test_a_live_engine_writes_nothing_through_a_link(
     root, outside = tmp_path / "root", tmp_path / "outside"
     shutil.copytree(made, root)
     outside.mkdir()
-    engine = Engine(root, keep_last=1, grace_seconds=0)
+    engine = Engine(root, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
     path = next(iter(root.glob(PLACES[place])), root / PLACES[place])
     victim = outside / path.name
     shutil.move(path, victim) if path.exists() else victim.write_bytes(b"precious")

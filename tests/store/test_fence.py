@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import Keep, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
@@ -39,7 +39,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_writer_that_has_lost_the_root_cannot_commit_nor_delete(tmp_path: Path) -> None:
-    old = Engine(tmp_path, keep_last=1, grace_seconds=0)
+    old = Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
     old.save(0, state(0)).wait(timeout=60)
     take_over(tmp_path)
     with Engine(tmp_path) as new:
@@ -86,7 +86,7 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     old = Engine(tmp_path)
     old.save(0, state(0)).wait(timeout=60)
     take_over(tmp_path)
-    new = Engine(tmp_path, keep_last=1, grace_seconds=0)
+    new = Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
 
     def go_on() -> None:
         for step in (10, 11, 12):

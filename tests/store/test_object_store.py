@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Keep, Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import (
@@ -728,7 +728,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
 
 
 def test_segments_that_no_step_needs_go_at_the_second_collection(address: str) -> None:
-    run = Run(address, keep_last=2, grace_seconds=0)
+    run = Run(address, keep=Keep(last=2), options=SaveOptions(grace_seconds=0))
     for _ in range(5):
         run.state["large"] = torch.randn(300, 260)
         run.save()
@@ -835,7 +835,7 @@ def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(
 def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(
     address: str, s3_server: S3
 ) -> None:
-    run = Run(address, keep_last=1, grace_seconds=0)
+    run = Run(address, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
     for _ in range(2):
         run.engine._saver.forget()
         run.save()
@@ -870,7 +870,7 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
 
 
 def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: str) -> None:
-    run = Run(address, verify="commit", keep_last=3, grace_seconds=0)
+    run = Run(address, keep=Keep(last=3), options=SaveOptions(verify="commit", grace_seconds=0))
     for _ in range(6):
         run.save()
     run.engine.close()

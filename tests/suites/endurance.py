@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltacheck import Keep, SaveOptions
 from tests.support.paths import REPOSITORY
 
 SAVES_PER_KILL = 200  # on average
@@ -163,7 +164,10 @@ def child(root: Path, until: float) -> None:
 
     torch.set_num_threads(1)
     with Engine(
-        root, policy=Policy.exact(max_chain_depth=5), keep_last=4, grace_seconds=0
+        root,
+        policy=Policy.exact(max_chain_depth=5),
+        keep=Keep(last=4),
+        options=SaveOptions(grace_seconds=0),
     ) as engine:
         first = max(engine.steps(), default=-1) + 1
         state: dict[str, Any] = (

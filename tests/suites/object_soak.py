@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import RootBusy, SaveFailed, StepNotFound, StorageFailed
 from deltacheck.store import collect
@@ -54,7 +54,10 @@ class Soak:
         self.acknowledged: set[int] = set()
         self.kept: dict[int, int] = {}  # step -> sequence number, of those that may be deleted
         self.engine: Engine | None = Engine(
-            self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30
+            self.address,
+            storage=STORAGE,
+            policy=Policy.exact(4),
+            options=SaveOptions(io_timeout_seconds=30),
         )
 
     def close(self) -> None:
@@ -137,7 +140,10 @@ class Soak:
 
     def open(self) -> None:
         self.engine = Engine(
-            self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30
+            self.address,
+            storage=STORAGE,
+            policy=Policy.exact(4),
+            options=SaveOptions(io_timeout_seconds=30),
         )
 
     def collect(self) -> None:

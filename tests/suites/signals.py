@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import deltacheck
+from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import DeltacheckError
 
@@ -134,7 +135,7 @@ def engine_body(child: Child) -> None:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def opened() -> Engine:
-        return Engine(root, keep_last=4, durability="process")
+        return Engine(root, keep=Keep(last=4), options=SaveOptions(durability="process"))
 
     engine = opened()
 
@@ -261,7 +262,9 @@ def lightning_body(child: Child) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    plugins: list[Any] = [DeltaCheckIO(child.folder / "root", durability="process")]
+    plugins: list[Any] = [
+        DeltaCheckIO(child.folder / "root", options=SaveOptions(durability="process"))
+    ]
     if child.kind.lives:
         os.environ |= {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "signals"}
         os.environ |= {"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
@@ -299,7 +302,7 @@ def orbax_body(child: Child) -> None:
     from deltacheck.backends.orbax import DeltaSaveArgs, manager
 
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
-    mngr = manager(child.folder / "root", options, durability="process")
+    mngr = manager(child.folder / "root", options, save_options=SaveOptions(durability="process"))
 
     def handle(number: int, frame: object) -> None:
         child.end_if_worker()

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import DeltacheckError, SnapshotTorn
 
@@ -165,7 +166,7 @@ def engine_run(root: Path, saves: int, writer: Writer, options: dict[str, Any]) 
     parameters = [torch.nn.Parameter(torch.zeros(_SIZE)) for _ in range(_LEAVES)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     outcome, expected = Outcome(), {}
-    with Engine(root, durability="process", **options) as engine:
+    with Engine(root, options=SaveOptions(durability="process", **options)) as engine:
         engine.guard(optimizer)
         for step in range(saves):
             for parameter in parameters:
@@ -209,7 +210,9 @@ def scenario_run(root: Path, saves: int, make: Callable[[], Any]) -> Outcome:
     outcome, saved = Outcome(), {}
     with (
         make() as scenario,
-        Engine(root, durability="process", process_group=scenario.group) as engine,
+        Engine(
+            root, process_group=scenario.group, options=SaveOptions(durability="process")
+        ) as engine,
     ):
         for step in range(saves):
             scenario.step()
@@ -381,7 +384,7 @@ def thread_run(root: Path, saves: int, options: dict[str, Any]) -> Outcome:
             array[start : start + 64] += 1
 
     threads = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
-    with Engine(root, durability="process", **options) as engine:
+    with Engine(root, options=SaveOptions(durability="process", **options)) as engine:
         engine.guard(optimizer)
         for thread in threads:
             thread.start()
@@ -466,7 +469,7 @@ def lightning_run(root: Path, saves: int, lightning: Any, kind: str) -> Outcome:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[Recorded(root / "steps", durability="process")],
+        plugins=[Recorded(root / "steps", options=SaveOptions(durability="process"))],
         callbacks=[
             average,
             callbacks.ModelCheckpoint(dirpath=root / "files", every_n_train_steps=2, save_top_k=-1),
@@ -495,7 +498,7 @@ def jax_run(root: Path, saves: int) -> Outcome:
     host = memory[-memory.ctypes.data % 64 :][: 4 * _SIZE].view(np.float32)
     outcome, expected = Outcome(), {}
     double = jax.jit(lambda array: array * 2, donate_argnums=0)
-    with manager(root, durability="process") as saver:
+    with manager(root, save_options=SaveOptions(durability="process")) as saver:
         for step in range(saves):
             host[:] = expected[step] = step + 1.0
             shared = jax.device_put(host, may_alias=True)

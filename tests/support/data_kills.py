@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine, ResumableLoader, RolloutQueue
 
 SAMPLES = 23  # the last batch is smaller
@@ -447,7 +448,9 @@ def figures(folder: Path) -> None:
         print(f"{name}: {statistics.median(times) / len(data) * 1e6:.0f} us of processor per batch")
     rows = 16384
     buffer = torch.randn(rows, 1024)
-    with Engine(folder / "buffer", durability="process", shadow="host") as engine:
+    with Engine(
+        folder / "buffer", options=SaveOptions(durability="process", shadow="host")
+    ) as engine:
         for step, share in enumerate((1.0, 0.0, 0.01, 0.1)):
             changed = int(rows * share)
             buffer[:changed] = torch.randn(changed, 1024)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save import pipeline
 from deltacheck.save.job import save_job
@@ -138,13 +138,13 @@ def save(case: Case) -> Any:
         options["io_timeout_seconds"] = 1.5
     root = Path(case["folder"]) / "root"
     if ORBAX:
-        mngr = manager(root, **options)
+        mngr = manager(root, save_options=SaveOptions(**options))
         mngr.save(0, args=DeltaSaveArgs({"x": jnp.zeros(5)}))
         mngr.wait_until_finished()
         break_storage(case["fault"])
         mngr.save(1, args=DeltaSaveArgs({"x": jnp.ones(5)}))
         return mngr
-    engine = Engine(root, **options)
+    engine = Engine(root, options=SaveOptions(**options))
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
     break_storage(case["fault"])
     if case["kind"] in INSIDE:

@@ -28,6 +28,7 @@ else:
 import torch
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.lightning import DeltaCheckIO
 from deltacheck.save.job.save_job import SaveJob
@@ -216,7 +217,7 @@ def failing(folder: Path) -> Any:
 
 def logged(folder: Path) -> Any:
     """With ``on_error="log"`` a failed save leaves no file, and too many in a row are raised."""
-    io = DeltaCheckIO(on_error="log", max_failures=2)
+    io = DeltaCheckIO(options=SaveOptions(on_error="log", max_failures=2))
 
     def save(step: int, is_broken: bool = False) -> None:
         commit = None if io._engine is None else io._engine._writer.commit

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import Policy
+from deltacheck import Keep, Policy
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.codec import default_codec
 from deltacheck.leaf import sharding, tiles, tree
@@ -23,7 +23,7 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.joint import AgreedSave, Attempt, Joint, RankTiles, cuts_of
 from deltacheck.save.ranks.replicas import digests_of
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.save.treatment.signals import Agreed, HeldState
 from deltacheck.store.commit import commit
@@ -97,7 +97,7 @@ class RankedRun:
     Args:
         size: The number of ranks.
         layout: Returns the boxes of a leaf that a rank holds.
-        options: Options of each ``Saver``.
+        options: Fields of ``SaveOptions``.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RankedRun:
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
         # One number for each save: these threads have no numbers for merges.
-        settings = SaveOptions(policy=policy, **options).without_merges()
+        settings = Settings(policy, Keep(), SaveOptions(**options)).without_merges()
         self.savers = [
             Saver(one, default_codec(), settings, Numbers(next_seq)) for one in self.stores
         ]

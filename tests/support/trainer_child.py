@@ -28,6 +28,7 @@ from accelerate.utils import DataLoaderConfiguration
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine, ResumableLoader, load
 from deltacheck.backends.torch.accelerate import load_state, state_of
 from deltacheck.backends.torch.files import torch_import
@@ -313,7 +314,7 @@ def refused(folder: Path) -> Any:
 
 def failing(folder: Path) -> Any:
     """With ``on_error="log"``, a training ends although the save of step 4 fails."""
-    saving = DeltaCheckCallback(on_error="log")
+    saving = DeltaCheckCallback(options=SaveOptions(on_error="log"))
 
     class FullDisk(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

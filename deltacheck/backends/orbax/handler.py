@@ -39,7 +39,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
 from deltacheck.save.job.step_numbers import metric_numbers
 from deltacheck.save.ranks.joint import Joint
-from deltacheck.save.save_options import SaveOptions, Settings
+from deltacheck.save.save_options import SaveOptions, Settings, require_defaults
 from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage
@@ -87,7 +87,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if self._root is not None:
             refuse_engine_root(self._root)
         self._settings = Settings.of(policy, None, save_options)
-        self._settings.options.without(_NO_OPTIONS, "Orbax's interface")
+        require_defaults(self._settings.options, _NO_OPTIONS, "Orbax's interface")
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}

@@ -154,7 +154,7 @@ class _Session:
         is_of_manager = v1_internals.is_of_manager(directory)
         for earlier in self._under_way():
             if earlier.directory.path.name == directory.path.name:
-                earlier.wait(self.delta._options.io_timeout_seconds)
+                earlier.wait(self.delta._settings.options.io_timeout_seconds)
         commit = self.delta._begin_save(
             directory.path, DeltaSaveArgs(checkpointable), creating=is_of_manager
         )
@@ -182,7 +182,7 @@ class _Session:
 
     def close(self) -> None:
         """Finish the saves under way and give the root back."""
-        timeout = self.delta._options.io_timeout_seconds
+        timeout = self.delta._settings.options.io_timeout_seconds
         # A ``Checkpointer`` that nobody closes ends its saves on threads, which the end of the
         # process does not wait for.
         if self._under_way() and not await_renames(Deadline.after(timeout)):

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from deltacheck.save.save_options import SaveOptions
+
 log = logging.getLogger("deltacheck")
 
 SECTION = "datastates_ckpt"
@@ -16,8 +18,8 @@ _NO_COUNTERPART = {
 }
 
 
-def datastates_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``SaveOptions`` that correspond to DataStates-LLM's.
+def datastates_options(config: Mapping[str, Any]) -> SaveOptions:
+    """Return the options of saves that correspond to DataStates-LLM's.
 
     ``host_cache_size`` (GiB, above 0) becomes ``host_cache_bytes``. ``parser_threads`` and
     ``pin_host_cache`` have no counterpart, and the log says why.
@@ -26,7 +28,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, Any]:
         config: A DeepSpeed configuration with the section ``datastates_ckpt``, or that section.
 
     Returns:
-        Fields for ``SaveOptions(**fields)``.
+        The options, for ``Engine(root, options=...)``.
 
     Raises:
         ValueError: An option is unknown, or a value is not valid.
@@ -34,7 +36,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get(SECTION, config)
     if not isinstance(section, Mapping):
         raise ValueError(f"{SECTION} must be a section with options, not {section!r}")
-    options: dict[str, Any] = {}
+    options = SaveOptions()
     for name, value in section.items():
         if name == "host_cache_size":
             if (
@@ -47,7 +49,7 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, Any]:
                     f"{SECTION}.host_cache_size must be a number of GiB above 0, not {value!r}"
                 )
             # A small fraction of a GiB is rounded to 0 bytes, which ``Engine`` refuses.
-            options["host_cache_bytes"] = max(1, int(value * _GIB))
+            options = SaveOptions(host_cache_bytes=max(1, int(value * _GIB)))
         elif name in _NO_COUNTERPART:
             log.info("%s.%s=%r has no counterpart: %s", SECTION, name, value, _NO_COUNTERPART[name])
         else:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from deltacheck.cli.doctor.environment import Facts, FileSystem, Package
 from deltacheck.report.formatting import format_bytes
-from deltacheck.save.save_options import cache_bytes_of
+from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
 # A flush of a real disk takes tens of microseconds at the least, a system call that does nothing
 # less than one.
@@ -206,7 +206,8 @@ def memory(facts: Facts) -> Line:
     if facts.state_bytes is None:
         return Line("memory", "ok", f"{free}; the shadow takes the size of the state")
     state = format_bytes(facts.state_bytes)
-    needed_bytes = facts.state_bytes + min(facts.state_bytes, cache_bytes_of(facts.state_bytes))
+    cache_bytes = cache_bytes_of(facts.state_bytes, SaveOptions())
+    needed_bytes = facts.state_bytes + min(facts.state_bytes, cache_bytes)
     text = f"{free}; a shadow of {state}, with encoded data {format_bytes(needed_bytes)}"
     if facts.memory_bytes >= needed_bytes:
         return Line("memory", "ok", text)
@@ -224,13 +225,13 @@ def memory(facts: Facts) -> Line:
             "degraded",
             text,
             cost="the shadow needs the disk, and each save writes its changed pages there",
-            remedy='Engine(shadow="mapped"), which keeps the shadow in files of TMPDIR',
+            remedy='SaveOptions(shadow="mapped"), which keeps the shadow in files of TMPDIR',
         )
     return Line(
         "memory",
         "broken",
         f"{text}; TMPDIR has {format_bytes(facts.temporary_bytes)}",
-        remedy='use more processes, a larger TMPDIR with shadow="mapped", or shadow="none"',
+        remedy='use more processes, a larger TMPDIR with SaveOptions(shadow="mapped"), or "none"',
     )
 
 

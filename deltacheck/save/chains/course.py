@@ -53,9 +53,9 @@ class Course:
         steps = sorted({brief.step for brief in briefs})
         log.warning(
             "%s has %d %s that this process has not restored (%s), and step %d does not follow"
-            " them: it begins another course of the run. They stay whatever keep_last says. To go"
-            " on with them, call restore() before the first save; to keep the runs apart, save to"
-            " another root; to remove one: deltacheck delete ROOT STEP",
+            " them: it begins another course of the run. They stay whatever Keep(last=...) says. To"
+            " go on with them, call restore() before the first save; to keep the runs apart, save"
+            " to another root; to remove one: deltacheck delete ROOT STEP",
             self._roots[0].path,
             len(steps),
             "step" if len(steps) == 1 else "steps",

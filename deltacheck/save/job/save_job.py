@@ -25,6 +25,7 @@ from deltacheck.save.job.segment_builder import SegmentBuilder
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.progress import Progress
+from deltacheck.save.save_options import cache_bytes_of
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 
@@ -84,9 +85,8 @@ class SaveJob:
             for number, (path, source) in enumerate(sources.items())
         }
         self._terms = terms
-        cache_bytes = setup.options.cache_bytes(
-            sum(source.spec.raw_bytes for source in sources.values())
-        )
+        state_bytes = sum(source.spec.raw_bytes for source in sources.values())
+        cache_bytes = cache_bytes_of(state_bytes, setup.options)
         self._parts = PartWriter(
             self.writer,
             list(self.leaves.values()),

@@ -121,7 +121,7 @@ def torn_between_reads(path: str, before: str, after: str) -> SnapshotTorn:
     return SnapshotTorn(
         f"leaf {path!r} was written to after save() and before its capture had finished (digest"
         f" {before}, now {after}). Call engine.before_update() before such a write, or use"
-        " capture='eager'"
+        " SaveOptions(capture='eager')"
     )
 
 

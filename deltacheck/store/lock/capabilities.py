@@ -31,8 +31,8 @@ _CAPABILITIES = (
         r"\bfsync",
         "cannot sync a directory, so a power cut could take the names of files that a save has"
         " acknowledged",
-        'accept that with durability="process", after which a save survives the end of the process'
-        " only",
+        'accept that with SaveOptions(durability="process"), after which a save survives the end of'
+        " the process only",
     ),
     _Capability(
         r"\brename",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.orbax import DeltaSaveArgs, manager, v1
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
@@ -31,8 +31,7 @@ def train(root: Path, steps: range, **options: Any) -> None:
         root,
         ocp.CheckpointManagerOptions(max_to_keep=2, **options),
         policy=Policy.exact(max_chain_depth=0),
-        grace_seconds=0,
-        durability="process",
+        save_options=SaveOptions(grace_seconds=0, durability="process"),
     ) as mngr:
         for step in steps:
             mngr.save(step, args=DeltaSaveArgs({"w": np.arange(100.0) + step}))

@@ -27,7 +27,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, GradientLog, load, manager
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.restore.values import load_leaves
@@ -603,7 +603,7 @@ def test_without_the_log_a_logged_step_is_refused_naming_a_step_that_needs_none(
 def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(
     run: Run, tmp_path: Path
 ) -> None:
-    made = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
+    made = manager(tmp_path, Options(max_to_keep=1), save_options=SaveOptions(grace_seconds=0))
     with made as mngr, GradientLog(mngr, update, learner_of, max_replay_steps=3) as log:
         for _ in range(7):
             run.train_and_save(log, 1)

@@ -41,6 +41,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.orbax import (
     DeltaCheckpointHandler,
     DeltaRestoreArgs,
@@ -220,7 +221,7 @@ def test_an_eager_save_has_read_every_array_when_it_returns(
     written = np.arange(70_000.0)
     before = [np.array(x) for x in (donated, deleted, sharded_one, written)]
     pointer = donated.unsafe_buffer_pointer()
-    with manager(tmp_path, capture="eager") as mngr:
+    with manager(tmp_path, save_options=SaveOptions(capture="eager")) as mngr:
         mngr.save(0, args=DeltaSaveArgs([donated, deleted, sharded_one, written]))
         updated = jax.jit(lambda x: x * 0, donate_argnums=0)(donated)
         assert donated.is_deleted()
@@ -302,7 +303,7 @@ def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_arra
             assert_same([np.asarray(x) for x in mngr.restore(step)], before)
     assert is_delta(tmp_path, 1)
     with pytest.raises(ValueError, match="capture must be 'auto' or 'eager', not 'lazy'"):
-        manager(tmp_path / "other", capture="lazy")
+        manager(tmp_path / "other", save_options=SaveOptions(capture="lazy"))
 
 
 def test_a_save_under_way_keeps_no_array_alive(tmp_path: Path, slow_disk: threading.Event) -> None:
@@ -335,7 +336,9 @@ def test_a_delta_covers_every_change_since_its_base_and_unchanged_leaves_are_not
 def test_deltas_are_merged_behind_the_saves_of_a_manager(tmp_path: Path) -> None:
     weights = np.arange(100_000, dtype=np.float32)
     merged: list[int] = []
-    with manager(tmp_path, policy=Policy.exact(max_chain_depth=4), grace_seconds=0) as mngr:
+    with manager(
+        tmp_path, policy=Policy.exact(max_chain_depth=4), save_options=SaveOptions(grace_seconds=0)
+    ) as mngr:
         for step in range(60):
             weights[step::1000] += 1
             save(mngr, step, {"w": jnp.asarray(weights), "step": step})
@@ -386,7 +389,7 @@ def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path, value: An
 
 def test_metrics_are_kept_with_the_step_and_best_fn_chooses_by_orbaxs_own(tmp_path: Path) -> None:
     options = Options(max_to_keep=1, best_fn=lambda m: m["loss"], best_mode="min")
-    with manager(tmp_path, options, grace_seconds=0) as mngr:
+    with manager(tmp_path, options, save_options=SaveOptions(grace_seconds=0)) as mngr:
         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
             mngr.save(
                 step,
@@ -402,7 +405,7 @@ def test_metrics_are_kept_with_the_step_and_best_fn_chooses_by_orbaxs_own(tmp_pa
 
 def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path) -> None:
     options = Options(max_to_keep=1, best_fn=lambda m: m["loss"], best_mode="min")
-    with manager(tmp_path, options, grace_seconds=0) as mngr:
+    with manager(tmp_path, options, save_options=SaveOptions(grace_seconds=0)) as mngr:
         for step, loss in enumerate([3.0, 5.0, 6.0, 1.0]):
             mngr.save(step, args=DeltaSaveArgs(small_state(step)), metrics={"loss": loss})
         mngr.wait_until_finished()
@@ -453,7 +456,7 @@ def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
     def at(step: int) -> Any:
         return jax.tree.map(lambda x: x + np.array(step, x.dtype), tree)
 
-    with manager(tmp_path, capture="eager") as mngr:
+    with manager(tmp_path, save_options=SaveOptions(capture="eager")) as mngr:
         for step in range(3):
             mngr.save(step, args=DeltaSaveArgs(at(step)))
         mngr.wait_until_finished()
@@ -495,7 +498,7 @@ def test_each_device_encodes_the_shards_that_are_whole_chunks(
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     content = np.random.default_rng(0).standard_normal((1024, 1024), np.float32)  # four chunks
     kernel = jax.device_put(content, where)
-    with manager(tmp_path, capture="eager") as mngr:
+    with manager(tmp_path, save_options=SaveOptions(capture="eager")) as mngr:
         for step in range(3):
             mngr.save(
                 step,
@@ -606,7 +609,7 @@ def test_deleting_steps_in_any_order_never_harms_another(
     tmp_path: Path, order: tuple[int, ...]
 ) -> None:
     states = [small_state(step) for step in range(3)]
-    with manager(tmp_path, grace_seconds=0) as mngr:
+    with manager(tmp_path, save_options=SaveOptions(grace_seconds=0)) as mngr:
         for step in range(3):
             save(mngr, step, states[step])
         left = {0, 1, 2}
@@ -656,19 +659,22 @@ def test_durability_process_leaves_orbax_as_it_is_and_a_step_says_so(
     monkeypatch.setattr(
         durability.os, "fsync", lambda descriptor: pytest.fail("something was synced")
     )
-    with manager(tmp_path, durability="process") as mngr:
+    with manager(tmp_path, save_options=SaveOptions(durability="process")) as mngr:
         save(mngr, 0, small_state(0))
         mngr.wait_until_finished()
     assert deltacheck.open(tmp_path).manifest(0).durability == "process"
     with pytest.raises(ValueError, match="durability must be 'power' or 'process'"):
-        manager(tmp_path, durability="none")
+        manager(tmp_path, save_options=SaveOptions(durability="none"))
 
 
 def test_max_to_keep_deletes_old_steps_and_their_segments_go_when_nobody_needs_them(
     tmp_path: Path,
 ) -> None:
     with manager(
-        tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=2), grace_seconds=0
+        tmp_path,
+        Options(max_to_keep=2),
+        policy=Policy.exact(max_chain_depth=2),
+        save_options=SaveOptions(grace_seconds=0),
     ) as mngr:
         for step in range(10):
             save(mngr, step, small_state(step))
@@ -686,7 +692,10 @@ def test_max_to_keep_deletes_old_steps_and_their_segments_go_when_nobody_needs_t
 
 def test_a_segment_stays_for_the_grace_period(tmp_path: Path) -> None:
     with manager(
-        tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=3600
+        tmp_path,
+        Options(max_to_keep=1),
+        policy=Policy.exact(max_chain_depth=0),
+        save_options=SaveOptions(grace_seconds=3600),
     ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
@@ -696,7 +705,10 @@ def test_a_segment_stays_for_the_grace_period(tmp_path: Path) -> None:
 def test_steps_that_are_set_aside_stay_restorable(tmp_path: Path) -> None:
     options = Options(max_to_keep=1, todelete_subdir="aside")
     with manager(
-        tmp_path, options, policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+        tmp_path,
+        options,
+        policy=Policy.exact(max_chain_depth=0),
+        save_options=SaveOptions(grace_seconds=0),
     ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
@@ -715,7 +727,10 @@ def test_nothing_is_collected_while_another_formats_step_lies_beside_ours_but_ou
     foreign.mkdir(parents=True)
     (foreign / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
     with manager(
-        tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+        tmp_path,
+        Options(max_to_keep=1),
+        policy=Policy.exact(max_chain_depth=0),
+        save_options=SaveOptions(grace_seconds=0),
     ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
@@ -726,7 +741,10 @@ def test_a_damaged_manifest_stops_the_collection_and_not_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(
-        tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+        tmp_path,
+        Options(max_to_keep=2),
+        policy=Policy.exact(max_chain_depth=0),
+        save_options=SaveOptions(grace_seconds=0),
     ) as mngr:
         for step in range(3):
             save(mngr, step, small_state(step))
@@ -855,7 +873,9 @@ def test_on_error_log_goes_on_without_the_failed_steps_until_there_are_too_many(
     tmp_path: Path, full_disk: threading.Event, is_async: bool
 ) -> None:
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=is_async)
-    with manager(tmp_path, options, on_error="log", max_failures=3) as mngr:
+    with manager(
+        tmp_path, options, save_options=SaveOptions(on_error="log", max_failures=3)
+    ) as mngr:
         for step in (0, 1):
             save(mngr, step, small_state(step))
         full_disk.set()
@@ -889,7 +909,7 @@ def test_on_error_log_is_refused_in_a_run_of_several_processes(
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="on_error='log' is of one process"):
-        manager(tmp_path / "run", on_error="log")
+        manager(tmp_path / "run", save_options=SaveOptions(on_error="log"))
     assert not (tmp_path / "run").exists()
 
 
@@ -913,7 +933,7 @@ def test_a_capture_without_device_memory_is_a_failed_save_with_a_remedy(
     def full(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
 
-    with manager(tmp_path, on_error=on_error) as mngr:
+    with manager(tmp_path, save_options=SaveOptions(on_error=on_error)) as mngr:
         save(mngr, 0, small_state(0))
         with monkeypatch.context() as patch:
             patch.setattr(item, "planned", full)
@@ -1164,10 +1184,13 @@ def test_a_manager_that_restored_nothing_starts_with_keyframes(tmp_path: Path) -
 def test_segments_that_were_collected_since_the_restore_are_not_built_on(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
-    with manager(tmp_path, grace_seconds=0) as late:
+    with manager(tmp_path, save_options=SaveOptions(grace_seconds=0)) as late:
         late.restore(0)
         with manager(
-            tmp_path, Options(max_to_keep=1), policy=Policy.exact(0), grace_seconds=0
+            tmp_path,
+            Options(max_to_keep=1),
+            policy=Policy.exact(0),
+            save_options=SaveOptions(grace_seconds=0),
         ) as mngr:
             for step in (1, 2, 3):
                 save(mngr, step, small_state(step))
@@ -1661,11 +1684,13 @@ def test_some_leaves_can_be_restored_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("instances", ["one", "two"])
 def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: str) -> None:
     if instances == "one":
-        mngr = manager(tmp_path, items=("policy", "reference"), grace_seconds=0)
+        mngr = manager(
+            tmp_path, items=("policy", "reference"), save_options=SaveOptions(grace_seconds=0)
+        )
     else:
         registry = ocp.DefaultCheckpointHandlerRegistry()
         for item in ("policy", "reference"):
-            handler = DeltaCheckpointHandler(tmp_path, grace_seconds=0)
+            handler = DeltaCheckpointHandler(tmp_path, save_options=SaveOptions(grace_seconds=0))
             registry.add(item, DeltaSaveArgs, handler)
             registry.add(item, DeltaRestoreArgs, handler)
         mngr = ocp.CheckpointManager(tmp_path, handler_registry=registry)
@@ -1717,12 +1742,14 @@ def test_an_item_that_is_saved_seldom_keeps_its_base_when_all_its_steps_are_gone
             **items, **({"seldom": DeltaSaveArgs(small_state(step))} if step in (0, 4) else {})
         )
 
-    mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
+    mngr = manager(tmp_path, Options(max_to_keep=1), save_options=SaveOptions(grace_seconds=0))
     for step in range(6):
         mngr.save(step, args=both(step))
         if step == 0 and restored:
             mngr.close()
-            mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
+            mngr = manager(
+                tmp_path, Options(max_to_keep=1), save_options=SaveOptions(grace_seconds=0)
+            )
             mngr.restore(
                 0, args=ocp.args.Composite(seldom=DeltaRestoreArgs(), often=DeltaRestoreArgs())
             )
@@ -1823,7 +1850,7 @@ def test_a_handler_logs_nothing_while_all_is_well(
 ) -> None:
     with (
         caplog.at_level(logging.WARNING, logger="deltacheck"),
-        manager(tmp_path, grace_seconds=0) as mngr,
+        manager(tmp_path, save_options=SaveOptions(grace_seconds=0)) as mngr,
     ):
         for step in range(3):
             save(mngr, step, small_state(step))

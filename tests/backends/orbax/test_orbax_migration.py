@@ -26,6 +26,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from deltacheck import SaveOptions
 from deltacheck.backends.orbax import (
     DeltaCheckpointHandler,
     DeltaRestoreArgs,
@@ -125,7 +126,9 @@ def test_options_of_a_manager_have_the_same_effect(tmp_path: Path, name: str) ->
     )
     seen = calls(
         ours,
-        lambda: manager(ours, options=Options(**OPTIONS[name]), durability="process"),
+        lambda: manager(
+            ours, options=Options(**OPTIONS[name]), save_options=SaveOptions(durability="process")
+        ),
         DeltaSaveArgs,
         DeltaRestoreArgs,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.datastates import datastates_options
 
@@ -17,13 +18,13 @@ def test_the_host_cache_of_a_deepspeed_configuration_is_that_of_the_engine(tmp_p
         "zero_optimization": {"stage": 1},
         "datastates_ckpt": {"host_cache_size": 0.5, "parser_threads": 8},
     }
-    assert datastates_options(config) == {"host_cache_bytes": 1 << 29}
-    assert datastates_options({"host_cache_size": 16, "pin_host_cache": True}) == {
-        "host_cache_bytes": 16 << 30
-    }
-    with Engine(tmp_path, **datastates_options(config)) as engine:
+    assert datastates_options(config) == SaveOptions(host_cache_bytes=1 << 29)
+    assert datastates_options({"host_cache_size": 16, "pin_host_cache": True}) == SaveOptions(
+        host_cache_bytes=16 << 30
+    )
+    with Engine(tmp_path, options=datastates_options(config)) as engine:
         engine.save(1, {"w": torch.ones(3)})
-    assert datastates_options({"datastates_ckpt": {}}) == {}
+    assert datastates_options({"datastates_ckpt": {}}) == SaveOptions()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlanner
 
 import deltacheck
+from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, Engine
 from deltacheck.backends.torch import dcp as storage
 from deltacheck.errors import RootBusy, UnsupportedLeaf
@@ -455,7 +456,13 @@ def test_only_the_chunks_that_an_item_needs_are_read(
 
 def test_a_root_has_one_writer_with_one_set_of_options_until_it_is_closed(root: Path) -> None:
     for step in (1, 2, 3):
-        save({"w": torch.full((3,), float(step))}, step, root, keep_last=2, grace_seconds=0.0)
+        save(
+            {"w": torch.full((3,), float(step))},
+            step,
+            root,
+            keep=Keep(last=2),
+            options=SaveOptions(grace_seconds=0.0),
+        )
     assert deltacheck.open(root).steps() == [2, 3]
     with pytest.raises(CheckpointException, match="already written with another retention"):
         save({"w": torch.ones(3)}, 4, root)

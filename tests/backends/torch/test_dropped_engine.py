@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import Keep, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import guard
 from deltacheck.save import exits
@@ -130,7 +130,7 @@ def test_a_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     guards, sessions = guard._guards, weakref.WeakSet[Any]()
     for step in range(100):
-        engine = Engine(tmp_path, durability="process", keep_last=2)
+        engine = Engine(tmp_path, keep=Keep(last=2), options=SaveOptions(durability="process"))
         engine.save(step, {"x": torch.full((3,), float(step))})
         sessions.add(engine._open)
         sessions.add(engine._saver)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SnapshotTorn
 from deltacheck.leaf.spec import LeafSpec
@@ -171,7 +172,7 @@ def test_a_write_before_the_copy_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = state_of(0)
-    with Engine(tmp_path, on_error="log") as engine:
+    with Engine(tmp_path, options=SaveOptions(on_error="log")) as engine:
         engine.guard(model)
         engine.guard(optimizer)
         engine.save(0, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}).result()

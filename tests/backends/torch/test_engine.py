@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import guard
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -148,7 +148,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
 def test_a_delta_covers_every_change_since_its_base(tmp_path: Path) -> None:
     state = training_state()
     saved = []
-    with Engine(tmp_path, max_pending=3) as engine:
+    with Engine(tmp_path, options=SaveOptions(max_pending=3)) as engine:
         for step in range(6):
             saved.append(copy.deepcopy(state))
             engine.save(step, state)
@@ -356,7 +356,7 @@ def test_eager_capture_is_done_when_save_returns_whoever_owns_the_tensors(
     tmp_path: Path, slow_encoder: threading.Event
 ) -> None:
     layer, optimizer = stepped_optimizer()
-    with Engine(tmp_path, capture="eager") as engine:
+    with Engine(tmp_path, options=SaveOptions(capture="eager")) as engine:
         engine.guard(optimizer)
         wanted = copy.deepcopy(layer.state_dict())
         engine.save(0, layer.state_dict())
@@ -366,7 +366,7 @@ def test_eager_capture_is_done_when_save_returns_whoever_owns_the_tensors(
 
 def test_a_tiny_host_cache_gives_the_same_checkpoint(tmp_path: Path) -> None:
     state = training_state()
-    with Engine(tmp_path, host_cache_bytes=1000) as engine:
+    with Engine(tmp_path, options=SaveOptions(host_cache_bytes=1000)) as engine:
         engine.save(0, state)
         nudge(state, 0.5)
         engine.save(1, state).wait(timeout=60)
@@ -420,7 +420,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(
     tmp_path: Path, slow_disk: threading.Event
 ) -> None:
-    with Engine(tmp_path, on_busy="skip", max_pending=1) as engine:
+    with Engine(tmp_path, options=SaveOptions(on_busy="skip", max_pending=1)) as engine:
         engine.save(0, {"x": torch.zeros(3)})
         skipped = engine.save(1, {"x": torch.ones(3)})
         assert skipped.state == "skipped"
@@ -435,7 +435,7 @@ def test_save_waits_for_room_and_the_handle_says_how_long(
 ) -> None:
     clock = ShiftedClock()
     monkeypatch.setattr(saver, "time", clock)
-    with Engine(tmp_path, max_pending=1) as engine:
+    with Engine(tmp_path, options=SaveOptions(max_pending=1)) as engine:
         first = engine.save(0, {"x": torch.zeros(3)})
         open_when_called(monkeypatch, Progress, "wait_until", slow_disk, clock)
         second = engine.save(1, {"x": torch.ones(3)})
@@ -450,7 +450,7 @@ def test_two_saves_may_be_under_way_and_the_later_stands_on_the_earlier(
     tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     state = training_state()
-    with Engine(tmp_path, max_pending=2) as engine:
+    with Engine(tmp_path, options=SaveOptions(max_pending=2)) as engine:
         engine.save(0, state)
         nudge(state)
         second = engine.save(1, state)

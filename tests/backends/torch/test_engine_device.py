@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import device_leaves
 from deltacheck.backends.torch.capture import tensor_codec as codec
@@ -257,7 +258,7 @@ def test_every_save_comes_back_bit_for_bit(
     states = [state(device)]
     for _ in range(3):
         states.append(changed(states[-1]))
-    with Engine(tmp_path, shadow=shadow) as engine:
+    with Engine(tmp_path, options=SaveOptions(shadow=shadow)) as engine:
         for step, content in enumerate(states):
             engine.save(step, content).result(60)
         for step, content in enumerate(states):
@@ -324,7 +325,7 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
     layer, optimizer = trained(device)
     optimizer.step()
     slow_encoder.set()
-    with Engine(tmp_path, shadow=shadow, policy=policy) as engine:
+    with Engine(tmp_path, policy=policy, options=SaveOptions(shadow=shadow)) as engine:
         engine.guard(optimizer)
         for step in range(3):
             state = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()["state"]}
@@ -396,7 +397,7 @@ def test_the_memory_of_the_copies_can_be_limited(
     optimizer = torch.optim.SGD([weight])
     # A limit also permits more than the half of what is free.
     device.unreserved = weight.nbytes
-    with Engine(tmp_path, device_cache_bytes=most) as engine:
+    with Engine(tmp_path, options=SaveOptions(device_cache_bytes=most)) as engine:
         engine.guard(optimizer)
         for step in range(2):
             engine.save(step, {"w": weight}).result(60)
@@ -480,7 +481,7 @@ def test_frozen_weights_of_a_guarded_module_are_not_copied_on_a_full_device(
     device.unreserved = 0
     layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
     layer.weight.data = device.place(layer.weight.data)
-    with Engine(tmp_path, shadow=shadow) as engine:
+    with Engine(tmp_path, options=SaveOptions(shadow=shadow)) as engine:
         engine.guard(layer)
         engine.save(0, layer.state_dict()).result(60)
         assert copies == [300 * 300 * 4]
@@ -512,7 +513,7 @@ def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(
 ) -> None:
     first = state(device)
     second = first | {"w": changed(first)["w"]}
-    with Engine(tmp_path, shadow="none") as engine:
+    with Engine(tmp_path, options=SaveOptions(shadow="none")) as engine:
         engine.save(0, first).result(60)
         handle = engine.save(1, second)
         found = kinds(handle)
@@ -571,7 +572,7 @@ def test_a_device_that_fails_fails_the_save_and_the_next_writes_whole_leaves(
 
 def test_a_shadow_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shadow must be"):
-        Engine(tmp_path, shadow="gpu")
+        Engine(tmp_path, options=SaveOptions(shadow="gpu"))
 
 
 # --- staging --------------------------------------------------------------------------------------

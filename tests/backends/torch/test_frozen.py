@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import deltacheck
-from deltacheck import Policy, SaveHandle, errors
+from deltacheck import Policy, SaveHandle, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.save.job.source import LaterSources
@@ -99,7 +99,7 @@ def test_frozen_weights_of_a_module_that_nobody_guards_are_read_at_once(tmp_path
 
 def test_an_eager_capture_reads_frozen_weights_at_once(tmp_path: Path) -> None:
     layer = frozen_layer()
-    with Engine(tmp_path, capture="eager") as engine:
+    with Engine(tmp_path, options=SaveOptions(capture="eager")) as engine:
         engine.guard(layer)
         for step in range(3):
             assert read_behind(engine, step, layer.state_dict()) == set()

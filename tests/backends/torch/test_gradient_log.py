@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
@@ -407,7 +407,10 @@ def test_gradients_of_a_skipped_save_are_in_the_next(
         assert go.wait(120)
         return finish(self)
 
-    with Engine(tmp_path, on_busy="skip") as engine, GradientLog(engine, run.optimizer) as log:
+    with (
+        Engine(tmp_path, options=SaveOptions(on_busy="skip")) as engine,
+        GradientLog(engine, run.optimizer) as log,
+    ):
         run.train_and_save(log, 1)
         monkeypatch.setattr(save_job.SaveJob, "finish_segment", slow)
         run.train_step()
@@ -478,7 +481,7 @@ def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(
     run: Run, tmp_path: Path
 ) -> None:
     with (
-        Engine(tmp_path, keep_last=1, grace_seconds=0) as engine,
+        Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine,
         GradientLog(engine, run.optimizer) as log,
     ):
         for _ in range(4):
@@ -501,7 +504,7 @@ def test_segments_of_gradients_go_with_the_last_step_that_needs_them(
     run: Run, tmp_path: Path
 ) -> None:
     with (
-        Engine(tmp_path, keep_last=1, grace_seconds=0) as engine,
+        Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine,
         GradientLog(engine, run.optimizer, max_replay_steps=3) as log,
     ):
         run.train_and_save(log, 9)
@@ -780,7 +783,7 @@ def test_a_gradient_of_many_chunks_is_encoded_whole_and_read_in_part(tmp_path: P
     weight = torch.nn.Parameter(torch.randn(900, 1000).bfloat16())
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with (
-        Engine(tmp_path, host_cache_bytes=1 << 20) as engine,
+        Engine(tmp_path, options=SaveOptions(host_cache_bytes=1 << 20)) as engine,
         GradientLog(engine, optimizer) as log,
     ):
         log.save(0, {"w": weight})

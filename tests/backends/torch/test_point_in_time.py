@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.progress import Progress
 from tests.support.waiting import open_when_called
@@ -122,7 +122,7 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
     wanted = torch.arange(20_000.0)
     parameter = torch.nn.Parameter(wanted.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    with Engine(tmp_path, capture=capture) as engine:
+    with Engine(tmp_path, options=SaveOptions(capture=capture)) as engine:
         engine.guard(optimizer)
         handle = engine.save(0, {"p": parameter})
         assert capture == "eager" or handle.state == "started"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltacheck import errors
+from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.tensor_codec import is_host
 from deltacheck.backends.torch.state import leaves, repeated
@@ -227,7 +227,7 @@ def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
 
     start_later = Pipeline.start_later
     run = Run(2)
-    with Engine(tmp_path, on_error="log") as engine:
+    with Engine(tmp_path, options=SaveOptions(on_error="log")) as engine:
         engine.guard(run.optimizer)
         engine.save(0, run.state()).wait()
         with monkeypatch.context() as patch:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import deltacheck
+from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.save import exits, pipeline, saver
 from deltacheck.save.job import early_copies, save_job
@@ -61,7 +62,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
             assert is_copying.wait(60)
         capture(job, sources)
 
-    with Engine(tmp_path, durability="process") as engine:
+    with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         engine.save(0, state).wait()
         monkeypatch.setattr(early_copies, "_copied", copied)
@@ -162,7 +163,7 @@ def test_load_state_dict_waits_for_the_save(
 
     monkeypatch.setattr(save_job.SaveJob, "capture", capture_late)
     other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    with Engine(tmp_path, durability="process") as engine:
+    with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         train()  # the engine now knows the optimizer, and reads its parameters in the background
         before = copy.deepcopy(model.state_dict())
         for step in range(3):
@@ -182,7 +183,7 @@ def test_load_state_dict_waits_for_the_save(
 def test_a_restore_of_another_thread_and_saves_follow_each_other(tmp_path: Path) -> None:
     errors: list[BaseException] = []
     has_saved = Event()
-    with Engine(tmp_path, durability="process") as engine:
+    with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         engine.save(0, {"x": torch.zeros(1000)}).wait()
 
         def restore() -> None:
@@ -206,7 +207,7 @@ def test_a_copy_of_an_optimizer_waits_for_its_overlapped_restore(
     tmp_path: Path, trained: Any
 ) -> None:
     model, optimizer, _ = trained
-    with Engine(tmp_path, durability="process") as engine:
+    with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         engine.save(0, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}).wait()
         expected = copy.deepcopy(optimizer.state_dict()["state"])
         for values in optimizer.state.values():

@@ -31,7 +31,7 @@ from deltacheck.save.job.source import (
     itself,
 )
 from deltacheck.save.job.spare_memory import while_claimed
-from deltacheck.save.save_options import Settings
+from deltacheck.save.save_options import Settings, cache_bytes_of
 
 
 class Capture:
@@ -128,7 +128,7 @@ class Capture:
         # Staging serves its leaves in one order only.
         staging = Staging(
             staged if self._in_order else {},
-            self._options.cache_bytes(sum(spec.raw_bytes for spec in specs.values())),
+            cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), self._options),
         )
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)

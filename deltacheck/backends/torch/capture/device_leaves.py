@@ -137,7 +137,7 @@ class DeviceLeaves:
         log.warning(
             "%s: shadows go to host memory, since %.1f GiB of device memory are free and %.1f GiB"
             " would be needed. Every save copies the whole state to the host;"
-            " Engine(shadow='device') takes the memory all the same",
+            " SaveOptions(shadow='device') takes the memory all the same",
             device.name,
             device.free_bytes() / 2**30,
             required / 2**30,

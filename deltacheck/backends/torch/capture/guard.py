@@ -426,7 +426,7 @@ def torn_by_memory(path: str) -> SnapshotTorn:
     return SnapshotTorn(
         f"the memory of leaf {path!r} was freed or resized after save() and before its"
         " capture had finished. Call engine.before_update() before that, or use"
-        " Engine(capture='eager')"
+        " SaveOptions(capture='eager')"
     )
 
 
@@ -435,5 +435,5 @@ def torn_by_write(path: str, before: int, after: int) -> SnapshotTorn:
     return SnapshotTorn(
         f"leaf {path!r} was written to after save() and before its capture had finished"
         f" (version {before}, now {after}). Call engine.before_update()"
-        " before such a write, or use Engine(capture='eager')"
+        " before such a write, or use SaveOptions(capture='eager')"
     )

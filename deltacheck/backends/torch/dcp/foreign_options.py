@@ -7,9 +7,9 @@ from collections.abc import Mapping
 _CODE = "a function that changes the stored bytes would end their verification"
 _REMEDIES = {
     "single_file_per_rank": "the number of files does not depend on the number of tensors",
-    "sync_files": "for sync_files=False, use durability='process'",
+    "sync_files": "for sync_files=False, use options=SaveOptions(durability='process')",
     "thread_count": "it uses as many threads as help",
-    "per_thread_copy_ahead": "use host_cache_bytes",
+    "per_thread_copy_ahead": "use options=SaveOptions(host_cache_bytes=...)",
     "cache_staged_state_dict": (
         "use async_save(async_stager=BlockingAsyncStager(cache_staged_state_dict=True))"
     ),

@@ -40,7 +40,7 @@ from deltacheck.save.progress import beginning
 from deltacheck.save.ranks.joint import Report
 from deltacheck.save.ranks.rank_setup import RankSetup, require_probe, require_same_options
 from deltacheck.save.ranks.replicas import digests_of
-from deltacheck.save.save_options import SaveOptions, Settings
+from deltacheck.save.save_options import SaveOptions, Settings, require_defaults
 from deltacheck.save.treatment.signals import HeldState, worst_metrics
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
@@ -155,11 +155,9 @@ class DeltaStorageWriter(StorageWriter):
         self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
         own = Settings.of(policy, keep, options)
+        require_defaults(own.options, _NO_OPTIONS, type(self).__name__)
         # A copy on a device would gain nothing.
-        chosen = replace(
-            own.options.without(_NO_OPTIONS, type(self).__name__), device_cache_bytes=0
-        )
-        self.settings = replace(own, options=chosen)
+        self.settings = replace(own, options=replace(own.options, device_cache_bytes=0))
         self._default_step = None if step is None else names.step_of(step)
         # From checkpoint ids, by thread: asynchronous saves may share a writer.
         self._next_steps: dict[int, int] = {}

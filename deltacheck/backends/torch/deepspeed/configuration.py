@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from deltacheck.backends.torch.datastates import SECTION as DATASTATES_SECTION
 from deltacheck.backends.torch.datastates import datastates_options
@@ -14,7 +14,6 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.policy import Keep, KeepBest, Policy
 from deltacheck.save.save_options import SaveOptions
 
-_Record = TypeVar("_Record", Keep, KeepBest, SaveOptions)
 _SECTION = "deltacheck"
 # Of the arguments of ``Engine``, those that belong to this adapter or that several ranks lack.
 _NOT_CONFIGURABLE = {"process_group", "storage", "memory"}
@@ -55,30 +54,30 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
         merged["policy"] = _policy_named(merged["policy"])
     if isinstance(merged.get("keep"), Mapping):
         best = merged["keep"].get("best", ())
-        rules = [_record(KeepBest, "keep.best", rule) for rule in _listed(best)]
-        merged["keep"] = _record(Keep, "keep", {**merged["keep"], "best": tuple(rules)})
+        rules = [best] if isinstance(best, Mapping) else best
+        for rule in rules:
+            _check(KeepBest, "keep.best", rule)
+        _check(Keep, "keep", merged["keep"])
+        best = tuple(KeepBest(**rule) for rule in rules)
+        merged["keep"] = Keep(**{**merged["keep"], "best": best})
     fields = merged.get("options", {})
     if isinstance(fields, Mapping):
         own = config.get(DATASTATES_SECTION)
-        datastates = datastates_options(own) if isinstance(own, Mapping) else {}
-        merged["options"] = _record(SaveOptions, "options", {**datastates, **fields})
+        datastates = datastates_options(own) if isinstance(own, Mapping) else SaveOptions()
+        _check(SaveOptions, "options", fields)
+        merged["options"] = dataclasses.replace(datastates, **fields)
     return merged
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, Mapping) else value
-
-
-def _record(kind: type[_Record], section: str, fields: Mapping[str, Any]) -> _Record:
-    """Return the record that a section of JSON describes; ``ValueError`` for an unknown field."""
+def _check(kind: type[Keep | KeepBest | SaveOptions], name: str, section: Any) -> None:
+    """Raise ``ValueError`` if a section of JSON has a field that a record does not have."""
     known = {field.name for field in dataclasses.fields(kind)}
-    for name in fields:
-        if name not in known:
+    for field in section:
+        if field not in known:
             raise ValueError(
-                f"{_SECTION}.{section} has the option {name!r}, which is not one of"
+                f"{_SECTION}.{name} has the option {field!r}, which is not one of"
                 f" {', '.join(sorted(known))}; leave it out"
             )
-    return kind(**fields)
 
 
 def _policy_named(name: str) -> Policy:
