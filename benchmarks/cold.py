@@ -22,8 +22,8 @@ from unittest.mock import patch
 from benchmarks.prepared import SIZES, STATES, load, prepare
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.rivals import (
+    AUTO,
     EXACT,
-    POST_TRAINING,
     Dcp,
     OursTorch,
     OursTorchPostTraining,
@@ -219,7 +219,7 @@ def _result(times: list[_Times], state: str, repeats: int) -> Result:
             ours, base = row.middle(place), times[0].middle(place)
             ratio = ours / base if ours is not None and base else None
             cells += [ours, ratio]
-            if row.name in (EXACT, POST_TRAINING) and place != "warm" and ratio is not None:
+            if row.name in (EXACT, AUTO) and place != "warm" and ratio is not None:
                 figures.append(
                     Figure(f"complete restore, {place}, {row.name}, of torch.load", ratio, AT_MOST)
                 )

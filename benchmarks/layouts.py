@@ -34,9 +34,9 @@ POLICIES: dict[str, Callable[[Profile], Policy]] = {
     EXACT: lambda profile: Policy.exact(),
     "exact(derive=True)": lambda profile: Policy.exact(derive=True),
     "exact(max_restore_ratio=1)": lambda profile: Policy.exact(max_restore_ratio=1),
-    "model_exact": lambda profile: Policy.model_exact(),
+    "auto, weights stored": lambda profile: Policy.auto(derive=False),
     "auto": lambda profile: Policy.auto(),
-    'post_training(float32_weights="bounded")': lambda profile: Policy.post_training(
+    'auto(profile, float32_weights="bounded")': lambda profile: Policy.auto(
         profile, float32_weights="bounded"
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ _ROUNDS = 7
 TORCH_SAVE, CHECKPOINTING = "torch.save", "torch_checkpointing"
 POLICIES: dict[str, Callable[[], Policy]] = {
     "exact": Policy.exact,
-    "model_exact": Policy.model_exact,
+    "auto, weights stored": partial(Policy.auto, derive=False),
 }
 # torch_checkpointing passes descriptors of each tensor to another process; with more leaves it ran
 # out of 20,000 of them.

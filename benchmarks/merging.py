@@ -24,7 +24,7 @@ EVERY = (1, 10)  # steps between two saves
 KEYFRAMES, MERGES = "keyframes", "merges"
 POLICIES = {
     "exact": lambda merges: Policy.exact(merge_deltas=merges),
-    "model_exact": lambda merges: Policy.model_exact(merge_deltas=merges),
+    "auto, weights stored": lambda merges: Policy.auto(derive=False, merge_deltas=merges),
 }
 # Merges write fewer bytes than keyframes do, or the same if keyframes take less.
 LIMIT = 1.02

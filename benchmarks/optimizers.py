@@ -150,7 +150,7 @@ def run(settings: Settings) -> Result:
             resumes += _resumes(name, training, every)
     return Result(
         "size",
-        "the state of optimizers under Policy.model_exact(), float32 weights, saved every"
+        "the state of optimizers under Policy.auto(), float32 weights, saved every"
         f" {every} steps: order-0 entropy and streams before the entropy stage, of raw bytes;"
         " contract: the weakest that the last save gave",
         [
@@ -209,7 +209,7 @@ def _sizes(
     raw: dict[str, int] = {}
     types: dict[str, str] = {}
     before: dict[str, Any] = {}
-    with Engine(folder, policy=Policy.model_exact(stable_from=0)) as engine:
+    with Engine(folder, policy=Policy.auto(derive=False, stable_from=0)) as engine:
         for number in range(saves):
             report = engine.save(training.step, training.state()).result()
             assert report is not None

@@ -251,14 +251,14 @@ def _without_first(entry: dict[str, Any], live: dict[str, Any]) -> None:
 
 # What is inexact at each resume -> the policy, and the rest of each parameter's state put back.
 CHAINED: dict[str, tuple[Policy, Put]] = {
-    "nothing": (Policy.model_exact(), _inexact()),
-    "masters": (Policy.model_exact(), _inexact(MASTER)),
-    "masters, master_error_lr=8": (Policy.model_exact(master_error_lr=8), _inexact(MASTER)),
-    "m and v, reused": (Policy.model_exact(), _inexact(FIRST, SECOND)),
-    "v alone": (Policy.model_exact(), _inexact(SECOND)),
-    "m alone": (Policy.model_exact(), _inexact(FIRST)),
-    "all of these": (Policy.model_exact(), _inexact(MASTER, FIRST, SECOND)),
-    "no m (zero)": (Policy.model_exact(), _without_first),
+    "nothing": (Policy.auto(derive=False), _inexact()),
+    "masters": (Policy.auto(derive=False), _inexact(MASTER)),
+    "masters, master_error_lr=8": (Policy.auto(derive=False, master_error_lr=8), _inexact(MASTER)),
+    "m and v, reused": (Policy.auto(derive=False), _inexact(FIRST, SECOND)),
+    "v alone": (Policy.auto(derive=False), _inexact(SECOND)),
+    "m alone": (Policy.auto(derive=False), _inexact(FIRST)),
+    "all of these": (Policy.auto(derive=False), _inexact(MASTER, FIRST, SECOND)),
+    "no m (zero)": (Policy.auto(derive=False), _without_first),
 }
 CHAIN_COLUMNS: dict[str, Unit] = {
     "inexact at each resume": "text",

@@ -75,8 +75,8 @@ def run(settings: Settings) -> Result:
         "largest / later": "number",
     }
     about = (
-        "model_exact; bytes of all files that a save adds, over torch.save of the same state;"
-        " later: saves after the first stable one" + schedules.left_out(settings)
+        "auto, weights stored; bytes of all files that a save adds, over torch.save of the same"
+        " state; later: saves after the first stable one" + schedules.left_out(settings)
     )
     return Result("rank_sizes", about, [Table("bytes of whole runs", columns, rows)], figures)
 
@@ -84,7 +84,7 @@ def run(settings: Settings) -> Result:
 def measure(course: Course, folder: Path) -> dict[str, Saved]:
     """Train a course, save it with one process and with several ranks, and return the saves."""
     training = course.start(folder)
-    alone = Chain("torch", folder / "alone", Policy.model_exact())
+    alone = Chain("torch", folder / "alone", Policy.auto(derive=False))
     together = _Ranks(folder / "together")
     size, peer = 0, 0
     shares: list[float] = []
@@ -166,7 +166,7 @@ def work(rank: int, port: int, root: Path, tasks: Any, done: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    with Engine(root, policy=Policy.model_exact(), process_group=dist.group.WORLD) as engine:
+    with Engine(root, policy=Policy.auto(derive=False), process_group=dist.group.WORLD) as engine:
         while (task := tasks.get()) is not None:
             step, path, metrics = task
             whole = torch.load(path, mmap=True, weights_only=False)

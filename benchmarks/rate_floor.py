@@ -100,7 +100,7 @@ def run(settings: Settings) -> Result:
         ]
         for name, kills in outcomes.items()
     ]
-    sizes = Table("bytes of whole runs, K = 10, model_exact", SIZES, _sizes(settings))
+    sizes = Table("bytes of whole runs, K = 10, auto, weights stored", SIZES, _sizes(settings))
     return Result("rate_floor", about, [Table("rate floors", COLUMNS, rows), sizes], [])
 
 
@@ -112,7 +112,7 @@ def _sizes(settings: Settings) -> list[list[Cell]]:
             continue
         start = encoder(make(PEAK, EVERY * saves), **SMALL_ENCODER)
         course = Course(schedule, start, 1 if settings.quick else EVERY, saves)
-        policies = {name: Policy.model_exact(rate_floor=FLOORS[name]) for name in SIZED}
+        policies = {name: Policy.auto(derive=False, rate_floor=FLOORS[name]) for name in SIZED}
         folder = settings.folder / schedule
         folder.mkdir()
         for name, saved in saved_under(start(folder), course, policies, folder).items():
@@ -146,7 +146,7 @@ def _killed(
         name: Chain(
             "torch",
             folder / str(number),
-            Policy.model_exact(rate_floor=floor),
+            Policy.auto(derive=False, rate_floor=floor),
         )
         for number, (name, floor) in enumerate(FLOORS.items())
     }

@@ -23,8 +23,8 @@ from deltacheck.store.files.arrays import bytes_on_disk
 from deltacheck.store.files.durability import sync_directory
 
 State = Any
-EXACT, POST_TRAINING = "deltacheck, exact", "deltacheck, post_training"
-BOUNDED = f"{POST_TRAINING}, weights bounded"
+EXACT, AUTO = "deltacheck, exact", "deltacheck, auto"
+BOUNDED = f"{AUTO}, weights bounded"
 
 
 class Rival(ABC):
@@ -252,8 +252,8 @@ class _Ours(Rival):
 
 _POLICIES: dict[str, Callable[[Profile], Policy]] = {
     EXACT: lambda profile: Policy.exact(),
-    POST_TRAINING: Policy.post_training,
-    BOUNDED: partial(Policy.post_training, weights="bounded"),
+    AUTO: Policy.auto,
+    BOUNDED: partial(Policy.auto, weights="bounded"),
 }
 
 
@@ -296,7 +296,7 @@ class OursTorch(_Ours):
 
 
 class OursTorchPostTraining(OursTorch):
-    name = POST_TRAINING
+    name = AUTO
     lossless = False
 
 
@@ -368,7 +368,7 @@ class OursOrbax(_Ours):
 
 
 class OursOrbaxPostTraining(OursOrbax):
-    name = POST_TRAINING
+    name = AUTO
     lossless = False
 
 

@@ -30,11 +30,11 @@ from deltacheck.report.data import cost_of
 from deltacheck.store.root import open_root
 from deltacheck.store.segment import Segment
 
-EXACT, MODEL_EXACT, PROFILED, BOUNDED = (
+EXACT, STORED, PROFILED, BOUNDED = (
     "exact",
-    "model_exact",
-    "post_training",
-    "post_training, weights bounded",
+    "auto, weights stored",
+    "auto, profile",
+    "auto, profile, weights bounded",
 )
 # With exact weights, and with bounded ones.
 LARGEST_OVER_MEAN = 3.0
@@ -94,7 +94,7 @@ class Course:
     limit: float | None = None
     whole_limit: float | None = None
     settle: int = 0
-    policies: tuple[str, ...] = (EXACT, MODEL_EXACT, PROFILED, BOUNDED)
+    policies: tuple[str, ...] = (EXACT, STORED, PROFILED, BOUNDED)
     most_seconds: float = math.inf
 
 
@@ -210,7 +210,7 @@ def courses(settings: Settings) -> list[Course]:
     small, medium = prepared.SIZES["small"], prepared.SIZES["medium"]
     twice = replace(medium, layers=2 * medium.layers, pretrain_steps=8)
     # Each live state of the large models takes gigabytes, and so does the copy of each policy.
-    every_policy = (EXACT, MODEL_EXACT, PROFILED, BOUNDED)
+    every_policy = (EXACT, STORED, PROFILED, BOUNDED)
     reinforcement = [
         Course(
             f"RL, {label}, lr 1e-6, K = 10",
@@ -230,7 +230,7 @@ def courses(settings: Settings) -> list[Course]:
     if not sentence_encoder.is_installed():
         return reinforcement
     tuning, falling = "SFT, 22.6 M, lr", cosine(2e-5, 220)
-    inexact = (MODEL_EXACT, PROFILED, BOUNDED)
+    inexact = (STORED, PROFILED, BOUNDED)
     return [
         *reinforcement,
         Course(
@@ -377,7 +377,7 @@ def promises(course: Course, by_policy: dict[str, Saved]) -> list[Figure]:
     if course.limit is None:
         return []
     policy = min(
-        (name for name in (MODEL_EXACT, PROFILED) if name in by_policy),
+        (name for name in (STORED, PROFILED) if name in by_policy),
         key=lambda name: mean(by_policy[name].after_start),
     )
     best = by_policy[policy]
@@ -408,9 +408,9 @@ def measure(course: Course, folder: Path) -> dict[str, Saved]:
         training = course.start(folder)
     policies = {
         EXACT: Policy.exact(),
-        MODEL_EXACT: Policy.model_exact(),
-        PROFILED: Policy.post_training(profile),
-        BOUNDED: Policy.post_training(profile, weights="bounded"),
+        STORED: Policy.auto(derive=False),
+        PROFILED: Policy.auto(profile),
+        BOUNDED: Policy.auto(profile, weights="bounded"),
     }
     return saved_under(training, course, {name: policies[name] for name in course.policies}, folder)
 

@@ -37,8 +37,8 @@ class Way:
 
 
 def _weights_bounded(max_chain_depth: int) -> Policy:
-    """Create the policy of ``Policy.post_training`` for a profile whose every leaf is stable."""
-    hidden = Policy.model_exact(moments="reused").hidden
+    """Create the policy of ``Policy.auto`` for a profile whose every leaf is stable."""
+    hidden = Policy.auto(derive=False, moments="reused").hidden
     assert hidden is not None
     return Policy(
         max_chain_depth, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None
@@ -50,20 +50,20 @@ WAYS = (
     EXACT,
     Way(
         "m and v bounded",
-        lambda depth: Policy.model_exact(
-            moments="bounded", max_chain_depth=depth, max_restore_ratio=None
+        lambda depth: Policy.auto(
+            derive=False, moments="bounded", max_chain_depth=depth, max_restore_ratio=None
         ),
     ),
     Way(
         "v bounded, no m",
-        lambda depth: Policy.model_exact(
-            moments="dropped", max_chain_depth=depth, max_restore_ratio=None
+        lambda depth: Policy.auto(
+            derive=False, moments="dropped", max_chain_depth=depth, max_restore_ratio=None
         ),
     ),
     Way(
         "m and v reused",
-        lambda depth: Policy.model_exact(
-            moments="reused", max_chain_depth=depth, max_restore_ratio=None
+        lambda depth: Policy.auto(
+            derive=False, moments="reused", max_chain_depth=depth, max_restore_ratio=None
         ),
     ),
     Way("weights bounded too", _weights_bounded, forward_exact=False),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The fields of ``Machine``, in the order of the options below.
 # The policies of ``--compare``, the lossless one first.
-_COMPARED = ("exact", "model_exact", "auto")
+_COMPARED = ("exact", "auto")
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
 
@@ -48,7 +48,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         typer.Option(
             "--compare",
             help=(
-                "Compare exact, model_exact and auto: the checkpoints of RUN are saved again under"
+                "Compare exact and auto: the checkpoints of RUN are saved again under"
                 " each, into a temporary folder."
             ),
         ),

@@ -74,8 +74,8 @@ def profile(  # noqa: PLR0913 - one argument per option
         typer.Option(
             metavar="FILE.py:FACTORY",
             help=(
-                "Also train on from what model_exact restores of each class of leaves; classes that"
-                " harm stay exact under post_training."
+                "Also train on from what the policy auto restores of each class of leaves; classes"
+                " that harm stay exact under auto with this profile."
             ),
         ),
     ] = None,
@@ -236,7 +236,7 @@ def measured_rates(
         source: The run.
         item: The item of a manager's steps.
         names: The policies, as ``simulate`` names them.
-        run_profile: The profile for policies that need one, ``None`` to make it.
+        run_profile: The profile for ``auto``, ``None`` for none.
         step_set: The steps to save, ``None`` for all.
         unsteady: Receives the reason for each policy that has no steady save, instead of an error.
 
@@ -250,7 +250,7 @@ def measured_rates(
     from deltacheck.evaluate.offline.measured import rates_under
     from deltacheck.evaluate.offline.policy_replay import replay
 
-    policies = policies_of(names, run_profile, source, item)
+    policies = policies_of(names, run_profile)
     with tempfile.TemporaryDirectory(prefix="deltacheck-measure-") as folder:
         replays = replay(steps_of(source, item, step_set), policies, Path(folder))
         rates = {}
@@ -264,28 +264,14 @@ def measured_rates(
         return rates
 
 
-def policies_of(
-    names: Sequence[str], run_profile: Profile | None, source: str, item: str | None
-) -> dict[str, Policy]:
-    """Return the named policies; those that need a profile get it, or that of the checkpoints."""
-    from deltacheck.evaluate.offline.policy_replay import needs_profile, policy_of
+def policies_of(names: Sequence[str], run_profile: Profile | None = None) -> dict[str, Policy]:
+    """Return the named policies, ``auto`` with a profile if there is one."""
+    from deltacheck.evaluate.offline.policy_replay import policy_of
 
-    if run_profile is None and any(map(needs_profile, names)):
-        run_profile = _profile_of(source, item)
     try:
         return {name: policy_of(name, run_profile) for name in names}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def _profile_of(source: str, item: str | None) -> Profile:
-    """Return the profile of the recorded checkpoints themselves."""
-    from deltacheck import Profiler
-
-    profiler = Profiler(interval_steps=1, source=Path(source).resolve().name)
-    for step in steps_of(source, item):
-        profiler.observe(step.step, step.state)
-    return profiler.profile()
 
 
 def steps_as(like: object, source: str, item: str | None) -> Iterator[Recorded]:

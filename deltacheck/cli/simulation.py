@@ -28,8 +28,8 @@ def simulate(  # noqa: PLR0913 - one argument per option
         typer.Option(
             metavar="NAME[:KEY=VALUE,...]",
             help=(
-                "A policy: whole, exact, derive, model_exact, auto, post_training or bounded, with"
-                " arguments of its preset. May be repeated. Default: exact and model_exact."
+                "A policy: whole, exact or auto, with arguments of its preset"
+                " (auto:weights=bounded). May be repeated. Default: exact and auto."
             ),
         ),
     ] = None,
@@ -37,7 +37,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Profile for post_training and bounded. Default: that of these checkpoints.",
+            help="Profile for auto. Default: none.",
         ),
     ] = None,
     factory: Annotated[
@@ -68,8 +68,8 @@ def simulate(  # noqa: PLR0913 - one argument per option
     from deltacheck.evaluate.offline.policy_replay import replay
     from deltacheck.profile import Profile
 
-    names = policy or [_EXACT, "model_exact"]
-    policies = policies_of(names, None if profile is None else Profile.read(profile), source, item)
+    names = policy or [_EXACT, "auto"]
+    policies = policies_of(names, None if profile is None else Profile.read(profile))
     with working_folder(keep, "deltacheck-simulate-") as folder:
         if factory is None:
             replays = replay(steps_of(source, item), policies, folder)
@@ -82,7 +82,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
         with workload_folder(folder):
             like = create_workload(create, seed).state()
             # An exact root keeps the states that the trials compare with.
-            extra = {} if _EXACT in policies else policies_of([_EXACT], None, source, item)
+            extra = {} if _EXACT in policies else policies_of([_EXACT])
             checkpoints = steps_as(like, source, item)
             replays = replay(checkpoints, policies | extra, folder)
             exact = next(result for result in replays if result.policy == _EXACT)

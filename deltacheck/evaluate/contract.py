@@ -28,7 +28,7 @@ _Part: TypeAlias = slice | NDArray[np.bool_]  # of the elements of a leaf, in on
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
-# Errors of a reused first moment as it is stored (``Policy.model_exact``): in updates, for codes in
+# Errors of a reused first moment as it is stored (``Policy.auto``): in updates, for codes in
 # steps of half an update, beside a second moment that errs by up to half an octave; and in octaves,
 # if the law between both moments limits it.
 _REUSED_MEAN_UPDATES, _REUSED_MEAN_OCTAVES = 0.25 * 2**0.25, 0.6

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # These are values of ``--policy`` and names of methods of ``Policy``.
-POLICIES = ("exact", "model_exact", "auto", "post_training")
+POLICIES = ("exact", "auto")
+
+MEASURED = "measured"
 
 # Names in the folder of an evaluation
 PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
@@ -33,7 +35,8 @@ class Plan:
         noise_seeds: The number of seeds that run unkilled, at least ``seeds``. How far apart they
             end is the noise floor.
         first_seed: The others follow it.
-        profile: A file for ``post_training``; empty for the profile of the first unkilled run.
+        profile: A file with a profile for ``auto``; ``MEASURED``: the profile of the first unkilled
+            run; empty: none.
         chain: The number of kills, one after the other, of a further run of each killed seed; 0:
             there is no such run.
         save_last: Also save the last step, for a run whose end is compared. Without it, a restored

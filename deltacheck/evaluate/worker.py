@@ -25,6 +25,7 @@ from deltacheck.evaluate import contract, snapshot
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
     FINAL_STATE,
+    MEASURED,
     OBSERVED,
     PLAN,
     PROFILE,
@@ -114,7 +115,7 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
         if seed == first:
             report("framework", name=run.framework, peer=run.backend.PEER)
         # The profiled run is one of the unkilled runs, so a profile costs no further training.
-        if seed == first and plan.policy == "post_training" and not plan.profile:
+        if seed == first and plan.profile == MEASURED:
             _profile(run, plan).write(folder / PROFILE)
         _train_and_keep_weights(run, plan, folder, seed)
         report("unkilled", ending=asdict(run.ending(seed)))
@@ -384,14 +385,10 @@ def _profile(run: Run, plan: Plan) -> Profile:
 
 
 def _policy(plan: Plan, folder: Path) -> Policy:
-    if plan.policy == "post_training":
-        return Policy.post_training(Profile.read(plan.profile or folder / PROFILE))
-    presets: dict[str, Callable[[], Policy]] = {
-        "model_exact": Policy.model_exact,
-        "auto": Policy.auto,
-        "exact": Policy.exact,
-    }
-    return presets[plan.policy]()
+    if plan.policy == "exact":
+        return Policy.exact()
+    file = folder / PROFILE if plan.profile == MEASURED else plan.profile
+    return Policy.auto(Profile.read(file) if file else None)
 
 
 def _framework(state: Any) -> str:

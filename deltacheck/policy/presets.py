@@ -32,9 +32,9 @@ class Hidden:
     """The treatment of the state behind the weights once a run is stable.
 
     Attributes:
-        weights: ``"exact"`` or ``"bounded"``, see ``Policy.post_training``.
+        weights: ``"exact"`` or ``"bounded"``, see ``Policy.auto``.
         float32_weights: The same for weights without a bfloat16 copy.
-        moments: One of ``MOMENTS``, see ``Policy.model_exact``.
+        moments: One of ``MOMENTS``, see ``Policy.auto``.
         master_error_lr: The largest error of a master weight, in learning rates.
         moment_error_octaves: The largest error of a second moment, in octaves.
         max_drift_octaves: The largest drift of a reused second moment, in octaves.
@@ -64,8 +64,7 @@ class Hidden:
 class Policy:
     """The promises of a save and the limits of its delta chains.
 
-    Make one with a preset: ``Policy.exact``, ``Policy.model_exact``, ``Policy.auto`` or
-    ``Policy.post_training``.
+    Make one with a preset: ``Policy.exact`` or ``Policy.auto``.
 
     Args:
         max_chain_depth: The largest number of deltas that a restore applies to a leaf. Larger:
@@ -134,9 +133,13 @@ class Policy:
         )
 
     @classmethod
-    def model_exact(  # noqa: PLR0913 - one argument per option
+    def auto(  # noqa: PLR0913 - one argument per option
         cls,
+        profile: Profile | None = None,
         *,
+        derive: bool = True,
+        weights: str = "exact",
+        float32_weights: str = "exact",
         moments: str = "reused",
         master_error_lr: float = MASTER_ERROR_LR,
         rate_floor: float = RATE_FLOOR,
@@ -149,19 +152,42 @@ class Policy:
         max_restore_ratio: float | None = RESTORE_RATIO,
         merge_deltas: bool = True,
     ) -> Policy:
-        """Return a policy that keeps the forward pass exact and bounds or reuses optimizer state.
+        """Return the stage-aware policy: exact weights, and optimizer state bounded or reused.
 
         The forward pass after a restore is bit for bit that of the save. Optimizer state that it
         does not see is bounded or reused once the run is stable. Until then, and after every event
         that makes the run unstable (a jump of loss, gradient norm or learning rate, a NaN, a
         resume), everything is exact. The following leaves are always exact: weights, step counts,
         schedules, generators, everything small or of one axis, and all moments that are not known
-        to be Adam's. ``docs/explanation/policy.md`` gives the reasons.
+        to be Adam's. ``docs/explanation/policy.md`` gives the reasons. ``deltacheck log`` and
+        ``deltacheck report`` show the reason of each decision.
 
         Saves take the learning rate from the state, or from ``metrics={"learning_rate": ...}``.
         Without it masters stay exact.
 
         Args:
+            profile: The profile of an earlier, similar run (``deltacheck profile``). From its
+                stable start on, the drift of v need not settle first. It gives the constants of
+                Adam if the state does not hold them. Classes of leaves that its sensitivity
+                analysis has rejected, and the moments and masters of an unknown optimizer, stay
+                exact. Every save passes the same checks as without it. Default: the run is
+                measured while it saves.
+            derive: If True (default), weights that are the cast of their master are not stored: a
+                restore computes them and proves them by their digest. Fewer bytes, but plain zarr
+                finds no such weights. False: every weight is stored.
+            weights: ``"exact"`` (default): weights are restored bit for bit. ``"bounded"``:
+                bfloat16 weights are the cast of the bounded master and are not stored: fewer bytes
+                if many weights move between saves, but the forward pass after a restore differs
+                from the saved one. Masters then err by at most half a unit in the last place of a
+                typical weight, or 8 learning rates.
+            float32_weights: The treatment of float32 weights without a bfloat16 copy: those of
+                plain AdamW, also under float16 autocast with a gradient scaler, and the masters of
+                float16 weights. ``"exact"`` (default): they are restored bit for bit, which takes
+                most of the bytes of a save. ``"bounded"``: they err by at most ``master_error_lr``
+                learning rates, which is measured at every save: 15 % and 33 % of the bytes in two
+                runs, but the forward pass of plain AdamW after a restore differs from the saved
+                one. Their error is also small beside the weights: half a unit in the last place of
+                a typical bfloat16 weight, or 8 learning rates.
             moments: The treatment of Adam's moments m and v:
 
                 - ``"reused"`` (default): m and v are written as a pair when they have drifted, and
@@ -193,7 +219,7 @@ class Policy:
                 a larger risk while v still changes; later: the opposite. ``None`` (default): it is
                 detected from the drift of v.
             betas: The constants of Adam if the state does not hold them, as with optax. ``None``
-                (default): moments without known betas stay exact.
+                (default): those of the profile; moments without known betas stay exact.
             max_chain_depth: As in ``Policy.exact``.
             max_restore_ratio: As in ``Policy.exact``.
             merge_deltas: As in ``Policy.exact``.
@@ -204,145 +230,34 @@ class Policy:
         Raises:
             ValueError: If a value is out of its range.
         """
+        steady_from: int | None = None
+        leaves: frozenset[str] | None = None
+        if profile is not None:
+            steady_from = profile.stable_start
+            if betas is None and profile.optimizer is not None:
+                betas = (profile.optimizer.beta1, profile.optimizer.beta2)
+            rejected = {
+                path for trial in profile.sensitivity if not trial.accepted for path in trial.leaves
+            }
+            leaves = frozenset(profile.leaves.keys() - rejected) if rejected else None
         hidden = Hidden(
-            "exact",
-            moments,
-            master_error_lr,
-            moment_error_octaves,
-            max_drift_octaves,
-            max_age_steps,
-            stable_from,
-            None,
-            betas,
+            weights=weights,
+            moments=moments,
+            master_error_lr=master_error_lr,
+            moment_error_octaves=moment_error_octaves,
+            max_drift_octaves=max_drift_octaves,
+            max_age_steps=max_age_steps,
+            stable_from=stable_from,
+            leaves=leaves,
+            betas=betas,
+            steady_from=steady_from,
+            float32_weights=float32_weights,
             rate_floor=rate_floor,
         )
         limits = _chain_limits(max_chain_depth, max_restore_ratio)
-        return cls(**limits, hidden=_checked_hidden(hidden), merge_deltas=merge_deltas)
-
-    @classmethod
-    def auto(
-        cls,
-        promise: str = "model_exact",
-        *,
-        master_error_lr: float = MASTER_ERROR_LR,
-        rate_floor: float = RATE_FLOOR,
-        betas: tuple[float, float] | None = None,
-        max_chain_depth: int = 32,
-        max_restore_ratio: float | None = RESTORE_RATIO,
-    ) -> Policy:
-        """Return a policy that needs no profile and keeps a promise with the fewest bytes.
-
-        It starts exact, with weights computed from their masters, and measures the run while
-        saving. Under ``"model_exact"`` it weakens leaves as ``Policy.model_exact`` does, once the
-        run is stable, and never below that promise. ``deltacheck log`` and ``deltacheck report``
-        show the reason of each decision. Plain zarr finds no weights that are computed.
-
-        Args:
-            promise: ``"model_exact"`` (default): the promise of ``Policy.model_exact``; or
-                ``"exact"``: every leaf bit for bit, larger files.
-            master_error_lr: As in ``Policy.model_exact``. ``"exact"`` ignores it.
-            rate_floor: As in ``Policy.model_exact``. ``"exact"`` ignores it.
-            betas: As in ``Policy.model_exact``.
-            max_chain_depth: As in ``Policy.exact``.
-            max_restore_ratio: As in ``Policy.exact``.
-
-        Returns:
-            The policy.
-
-        Raises:
-            ValueError: If ``promise`` is unknown or a value is out of its range.
-        """
-        limits = _chain_limits(max_chain_depth, max_restore_ratio)
-        if promise == "exact":
-            return cls(**limits, derive=True)
-        if promise != "model_exact":
-            raise ValueError(f"promise must be 'exact' or 'model_exact', not {promise!r}")
-        hidden = cls.model_exact(
-            master_error_lr=master_error_lr, rate_floor=rate_floor, betas=betas
-        ).hidden
-        return cls(**limits, hidden=hidden, derive=True)
-
-    @classmethod
-    def post_training(  # noqa: PLR0913 - one argument per option
-        cls,
-        profile: Profile,
-        *,
-        weights: str = "exact",
-        float32_weights: str = "exact",
-        moments: str = "reused",
-        master_error_lr: float = MASTER_ERROR_LR,
-        rate_floor: float = RATE_FLOOR,
-        moment_error_octaves: float = 0.5,
-        max_drift_octaves: float = 0.1,
-        max_age_steps: int = 200,
-        max_chain_depth: int = 32,
-        max_restore_ratio: float | None = RESTORE_RATIO,
-        merge_deltas: bool = True,
-    ) -> Policy:
-        """Return a policy that starts with the knowledge of the profile of an earlier run.
-
-        The same leaves are bounded or reused as by ``Policy.model_exact``, and they pass the same
-        checks at every save. From the profile's stable start on, the drift of v need not settle
-        first. The profile also gives the constants of Adam if the state does not hold them.
-        Weights that are the cast of an exact master are not stored. So saves are no larger than
-        without a profile. The moments of an unknown optimizer, and its masters, are exact. So are
-        classes of leaves that the profile's sensitivity analysis has rejected.
-
-        Args:
-            profile: The profile of an earlier, similar run.
-            weights: ``"exact"`` (default): weights are restored bit for bit. ``"bounded"``:
-                bfloat16 weights are the cast of the bounded master and are not stored: fewer bytes
-                if many weights move between saves, but the forward pass after a restore differs
-                from the saved one. Masters then err by at most half a unit in the last place of a
-                typical weight, or 8 learning rates.
-            float32_weights: The treatment of float32 weights without a bfloat16 copy: those of
-                plain AdamW, also under float16 autocast with a gradient scaler, and the masters of
-                float16 weights. ``"exact"`` (default): they are restored bit for bit, which takes
-                most of the bytes of a save. ``"bounded"``: they err by at most ``master_error_lr``
-                learning rates, which is measured at every save: 15 % and 33 % of the bytes in two
-                runs, but the forward pass of plain AdamW after a restore differs from the saved
-                one. Their error is also small beside the weights: half a unit in the last place of
-                a typical bfloat16 weight, or 8 learning rates.
-            moments: As in ``Policy.model_exact``.
-            master_error_lr: As in ``Policy.model_exact``.
-            rate_floor: As in ``Policy.model_exact``.
-            moment_error_octaves: As in ``Policy.model_exact``.
-            max_drift_octaves: As in ``Policy.model_exact``.
-            max_age_steps: As in ``Policy.model_exact``.
-            max_chain_depth: As in ``Policy.exact``.
-            max_restore_ratio: As in ``Policy.exact``.
-            merge_deltas: As in ``Policy.exact``.
-
-        Returns:
-            The policy.
-
-        Raises:
-            ValueError: If a value is out of its range.
-        """
-        betas = (
-            None
-            if profile.optimizer is None
-            else (profile.optimizer.beta1, profile.optimizer.beta2)
+        return cls(
+            **limits, hidden=_checked_hidden(hidden), derive=derive, merge_deltas=merge_deltas
         )
-        rejected = {
-            path for trial in profile.sensitivity if not trial.accepted for path in trial.leaves
-        }
-        hidden = Hidden(
-            weights,
-            moments,
-            master_error_lr,
-            moment_error_octaves,
-            max_drift_octaves,
-            max_age_steps,
-            None,
-            frozenset(profile.leaves.keys() - rejected) if rejected else None,
-            betas,
-            profile.stable_start,
-            float32_weights,
-            rate_floor,
-        )
-        limits = _chain_limits(max_chain_depth, max_restore_ratio)
-        return cls(**limits, hidden=_checked_hidden(hidden), derive=True, merge_deltas=merge_deltas)
 
 
 def _chain_limits(max_chain_depth: int, max_restore_ratio: float | None) -> dict[str, Any]:

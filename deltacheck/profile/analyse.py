@@ -336,7 +336,7 @@ def _recommended(path: str, history: History, tolerance: float) -> Exact | Bound
     situation = Situation(
         Hyperparameters(rate, rule.beta1, rule.beta2, rule.eps), last.count or last.step, None, 1.0
     )
-    policy = Policy.model_exact(max_drift_octaves=tolerance)
+    policy = Policy.auto(derive=False, max_drift_octaves=tolerance)
     decision = decide(policy, STABLE, parameter, specs, situation).get(path)
     return Exact() if decision is None or decision.terms is None else decision.terms
 

@@ -124,14 +124,14 @@ class PolicySizes(msgspec.Struct, frozen=True):
 
 
 class ClassSensitivity(msgspec.Struct, frozen=True):
-    """The effect of restoring one class of leaves as ``Policy.model_exact`` does.
+    """The effect of restoring one class of leaves as ``Policy.auto`` does.
 
     Args:
         name: ``masters``, ``moments`` or ``moments of embeddings``.
         leaves: The paths of the leaves.
         step: The step from which the trials have trained on.
         trial_steps: The number of steps of each trial.
-        accepted: False if there is a reason against it. ``Policy.post_training`` then keeps these
+        accepted: False if there is a reason against it. ``Policy.auto`` then keeps these
             leaves exact.
         lost_steps: The missing progress, in steps of the exact run.
         loss_change: The loss minus that of the exact run.
@@ -164,7 +164,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         interval_steps: The number of steps between two observations.
         leaves: The profile of each leaf, by path.
         stable_start: The step from which nine tenths of the stable set's bytes are stable, ``None``
-            without a stable set. From then on, ``Policy.post_training`` needs not see it settle.
+            without a stable set. From then on, ``Policy.auto`` needs not see it settle.
         confidence: The confidence in the stable set, 0 to 1, weighted by bytes.
         optimizer: The constants of the optimizer, ``None`` if it is not known to be Adam or AdamW.
         learning_rate: The learning rate, as the run reported it.

@@ -29,9 +29,7 @@ arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 arguments.add_argument("folder", type=Path)
-arguments.add_argument(
-    "policy", choices=("exact", "post_training"), help="of the run that is followed"
-)
+arguments.add_argument("policy", choices=("exact", "auto"), help="of the run that is followed")
 arguments.add_argument(
     "--model",
     type=Path,

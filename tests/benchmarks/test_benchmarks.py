@@ -173,7 +173,7 @@ def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]
 
 def test_the_cost_per_leaf_is_compared_with_torch_save(results: dict[str, dict[str, Any]]) -> None:
     by_way = {row["way"]: row for row in rows(results["leaf_counts"])}
-    assert {"torch.save", "exact", "model_exact"} <= by_way.keys()
+    assert {"torch.save", "exact", "auto, weights stored"} <= by_way.keys()
     for row in by_way.values():
         assert row["of torch.save"] == pytest.approx(
             row["processor time"] / by_way["torch.save"]["processor time"]
@@ -288,15 +288,15 @@ def test_a_schedule_warms_up_and_ends_at_zero(schedule: Any) -> None:
 def test_the_figures_of_a_schedule_are_those_of_the_smaller_policy_with_exact_weights() -> None:
     course = schedules.Course("a run", lambda folder: None, 1, 3, limit=0.01)  # type: ignore
     saved = {
-        schedules.MODEL_EXACT: schedules.Saved([0.5, 0.02, 0.01, 0.01], [False, True, True, True]),
+        schedules.STORED: schedules.Saved([0.5, 0.02, 0.01, 0.01], [False, True, True, True]),
         schedules.PROFILED: schedules.Saved([0.5, 0.02, 0.004, 0.014], [False, True, True, True]),
         schedules.BOUNDED: schedules.Saved([0.5, 0.02, 0.004, 0.004], [False, True, True, True]),
     }
     figures = {figure.name: figure for figure in schedules.promises(course, saved)}
-    assert figures["a run, post_training: later saves"].value == pytest.approx(0.009)
-    assert figures["a run, post_training: later saves"].holds
-    assert figures["a run, post_training: largest over the mean"].holds
-    assert figures["a run, post_training, weights bounded: later saves"].limit == 0.005
+    assert figures["a run, auto, profile: later saves"].value == pytest.approx(0.009)
+    assert figures["a run, auto, profile: later saves"].holds
+    assert figures["a run, auto, profile: largest over the mean"].holds
+    assert figures["a run, auto, profile, weights bounded: later saves"].limit == 0.005
 
 
 def test_states_of_other_optimizers_than_adam_are_exact(tmp_path: Path) -> None:

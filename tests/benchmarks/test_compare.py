@@ -229,18 +229,18 @@ MISSES = [
     (
         7,
         {"blocking": [0.03] * 3},
-        "blocking, torch, adamw, post_training, weights bounded, of torch DCP async_save",
+        "blocking, torch, adamw, auto, weights bounded, of torch DCP async_save",
     ),
     (5, {"blocking": [0.11] * 3}, "blocking, jax, adamw, exact, of Orbax CheckpointManager async"),
     (2, {"loop loses": [1.1] * 3}, "loop loses, torch, adamw, exact, of torch DCP async_save"),
     (2, {"cpu": [1.1] * 3}, "processor time, torch, adamw, exact, of torch DCP async_save"),
     (2, {"bytes": [651.0] * 3}, "bytes, torch, adamw, exact, of torch.save"),
-    (3, {"bytes": [11.0] * 3}, "bytes, torch, adamw, post_training, of torch.save"),
-    (6, {"bytes": [11.0] * 3}, "bytes, jax, adamw, post_training, of torch.save"),
+    (3, {"bytes": [11.0] * 3}, "bytes, torch, adamw, auto, of torch.save"),
+    (6, {"bytes": [11.0] * 3}, "bytes, jax, adamw, auto, of torch.save"),
     (2, {"complete": [1.6] * 3}, "complete restore, torch, adamw, exact, of torch.load"),
-    (3, {"forward": [0.4] * 3}, "until first forward, torch, adamw, post_training, of torch.load"),
-    (3, {"step": [0.9] * 3}, "until first step, torch, adamw, post_training, of torch.load"),
-    (6, {"complete": [1.1] * 3}, "complete restore, jax, adamw, post_training, of torch.load"),
+    (3, {"forward": [0.4] * 3}, "until first forward, torch, adamw, auto, of torch.load"),
+    (3, {"step": [0.9] * 3}, "until first step, torch, adamw, auto, of torch.load"),
+    (6, {"complete": [1.1] * 3}, "complete restore, jax, adamw, auto, of torch.load"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_figures_at_their_limits_are_no_misses() -> None:
     figures = compare.figures(GOOD)
     assert [figure.name for figure in figures if not figure.holds] == []
     # Blocking, bytes, restore, memory. torch: early restores, torch_checkpointing. exact: loss of
-    # the loop and processor time; post_training: the latter.
+    # the loop and processor time; auto: the latter.
     assert len(figures) == 5 * 4 + 3 * 3 + 2 + 1
     small = replace(GOOD[2], raw_bytes=int(46e6), samples=GOOD[2].samples | {"complete": [2.0] * 3})
     assert all(figure.holds for figure in compare.figures([GOOD[0], small]))
@@ -267,7 +267,7 @@ def test_blocking_longer_than_torch_checkpointing_is_a_miss() -> None:
     rows = [*GOOD[:8], replace(GOOD[8], samples={**GOOD[8].samples, "blocking": [0.09] * 3})]
     assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [
         "blocking, torch, adamw, exact, of torch_checkpointing",
-        "blocking, torch, adamw, post_training, of torch_checkpointing",
+        "blocking, torch, adamw, auto, of torch_checkpointing",
     ]
 
 
@@ -281,7 +281,7 @@ def test_memory_beyond_the_rivals_and_a_run_that_never_was_steady_are_misses() -
     ]
     assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [
         "peak memory, torch, adamw, exact, of torch DCP async_save",
-        "bytes, torch, adamw, post_training, of torch.save",
+        "bytes, torch, adamw, auto, of torch.save",
         "peak memory, jax, adamw, exact, of Orbax CheckpointManager async",
     ]
 

@@ -70,7 +70,7 @@ def test_post_training_keeps_a_rejected_class_exact(run: Path, tmp_path: Path) -
         )
         known = msgspec.structs.replace(profile, sensitivity=judged)
         root, workload = tmp_path / str(accepted), eval_workload.adam(2)
-        with Engine(root, policy=Policy.post_training(known)) as engine:
+        with Engine(root, policy=Policy.auto(known)) as engine:
             for step in range(1, 101):
                 workload.step()
                 if step % 5 == 0:
@@ -85,12 +85,12 @@ def test_post_training_keeps_a_rejected_class_exact(run: Path, tmp_path: Path) -
 def test_a_simulation_measures_lost_steps_beside_the_noise(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["simulate", str(run), "--factory", f"{FACTORY}:adam", "--policy", "model_exact"]
-    assert main([*words, "--policy", "model_exact:moments=dropped", "--json"]) == 0
+    words = ["simulate", str(run), "--factory", f"{FACTORY}:adam", "--policy", "auto"]
+    assert main([*words, "--policy", "auto:moments=dropped", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["trial_step"] > 0
     quality = {row["name"]: row for row in document["quality"]}
-    kept, dropped = quality["model_exact"], quality["model_exact:moments=dropped"]
+    kept, dropped = quality["auto"], quality["auto:moments=dropped"]
     # Without m, the first steps after the restore are short.
     assert dropped["lost_steps"] > kept["lost_steps"] + 1
     assert kept["noise_sd"] == dropped["noise_sd"] > 0

@@ -456,7 +456,7 @@ def _lossy(shift: float, seeds: int) -> Evidence:
         for seed, by in enumerate(shifts, start=1)
     ]
     return _evidence(
-        *recoveries, plan=replace(PLAN, policy="model_exact"), contracts=("first_moment bounded",)
+        *recoveries, plan=replace(PLAN, policy="auto"), contracts=("first_moment bounded",)
     )
 
 
@@ -729,7 +729,7 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
 def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
     tmp_path: Path,
 ) -> None:
-    plan = Plan("eval_workload.py:adam", "model_exact", 100, 5, 1, 1, 2, chain=1)
+    plan = Plan("eval_workload.py:adam", "auto", 100, 5, 1, 1, 2, chain=1)
     evidence = evaluate(plan, tmp_path)
     judgement = judge(evidence)
     assert judgement.correctness.unexercised == ()
@@ -758,9 +758,9 @@ def test_misuse_is_refused_before_anything_runs(
 ) -> None:
     (tmp_path / "mine").touch()
     for words, says in (
-        (["--policy", "lossy"], "one of exact, model_exact, auto, post_training"),
+        (["--policy", "lossy"], "one of exact, auto"),
         (["--workload", "gan"], "one of sft, rl_like, lora"),
-        (["--profile", "p.json"], "goes with --policy post_training"),
+        (["--profile", "p.json"], "goes with --policy auto"),
         (["--steps", "15", "--every", "5"], "leaves 2 checkpoints; give at least 16"),
         (["--keep", str(tmp_path)], "not empty"),
     ):

@@ -118,14 +118,12 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
 ) -> None:
     output = run(example, "--every", 5)
     assert re.search(r"stable from step \d+ on", output)
-    exact, post_training = part(output, "exact"), part(output, "post_training")
+    exact, auto = part(output, "exact"), part(output, "auto")
     assert_every_bit_equal(exact)
-    sizes = [
-        float(re.findall(r"24 checkpoints: (\S+) MB", text)[0]) for text in (exact, post_training)
-    ]
+    sizes = [float(re.findall(r"24 checkpoints: (\S+) MB", text)[0]) for text in (exact, auto)]
     assert sizes[1] < 0.95 * sizes[0]
-    assert "  killed by SIGKILL\n" in post_training
-    (difference,) = re.findall(r"difference (\S+)\n", post_training)
+    assert "  killed by SIGKILL\n" in auto
+    (difference,) = re.findall(r"difference (\S+)\n", auto)
     before, after = map(float, re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0])
     assert abs(float(difference)) < (before - after) / 10
 

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.tools
 
 STEPS = 16
 
+LOSSY = "auto:derive=False"  # the policy of the run in `recorded`
+
 
 def states() -> Any:
     run = AdamRun()
@@ -53,7 +55,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "files").mkdir()
     engines = [
         Engine(folder / name, policy=policy)
-        for name, policy in (("root", Policy.exact()), ("lossy", Policy.model_exact()))
+        for name, policy in (("root", Policy.exact()), ("lossy", Policy.auto(derive=False)))
     ]
     for step, state in states():
         for engine in engines:
@@ -85,8 +87,8 @@ def test_a_simulation_writes_what_the_run_itself_wrote(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bytes, causes and errors are those of the same policy during the run."""
-    rows = simulated(capsys, str(recorded / "root"), "--policy", "exact", "--policy", "model_exact")
-    for name, policy in (("root", "exact"), ("lossy", "model_exact")):
+    rows = simulated(capsys, str(recorded / "root"), "--policy", "exact", "--policy", LOSSY)
+    for name, policy in (("root", "exact"), ("lossy", LOSSY)):
         steps = collect(recorded / name).steps
         made = rows[policy]["steps"]
         assert [row["step"] for row in made] == [step.step for step in steps]
@@ -95,7 +97,7 @@ def test_a_simulation_writes_what_the_run_itself_wrote(
             # Manifests hold names and times of different lengths.
             assert row["written_bytes"] == pytest.approx(step.written_bytes, rel=0.01)
             assert row["causes"]["changed"] == step.causes["changed"]
-    lossy = rows["model_exact"]
+    lossy = rows[LOSSY]
     assert lossy["stable_from"] == next(
         step.step for step in collect(recorded / "lossy").steps if step.stage == "stable"
     )
@@ -107,7 +109,7 @@ def test_a_simulation_writes_what_the_run_itself_wrote(
 
 
 def test_files_of_torch_give_the_same(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--policy", "model_exact:moments=bounded"]
+    words = ["--policy", "auto:moments=bounded"]
     ours, files = (
         simulated(capsys, str(recorded / name), *words)[words[1]] for name in ("root", "files")
     )
@@ -133,9 +135,9 @@ def test_the_tables_name_policies_causes_and_errors(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["simulate", str(recorded / "root"), "--keep", str(tmp_path / "kept")]
-    assert main([*line, "--policy", "post_training", "--policy", "derive"]) == 0
+    assert main([*line, "--policy", "auto:weights=bounded", "--policy", "exact:derive=True"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("REFRESH", "LATTICE", "post_training", "OF LIMIT"))
+    assert all(word in shown for word in ("REFRESH", "LATTICE", "auto:weights=bounded", "OF LIMIT"))
     assert len(list((tmp_path / "kept").iterdir())) == 2
     assert main(line) == 2
     assert "not empty" in capsys.readouterr().err
@@ -145,7 +147,7 @@ def test_the_tables_name_policies_causes_and_errors(
     ("words", "code", "message"),
     [
         (["root", "--policy", "lossy"], 2, "is no policy; choose from"),
-        (["root", "--policy", "model_exact:moments=none"], 2, "moments must be one of"),
+        (["root", "--policy", "auto:moments=none"], 2, "moments must be one of"),
         (["root", "--policy", "exact:nothing=1"], 2, "unexpected keyword"),
         (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
         (["lossy"], 5, "contract"),
@@ -164,8 +166,4 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(
 
 def test_every_named_policy_is_made() -> None:
     for name in NAMES:
-        if name in ("post_training", "bounded"):
-            with pytest.raises(ValueError, match="needs a profile"):
-                policy_of(name)
-        else:
-            assert isinstance(policy_of(f"{name}:max_restore_ratio=9"), Policy)
+        assert isinstance(policy_of(f"{name}:max_restore_ratio=9"), Policy)

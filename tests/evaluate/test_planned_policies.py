@@ -27,7 +27,7 @@ SPEEDS = [
     for name in ("disk-write", "disk-read", "encode", "apply", "copy")
 ]
 EVERY, PLANNED_AT, STEPS = 5, 160, 240
-POLICIES = {"exact": Policy.exact(), "model_exact": Policy.model_exact()}
+POLICIES = {"exact": Policy.exact(), "auto": Policy.auto()}
 
 
 @pytest.fixture(scope="module", params=["tiny_sft", "tiny_rl_like"])
@@ -74,19 +74,19 @@ def test_a_profile_and_a_root_give_the_same_plan(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, file = str(run / "before"), str(tmp_path / "profile.json")
-    assert main(["profile", root, "-o", file, "--policy", "model_exact"]) == 0
+    assert main(["profile", root, "-o", file, "--policy", "auto"]) == 0
     (sizes,) = Profile.read(file).sizes
-    assert (sizes.policy, sizes.interval_steps) == ("model_exact", EVERY)
-    words = ["--policy", "model_exact", "--interval-steps", str(EVERY)]
+    assert (sizes.policy, sizes.interval_steps) == ("auto", EVERY)
+    words = ["--policy", "auto", "--interval-steps", str(EVERY)]
     from_root, from_profile = (
         planned(capsys, *source, *words)["ways"][0]["bytes"]
         for source in ([root], ["--profile", file])
     )
     assert from_profile == pytest.approx(from_root, rel=0.01)
-    assert main(["plan", "--profile", file, "--policy", "derive", *SPEEDS]) == 2
+    assert main(["plan", "--profile", file, "--policy", "exact:derive=True", *SPEEDS]) == 2
     error = capsys.readouterr().err
-    assert "no measurement of derive; it has model_exact" in error
-    assert "deltacheck plan RUN --policy derive" in error
+    assert "no measurement of exact:derive=True; it has auto" in error
+    assert "deltacheck plan RUN --policy exact:derive=True" in error
 
 
 def test_another_interval_is_measured_on_every_second_checkpoint(
@@ -104,7 +104,7 @@ def test_a_run_that_was_never_stable_is_not_planned_for_a_lossy_policy(
     with Engine(tmp_path / "young") as engine:
         for step in range(3):
             engine.save(step, {"w": torch.full((64, 64), float(step))}).wait()
-    words = [str(tmp_path / "young"), "--policy", "model_exact", "--step-seconds", "1"]
+    words = [str(tmp_path / "young"), "--policy", "auto", "--step-seconds", "1"]
     assert main(["plan", *words, *SPEEDS]) == 3
     assert "steady at none of the 3 checkpoints" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ class Saved:
 
     def __init__(self, root: Path) -> None:
         run, self.live = AdamRun(), dict[int, Snapshot]()
-        with Engine(root, policy=Policy.model_exact()) as engine:
+        with Engine(root, policy=Policy.auto(derive=False)) as engine:
             for _ in range(30):
                 run.advance(10)
                 self.live[run.step] = take(run.state())

@@ -172,14 +172,14 @@ def write_manager(root: Path) -> dict[int, Any]:
 
 
 def write_policy(root: Path) -> None:
-    write_inexact(root, AdamRun((64, 96), parameters=1), Policy.model_exact())
+    write_inexact(root, AdamRun((64, 96), parameters=1), Policy.auto(derive=False))
 
 
 def write_drawn(root: Path) -> None:
     run = AdamRun((64, 96), parameters=2, rate=1e-6)
     # No weight of the second one is coarser than half the lattice, so its masters are drawn.
     run.masters[1] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
-    write_inexact(root, run, Policy.model_exact(moments="bounded"))
+    write_inexact(root, run, Policy.auto(derive=False, moments="bounded"))
 
 
 def write_halved(root: Path) -> None:
@@ -188,12 +188,14 @@ def write_halved(root: Path) -> None:
     run.masters[0] /= np.float32(8)  # codes of one byte
     run.masters[1][:, 0] = 1.5  # codes of two bytes
     run.masters[2] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
-    write_until_halved(root, run, Policy.model_exact(moments="bounded", max_restore_ratio=None))
+    write_until_halved(
+        root, run, Policy.auto(derive=False, moments="bounded", max_restore_ratio=None)
+    )
 
 
 def write_halved_int32(root: Path) -> None:
     """Write a step after the rate has fallen: masters whose weights are cast from them."""
-    hidden = Policy.model_exact(moments="bounded").hidden
+    hidden = Policy.auto(derive=False, moments="bounded").hidden
     assert hidden is not None
     policy = Policy(32, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None)
     write_until_halved(root, AdamRun((64, 96), parameters=1, rate=1e-6), policy)
@@ -358,7 +360,7 @@ def write_tiled_policy(root: Path) -> None:
     run = AdamRun((64, 96), parameters=1)
     run.advance(100)
     inexact: list[int] = []
-    with RankedRun(root, 2, policy=Policy.model_exact()) as ranks:
+    with RankedRun(root, 2, policy=Policy.auto(derive=False)) as ranks:
         while len(inexact) < 2:
             run.advance(10)
             state = run.state()
@@ -414,7 +416,7 @@ def write_ordered(root: Path) -> dict[int, Any]:
         "half": bits[::-1].copy().view(ml_dtypes.bfloat16),
         "integers": bits.copy(),
     }
-    with Engine(root, policy=Policy.model_exact()) as engine:
+    with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for step in range(3):
             saved[step] = copy.deepcopy(state)
             engine.save(step, saved[step]).wait(timeout=60)

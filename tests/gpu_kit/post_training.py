@@ -12,7 +12,8 @@ from tests.gpu_kit.steps import Context, Skipped, Step
 
 _FACTORY = "tests.gpu_kit.finetuning"
 # Under the other policies, leaves stay exact until the run is stable.
-_STEPS = {"exact": (40, 10), "model_exact": (100, 20), "post_training": (100, 20)}
+PROFILED = "auto, profile"
+_STEPS = {"exact": (40, 10), "auto": (100, 20), PROFILED: (100, 20)}
 _QUICK = (12, 3)
 _NOISE_SEEDS = 5  # the fewest for a statement on quality
 
@@ -20,17 +21,18 @@ _NOISE_SEEDS = 5  # the fewest for a statement on quality
 def evaluate(context: Context, policy: str) -> Result:
     """Evaluate one policy, and raise if a restore was wrong."""
     from deltacheck.evaluate.judge import judge
-    from deltacheck.evaluate.records import Plan
+    from deltacheck.evaluate.records import MEASURED, Plan
     from deltacheck.evaluate.run import evaluate as run
 
-    if context.rehearse and policy == "model_exact":
+    if context.rehearse and policy == "auto":
         raise Skipped("the rehearsal evaluates one exact and one other policy")
     if not context.rehearse:
         require_device(context)
     steps, every = _QUICK if context.rehearse else _STEPS[policy]
     plan = Plan(
         factory=f"{_FACTORY}:{'on_processor' if context.rehearse else 'on_device'}",
-        policy=policy,
+        policy=policy.removesuffix(", profile"),
+        profile=MEASURED if policy == PROFILED else "",
         steps=steps,
         every=every,
         kills=1,
@@ -84,5 +86,5 @@ STEPS = tuple(
         needs=("torch",),
         seconds=seconds,
     )
-    for policy, seconds in (("exact", 100.0), ("post_training", 130.0), ("model_exact", 130.0))
+    for policy, seconds in (("exact", 100.0), (PROFILED, 130.0), ("auto", 130.0))
 )

@@ -110,31 +110,31 @@ def situation(
 
 
 def hidden(**changes: object) -> Hidden:
-    terms = Policy.model_exact(**changes).hidden  # type: ignore[arg-type]
+    terms = Policy.auto(derive=False, **changes).hidden  # type: ignore[arg-type]
     assert terms is not None
     return terms
 
 
 @pytest.mark.parametrize("stage", [WARM, DEGRADED])
 def test_outside_the_stable_stage_nothing_is_inexact(stage: str) -> None:
-    assert decide(Policy.model_exact(), stage, PARAMETER, SPECS, situation()) == {}
+    assert decide(Policy.auto(derive=False), stage, PARAMETER, SPECS, situation()) == {}
 
 
 def test_weights_are_never_reused_whatever_the_policy() -> None:
     for moments in ("exact", "bounded", "reused", "dropped"):
         decisions = decide(
-            Policy.model_exact(moments=moments), STABLE, PARAMETER, SPECS, situation()
+            Policy.auto(derive=False, moments=moments), STABLE, PARAMETER, SPECS, situation()
         )
         assert "w" not in decisions
         assert decisions["x"].of == "w"
 
 
 def test_moments_are_reused_as_a_pair_or_not_at_all() -> None:
-    decisions = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation())
+    decisions = decide(Policy.auto(derive=False), STABLE, PARAMETER, SPECS, situation())
     assert decisions["m"].terms == Reused(138)  # 0.1 octaves of a memory of 1,000 steps
     assert isinstance(decisions["v"].terms, Reused)
     assert decisions["v"].terms.max_age_steps == 138
-    early = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation(step=50))
+    early = decide(Policy.auto(derive=False), STABLE, PARAMETER, SPECS, situation(step=50))
     assert {"m", "v"}.isdisjoint(early)
 
 
@@ -142,14 +142,18 @@ def test_small_leaves_and_vectors_stay_exact() -> None:
     for shape in ((4096 * 4,), (8, 8)):
         specs = {path: LeafSpec.of(path, shape, spec.dtype) for path, spec in SPECS.items()}
         assert (
-            decide(Policy.model_exact(moments="dropped"), STABLE, PARAMETER, specs, situation())
+            decide(
+                Policy.auto(derive=False, moments="dropped"), STABLE, PARAMETER, specs, situation()
+            )
             == {}
         )
 
 
 def test_without_a_learning_rate_a_master_stays_exact() -> None:
     for rate in (None, 0.0, -1.0, math.nan, math.inf):
-        assert "x" not in decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation(rate))
+        assert "x" not in decide(
+            Policy.auto(derive=False), STABLE, PARAMETER, SPECS, situation(rate)
+        )
 
 
 def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is_not() -> None:
@@ -179,7 +183,7 @@ def test_the_unit_of_an_error_is_at_least_a_share_of_the_largest_rate() -> None:
     assert unit(0.0, 3.2e-5) == unit(1e-9, 3.2e-5) == 1e-6
     assert [unit(0.0, 0.0), unit(None, 1.0), unit(-1.0, 1.0), unit(math.nan, 1.0)] == [None] * 4
     falling = dataclasses.replace(situation(1e-9), peak_rate=3.2e-5)
-    master = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, falling)["x"]
+    master = decide(Policy.auto(derive=False), STABLE, PARAMETER, SPECS, falling)["x"]
     assert master.terms == Bounded(32.0, "lr", 1e-6)
     assert 0.3 * 32e-6 < master.spacing < 2 * 32e-6
 
@@ -370,4 +374,4 @@ def test_a_float32_weight_without_a_bfloat16_copy_is_halved_like_a_master() -> N
 )
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"must be|moments one of"):
-        Policy.model_exact(**options)  # type: ignore[arg-type]
+        Policy.auto(derive=False, **options)  # type: ignore[arg-type]

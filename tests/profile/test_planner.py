@@ -431,14 +431,14 @@ def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
     assert {row[1] for row in rows[1:]} == {"12"}
     assert max(map(len, table)) <= 80
     # A run that is too short for a lossy policy says so, and the row is missing.
-    assert "model_exact is not in the table" in shown.err
+    assert "auto is not in the table" in shown.err
     assert main([*line, "--compare", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (exact,) = document["compared"]
     # The headline, the table, and what is then measured agree.
     assert exact == document["ways"][0] | {"name": "exact"}
     assert exact["bytes"] == pytest.approx(stored_bytes(roots[12]), rel=0.05)
-    assert set(document["unsteady"]) == {"model_exact", "auto"}
+    assert set(document["unsteady"]) == {"auto"}
     assert main([*line, "--compare", "--policy", "exact"]) == 2
 
 
@@ -446,15 +446,15 @@ def test_the_command_plans_from_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exactly by the laws, and under another policy by its measured sizes alone."""
-    sizes = PolicySizes("model_exact", 10, 12, 400_000, 3000.0, 200_000.0, 2500.0, 400.0, 0.1)
+    sizes = PolicySizes("auto", 10, 12, 400_000, 3000.0, 200_000.0, 2500.0, 400.0, 0.1)
     profile = profile_of(leaf("v", "second_moment", "float32"))
     msgspec.structs.replace(profile, sizes=(sizes,)).write(tmp_path / "p.json")
     line = ["plan", "--profile", str(tmp_path / "p.json"), *SPEEDS, "--step-seconds", "1", "--json"]
     result = []
-    for options in (["exact"], ["model_exact"], ["model_exact", "--state-bytes", "40000000"]):
+    for options in (["exact"], ["auto"], ["auto", "--state-bytes", "40000000"]):
         assert main([*line, "--interval-steps", "10", "--policy", *options]) == 0
         result.append(json.loads(capsys.readouterr().out))
-    assert [plan["policy"] for plan in result] == ["exact", "model_exact", "model_exact"]
+    assert [plan["policy"] for plan in result] == ["exact", "auto", "auto"]
     assert result[0]["delta_bytes"] > 200_000
     assert result[1]["ways"][0]["bytes"] == 3000
     assert result[2]["ways"][0]["bytes"] == pytest.approx(300_000)
@@ -470,8 +470,8 @@ def test_the_command_plans_from_a_profile(
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
         (
-            [*SPEEDS, "--profile", "PROFILE", "--policy", "model_exact"],
-            "has no measurement of model_exact",
+            [*SPEEDS, "--profile", "PROFILE", "--policy", "auto"],
+            "has no measurement of auto",
         ),
         ([*SPEEDS[1:], "--disk-write-bytes-per-second=0"], "write: a speed must be more than 0"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
@@ -527,7 +527,9 @@ def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(
     reports = []
     with Engine(
         tmp_path,
-        policy=Policy.model_exact(moments="dropped", max_chain_depth=100, max_restore_ratio=None),
+        policy=Policy.auto(
+            derive=False, moments="dropped", max_chain_depth=100, max_restore_ratio=None
+        ),
     ) as engine:
         for _ in range(14):
             run.advance(10)

@@ -267,8 +267,8 @@ def under_policies(rank: int, size: int, port: int, root: str, saves: int) -> di
         profiler.observe(run.step, run.state())
     policies = {
         "derive": Policy.exact(derive=True),
-        "model_exact": Policy.model_exact(),
-        "bounded": Policy.post_training(profiler.profile(), weights="bounded"),
+        "auto": Policy.auto(derive=False),
+        "bounded": Policy.auto(profiler.profile(), weights="bounded"),
     }
     run = AdamRun()
     with contextlib.ExitStack() as stack:

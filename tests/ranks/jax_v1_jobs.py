@@ -30,7 +30,7 @@ from deltacheck.save.job.save_job import SaveJob
 from tests.ranks import jax_run
 from tests.support.adam_run import AdamRun
 
-POLICIES = ("derive", "model_exact", "bounded", "exact")
+POLICIES = ("derive", "auto", "bounded", "exact")
 FIRST, EVERY = 100, 10
 
 
@@ -42,8 +42,8 @@ def policies() -> dict[str, Policy]:
         profiler.observe(run.step, run.state())
     return {
         "derive": Policy.exact(derive=True),
-        "model_exact": Policy.model_exact(),
-        "bounded": Policy.post_training(profiler.profile(), weights="bounded"),
+        "auto": Policy.auto(derive=False),
+        "bounded": Policy.auto(profiler.profile(), weights="bounded"),
         "exact": Policy.exact(),
     }
 

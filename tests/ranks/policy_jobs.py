@@ -89,7 +89,7 @@ class DcpEngine:
 
     def __init__(self, root: Path, *, is_async: bool) -> None:
         self.root, self.is_async = root, is_async
-        self.policy, self.loss = Policy.model_exact(), 1.0
+        self.policy, self.loss = Policy.auto(derive=False), 1.0
 
     def __enter__(self) -> DcpEngine:
         return self
@@ -147,7 +147,7 @@ def train(
 ) -> dict[int, Any]:
     """Restore the newest step if there is one, and train with a save every ten steps.
 
-    ``through``: ``engine``, ``post_training``, which is an engine that knows a profile, or ``dcp``,
+    ``through``: ``engine``, ``profile``, which is an engine that knows a profile, or ``dcp``,
     which four ranks call asynchronously. Under DCP, the last of four ranks reports a loss that is
     NaN at their last save.
 
@@ -194,8 +194,8 @@ def train(
 
 def policy_of(through: str, root: Path, size: int) -> Policy:
     """Return the policy of a run; the first ranks of a run with a profile profile it."""
-    if through != "post_training":
-        return Policy.model_exact()
+    if through != "profile":
+        return Policy.auto(derive=False)
     path = root.with_suffix(".json")
     if not path.exists():
         run, profiler = MasterRun(size), Profiler(interval_steps=10)
@@ -206,7 +206,7 @@ def policy_of(through: str, root: Path, size: int) -> Policy:
         if dist.get_rank() == 0:
             profiler.write(path)
         dist.barrier()
-    return Policy.post_training(Profile.read(path))
+    return Policy.auto(Profile.read(path))
 
 
 def arm(killed_at: str) -> None:

@@ -264,7 +264,7 @@ def test_options_come_from_either_section_of_the_configuration(two: list[dict[st
     assert "'keep_lots', which is not one of" in two[0]["wrong option"]
     assert "deltacheck.options has the option 'on_bsy', which" in two[0]["wrong field"]
     assert two[0]["best"] == Keep(best=KeepBest("loss", 2))
-    assert "post_training', which is not one of auto, derive" in two[0]["wrong policy"]
+    assert "lossy', which is not one of auto, derive" in two[0]["wrong policy"]
 
 
 def test_another_stage_is_refused_with_the_way_out(two: list[dict[str, Any]]) -> None:
@@ -540,7 +540,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["wrong field"] = message_of(lambda: engine_options(wrong_fields, {}))
     best = {"deltacheck": {"keep": {"best": {"metric": "loss", "count": 2}}}}
     found["best"] = engine_options(best, {})["keep"]
-    section = {"deltacheck": {"policy": "post_training"}}
+    section = {"deltacheck": {"policy": "lossy"}}
     found["wrong policy"] = message_of(lambda: engine_options(section, {}))
     train(engine, False, 1)
     run = folder / "troubles"

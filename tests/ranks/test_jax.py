@@ -47,7 +47,7 @@ def free_port() -> int:
 def test_steps_of_two_and_four_processes_keep_the_promises_of_each_policy(tmp_path: Path) -> None:
     kinds = {
         "derive": set(),
-        "model_exact": {"Bounded", "Reused"},
+        "auto": {"Bounded", "Reused"},
         "bounded": {"Bounded", "Reused"},
     }
     live: dict[int, Any] = {}
@@ -62,9 +62,9 @@ def test_steps_of_two_and_four_processes_keep_the_promises_of_each_policy(tmp_pa
             assert {type(p.terms).__name__ for p in manifest.contracts.values()} == promised
             # Weights that follow from their masters are not stored.
             is_derived = manifest.tiles["model/w0"].forms != ()
-            assert is_derived == (name != "model_exact")
+            assert is_derived == (name != "auto")
     # A tile on each device. Those whose weights are all fine enough have no codes.
-    master = deltacheck.open(tmp_path / "model_exact").manifest().tiles["optimizer/state/0/master"]
+    master = deltacheck.open(tmp_path / "auto").manifest().tiles["optimizer/state/0/master"]
     assert len(master.lanes) == 8
     assert {rule.how for rule in master.forms} <= {"lattice", "drawn"}
     assert len({rule.seed for rule in master.forms}) == 1

@@ -21,7 +21,7 @@ from tests.ranks.launch import launch
 from tests.support.promises import broken
 
 
-@pytest.mark.parametrize("through", ["engine", "post_training", "dcp"])
+@pytest.mark.parametrize("through", ["engine", "profile", "dcp"])
 @pytest.mark.timeout(600)
 def test_killed_fsdp_ranks_resume_from_steps_that_keep_their_promises(
     tmp_path: Path, through: str
@@ -30,7 +30,7 @@ def test_killed_fsdp_ranks_resume_from_steps_that_keep_their_promises(
     live: dict[int, Any] = {}
     # Killed with two ranks twice, then four, then one: each goes on from where the others were.
     plan = [(2, 7, "durable"), (2, 6, "capture"), (4, 5, ""), (1, 5, "")]
-    if through == "post_training":
+    if through == "profile":
         plan = [(4, 7, "durable"), (2, 6, "capture"), (1, 5, "")]
     elif through == "dcp":
         # DCP captures and commits with the same code, so that one kill is enough.

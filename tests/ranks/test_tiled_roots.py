@@ -701,10 +701,10 @@ def next_steps(engine: Any, state: Any) -> list[Any]:
 def test_one_process_goes_on_from_ranks_under_every_policy(
     copied: Roots, tool: Any, tmp_path: Path, how: str
 ) -> None:
-    policy = Policy.model_exact() if how == "derived" else Policy.exact()
+    policy = Policy.auto(derive=False) if how == "derived" else Policy.exact()
     if how == "post-training":
         tool(copied.many, "profile", ROOT, "-o", tmp_path / "profile.json")
-        policy = Policy.post_training(Profile.read(tmp_path / "profile.json"))
+        policy = Policy.auto(Profile.read(tmp_path / "profile.json"))
     memory = tmp_path / "memory" if how == "in memory" else None
     target = tensors_of(copied.states[0])
     with Engine(

@@ -1,15 +1,16 @@
-"""``Policy.auto`` starts exact, weakens what ``model_exact`` weakens, and says why."""
+"""``Policy.auto`` starts exact, weakens the same leaves with and without weights, and says why."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import deltacheck
-from deltacheck import Policy
+from deltacheck import Policy, Profiler
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.policy.stage import SaveObservation, Stage, advance, explain
@@ -25,8 +26,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("auto")
     policies = {
         "auto": Policy.auto(),
-        "model_exact": Policy.model_exact(),
-        "exact": Policy.auto("exact"),
+        "stored": Policy.auto(derive=False),
+        "exact": Policy.exact(derive=True),
     }
     for name, policy in policies.items():
         run = AdamRun()
@@ -39,7 +40,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_no_leaf_has_a_weaker_promise_than_the_policy_names(roots: dict[str, Path]) -> None:
-    auto, other, exact = (deltacheck.open(roots[n]) for n in ("auto", "model_exact", "exact"))
+    auto, other, exact = (deltacheck.open(roots[n]) for n in ("auto", "stored", "exact"))
     assert auto.steps() == other.steps()
     for step in auto.steps():
         ours, theirs = auto.manifest(step), other.manifest(step)
@@ -55,7 +56,7 @@ def test_no_leaf_has_a_weaker_promise_than_the_policy_names(roots: dict[str, Pat
 
 def test_exact_saves_are_smaller_because_weights_are_computed(roots: dict[str, Path]) -> None:
     first = {name: collect(root).steps[0] for name, root in roots.items()}
-    assert first["auto"].written_bytes < first["model_exact"].written_bytes
+    assert first["auto"].written_bytes < first["stored"].written_bytes
     assert deltacheck.open(roots["auto"]).manifest(10).derived["model/w0"].how == "cast"
 
 
@@ -101,14 +102,20 @@ def test_a_reason_names_what_holds_the_stage_back(
     assert reason in explain(before, after, observation, 0.1, stable_from)
 
 
-def test_an_unknown_promise_is_refused() -> None:
-    with pytest.raises(ValueError, match="'exact' or 'model_exact', not 'good'"):
-        Policy.auto("good")
-
-
-def test_the_numbers_of_the_promise_are_those_of_model_exact() -> None:
-    options = {"master_error_lr": 8.0, "rate_floor": 0.0}
-    assert Policy.auto(**options).hidden == Policy.model_exact(**options).hidden  # type: ignore[arg-type]
-    assert Policy.auto().hidden == Policy.model_exact().hidden
+def test_a_profile_gives_constants_and_the_leaves_that_may_be_inexact() -> None:
+    run, profiler = AdamRun(), Profiler(interval_steps=10)
+    for _ in range(25):
+        run.advance(10)
+        profiler.observe(run.step, run.state())
+    profile = profiler.profile()
+    assert profile.optimizer is not None
+    plain, profiled = Policy.auto().hidden, Policy.auto(profile).hidden
+    assert plain is not None
+    assert profiled == replace(
+        plain,
+        betas=(profile.optimizer.beta1, profile.optimizer.beta2),
+        steady_from=profile.stable_start,
+    )
+    assert Policy.auto(profile, betas=(0.5, 0.6)).hidden == replace(profiled, betas=(0.5, 0.6))
     with pytest.raises(ValueError, match="rate_floor must be from 0 to 1"):
         Policy.auto(rate_floor=2.0)

@@ -20,7 +20,7 @@ MASTER, FIRST, WEIGHT = "optimizer/state/0/master", "optimizer/state/0/exp_avg",
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, SaveReport]]:
     """A run that becomes stable, halves its rate, loses a step to a NaN and goes on."""
     root, run, reports = tmp_path_factory.mktemp("causes"), AdamRun(rate=1e-6), {}
-    with Engine(root, policy=Policy.model_exact()) as engine:
+    with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for number in range(1, 21):
             if 13 <= number <= 15:  # a schedule, not a jump
                 run.rate *= 0.8
@@ -85,11 +85,11 @@ def test_a_resume_is_an_event_of_the_leaves_that_had_a_contract(
     saved: tuple[Path, dict[int, SaveReport]], tmp_path: Path
 ) -> None:
     root, run = tmp_path / "root", AdamRun()
-    with Engine(root, policy=Policy.model_exact()) as engine:
+    with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for _ in range(12):
             run.advance(10)
             engine.save(run.step, run.state()).result()
-    with Engine(root, policy=Policy.model_exact()) as engine:
+    with Engine(root, policy=Policy.auto(derive=False)) as engine:
         engine.restore()
         run.advance(10)
         report = engine.save(run.step, run.state()).result()

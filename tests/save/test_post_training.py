@@ -40,7 +40,7 @@ def test_the_stable_set_is_bounded_and_reused_from_its_stable_start_on(
     assert profile.stable_start is not None
     run = AdamRun(seed=1)
     stages = {}
-    with Engine(tmp_path, policy=Policy.post_training(profile)) as engine:
+    with Engine(tmp_path, policy=Policy.auto(profile)) as engine:
         for _ in range(20):
             run.advance(10)
             engine.save(run.step, run.state()).result()
@@ -59,7 +59,7 @@ def test_the_stable_set_is_bounded_and_reused_from_its_stable_start_on(
 
 def test_bounded_weights_are_not_stored_and_stay_close(profile: Profile, tmp_path: Path) -> None:
     run = AdamRun(seed=1)
-    with Engine(tmp_path, policy=Policy.post_training(profile, weights="bounded")) as engine:
+    with Engine(tmp_path, policy=Policy.auto(profile, weights="bounded")) as engine:
         for _ in range(20):
             run.advance(10)
             engine.save(run.step, run.state()).result()
@@ -83,7 +83,7 @@ def test_a_profile_without_a_stable_start_leaves_it_to_the_saves_to_find_it(
     profile = profiler.profile()
     assert profile.stable_start is None
     stages = []
-    with Engine(tmp_path, policy=Policy.post_training(profile)) as engine:
+    with Engine(tmp_path, policy=Policy.auto(profile)) as engine:
         for _ in range(16):
             run.advance(10)
             engine.save(run.step, run.state()).result()
@@ -140,7 +140,7 @@ def test_a_profile_agrees_with_the_policy_and_never_makes_saves_larger(
 ) -> None:
     """A run is profiled while it is saved without a profile, and then saved with it."""
     profiler, stored = Profiler(interval_steps=10), {}
-    policy = Policy.model_exact()
+    policy = Policy.auto(derive=False)
     for name in ("without", "with"):
         run = make(1)
         with Engine(tmp_path / name, policy=policy) as engine:
@@ -151,7 +151,7 @@ def test_a_profile_agrees_with_the_policy_and_never_makes_saves_larger(
                 if name == "without":
                     profiler.observe(run.step, run.state())
             profile = profiler.profile()
-            policy = Policy.post_training(profile)
+            policy = Policy.auto(profile)
         stored[name] = sum(report.stored_bytes for report in reports)
         contracts = deltacheck.open(tmp_path / name).manifest().contracts
         recommended = {
@@ -176,7 +176,7 @@ def test_float32_weights_are_bounded_only_if_asked_for_by_name(
     for choice in ("exact", "bounded"):
         root, run = tmp_path / choice, AdamRun(seed=1, weights=weights)
         live = {}
-        policy = Policy.post_training(profile, float32_weights=choice)
+        policy = Policy.auto(profile, float32_weights=choice)
         with Engine(root, policy=policy) as engine:
             for number in range(20):
                 run.rate *= 0.95 if number > 10 else 1  # a schedule
@@ -232,9 +232,7 @@ def test_a_frozen_float32_weight_of_the_same_shape_is_not_bounded(
     """The numbers of a torch optimizer do not tell which weights it trains; their changes do."""
     run = AdamRun(seed=1, weights="float32")
     frozen = np.ones((64, 96), np.float32)
-    with Engine(
-        tmp_path, policy=Policy.post_training(profile, float32_weights="bounded")
-    ) as engine:
+    with Engine(tmp_path, policy=Policy.auto(profile, float32_weights="bounded")) as engine:
         for _ in range(20):
             run.advance(10)
             state = run.state()
@@ -249,4 +247,4 @@ def test_a_frozen_float32_weight_of_the_same_shape_is_not_bounded(
 @pytest.mark.parametrize("option", ["weights", "float32_weights", "moments"])
 def test_options_are_named_in_a_refusal(profile: Profile, option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option} must be one of"):
-        Policy.post_training(profile, **{option: "some"})  # type: ignore[arg-type]
+        Policy.auto(profile, **{option: "some"})  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def test_every_step_keeps_its_promise(
 ) -> None:
     run = AdamRun((32, 40), 2, rate=rate, seed=seed)
     run.advance(100)
-    policy, peak = Policy.model_exact(moments="exact", stable_from=0, max_chain_depth=6), 0.0
+    policy, peak = Policy.auto(derive=False, moments="exact", stable_from=0, max_chain_depth=6), 0.0
     with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
         for save in range(SAVES):
             run.rate = rate * SCHEDULES[schedule](save / (SAVES - 1))
@@ -210,7 +210,7 @@ def test_every_reused_moment_keeps_its_promise(
     run = AdamRun((32, 40), 2, seed=seed)
     run.scale[0][:8] = 0.0  # rows that do not occur
     run.advance(100)
-    policy = Policy.model_exact(stable_from=0, max_chain_depth=6)
+    policy = Policy.auto(derive=False, stable_from=0, max_chain_depth=6)
     states, rules = {}, set()
     with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
         for save in range(SAVES):
@@ -250,7 +250,7 @@ def test_a_master_is_stored_by_the_shortest_rule_that_keeps_its_promise(
         run.masters[0] = np.linspace(-9e-4, 9e-4, 1280, dtype=np.float32).reshape(32, 40)
     run.advance(100)
     path = "optimizer/state/0/master"
-    policy = Policy.model_exact(moments="exact", stable_from=0)
+    policy = Policy.auto(derive=False, moments="exact", stable_from=0)
     with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
         for _ in range(6):
             run.advance(5)
@@ -274,7 +274,7 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
     run.masters[0] /= np.float32(8)
     run.advance(100)
     path = "optimizer/state/0/master"
-    policy = Policy.model_exact(moments="exact", stable_from=0)
+    policy = Policy.auto(derive=False, moments="exact", stable_from=0)
     halvings, codes, first = [], [], {}
     with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
         for _ in range(24):
@@ -314,7 +314,7 @@ def test_a_master_keeps_its_promise_while_its_lattice_is_halved(value: float, dt
 
 def bounded_weights() -> Policy:
     """Return a policy under which no exact weight bounds a master."""
-    hidden = Policy.model_exact(moments="exact", stable_from=0).hidden
+    hidden = Policy.auto(derive=False, moments="exact", stable_from=0).hidden
     assert hidden is not None
     hidden = replace(hidden, weights="bounded", float32_weights="bounded")
     return Policy(6, hidden, derive=True)
@@ -416,7 +416,7 @@ def test_a_leaf_whose_promise_would_not_hold_is_exact_in_that_step_only(disturba
     run = AdamRun((32, 40), 2, rate=1e-6)
     run.advance(100)
     path = "optimizer/state/0/master"
-    policy = Policy.model_exact(moments="exact", stable_from=0)
+    policy = Policy.auto(derive=False, moments="exact", stable_from=0)
     bounded = []
     with tempfile.TemporaryDirectory() as root, Engine(root, policy=policy) as engine:
         for save in range(9):

@@ -104,7 +104,7 @@ COURSES: dict[str, Callable[[Any], list[Network]]] = {
 
 
 def policy(float32: bool, moments: str = "exact") -> Policy:
-    made = Policy.model_exact(moments=moments, stable_from=0, max_chain_depth=6)
+    made = Policy.auto(derive=False, moments=moments, stable_from=0, max_chain_depth=6)
     assert made.hidden is not None
     hidden = replace(made.hidden, float32_weights="bounded" if float32 else "exact")
     return replace(made, hidden=hidden)

@@ -35,7 +35,7 @@ MASTER, FIRST, SECOND = (f"optimizer/state/0/{n}" for n in ("master", "exp_avg",
 
 
 def of_hidden(**options: Any) -> Policy:
-    policy = Policy.model_exact(stable_from=0)
+    policy = Policy.auto(derive=False, stable_from=0)
     assert policy.hidden is not None
     return replace(policy, hidden=replace(policy.hidden, **options))
 
@@ -97,7 +97,7 @@ class Saves:
 
 POLICIES = {
     "derive": Policy.exact(derive=True),
-    "model_exact": Policy.model_exact(),
+    "auto": Policy.auto(derive=False),
     "bounded moments": of_hidden(moments="bounded"),
     "dropped moments": of_hidden(moments="dropped"),
     "bounded weights": of_hidden(weights="bounded"),
@@ -106,7 +106,7 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     ("policy", "size", "layout"),
-    [*((policy, 3, rows) for policy in POLICIES.values()), (POLICIES["model_exact"], 4, cells)],
+    [*((policy, 3, rows) for policy in POLICIES.values()), (POLICIES["auto"], 4, cells)],
     ids=[*POLICIES, "two axes"],
 )
 def test_every_step_keeps_the_promises_that_its_manifest_makes(
@@ -175,7 +175,7 @@ def test_one_rank_saves_what_a_process_alone_would(tmp_path: Path) -> None:
     stored = []
     for size in (1, 3):
         saves = Saves(tmp_path / str(size))
-        with RankedRun(saves.root, size, policy=Policy.model_exact()) as ranks:
+        with RankedRun(saves.root, size, policy=Policy.auto(derive=False)) as ranks:
             saves.save(ranks, 10)
         run = deltacheck.open(saves.root)
         stored.append({step: run.manifest(step).contracts.keys() for step in run.steps()})
@@ -204,7 +204,7 @@ def test_a_tile_that_cannot_keep_the_promise_is_exact_and_the_others_are_not(
     tmp_path: Path, change: Any, name: str, leaves: set[str]
 ) -> None:
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 3, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 3, policy=Policy.auto(derive=False)) as ranks:
         saves.until_stable(ranks)
         manifest = saves.save(ranks, change=lambda state: change(state, name, 30))  # of rank 1
         for path in leaves:
@@ -225,7 +225,7 @@ def test_an_event_that_one_rank_sees_is_an_event_of_all(
 ) -> None:
     saves = Saves(tmp_path)
     usual = {"loss": 1.0, "grad_norm": 1.0, "lr": saves.run.rate}
-    with RankedRun(tmp_path, 3, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 3, policy=Policy.auto(derive=False)) as ranks:
         for _ in range(8):
             manifest = saves.save(ranks, metrics=[usual])
         assert manifest.stage == "stable"
@@ -247,7 +247,7 @@ def whole_everywhere(path: str, shape: Sequence[int], rank: int, size: int) -> l
 
 def test_a_master_that_is_not_cut_like_its_weight_is_exact(tmp_path: Path) -> None:
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 3, whole_master, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 3, whole_master, policy=Policy.auto(derive=False)) as ranks:
         manifest = saves.until_stable(ranks)
     assert MASTER not in manifest.contracts
     assert "optimizer/state/1/master" in manifest.contracts
@@ -267,7 +267,7 @@ def test_what_several_ranks_hold_is_written_parameter_by_parameter(
     # The bfloat16 weights alone are below the least part of this size, their masters are not.
     monkeypatch.setattr(sharding, "_SPREAD_BYTES", 64 * 96 * 4 // 3)
     saves = Saves(tmp_path, AdamRun(parameters=3))
-    with RankedRun(tmp_path, 4, layout, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 4, layout, policy=Policy.auto(derive=False)) as ranks:
         manifest = saves.until_stable(ranks)
         # The copies are compared with what was read, and not with the codes that were written.
         saves.save(ranks, 2)
@@ -287,7 +287,7 @@ def test_what_several_ranks_hold_is_written_parameter_by_parameter(
 
 def test_a_copy_that_differs_from_what_is_coded_fails_the_save(tmp_path: Path) -> None:
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 2, whole_everywhere, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 2, whole_everywhere, policy=Policy.auto(derive=False)) as ranks:
         before = saves.until_stable(ranks)
         state = saves.run.state()
         other = copy.deepcopy(state)
@@ -302,7 +302,7 @@ def test_a_copy_that_differs_from_what_is_coded_fails_the_save(tmp_path: Path) -
 def test_the_promises_hold_after_each_change_of_the_number_of_ranks(tmp_path: Path) -> None:
     saves = Saves(tmp_path)
     for size in (2, 4, 1):
-        with RankedRun(tmp_path, size, policy=Policy.model_exact()) as ranks:
+        with RankedRun(tmp_path, size, policy=Policy.auto(derive=False)) as ranks:
             if saves.live:
                 continued = ranks.resume(saves.run.state())
                 if size == 1:  # the old tiles lie in the new ones
@@ -319,7 +319,7 @@ def test_a_rank_that_fails_in_its_save_leaves_no_step_and_the_next_one_is_whole(
     from deltacheck.save.job.segment_builder import SegmentBuilder
 
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 3, policy=Policy.model_exact(), on_error="log") as ranks:
+    with RankedRun(tmp_path, 3, policy=Policy.auto(derive=False), on_error="log") as ranks:
         before = saves.until_stable(ranks)
         finish = SegmentBuilder.finish
 
@@ -341,7 +341,7 @@ def test_a_rank_that_fails_in_its_save_leaves_no_step_and_the_next_one_is_whole(
 
 def test_ranks_that_decide_differently_save_what_each_has_decided(tmp_path: Path) -> None:
     saves = Saves(tmp_path)
-    with RankedRun(tmp_path, 3, policy=Policy.model_exact()) as ranks:
+    with RankedRun(tmp_path, 3, policy=Policy.auto(derive=False)) as ranks:
         saves.until_stable(ranks)
         run_state = ranks.savers[1]._treatment._run
         run_state.scales[MASTER] = 1e-4  # of another lattice

@@ -92,7 +92,7 @@ def moments(state: dict[str, Any], number: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy.model_exact(), Policy.exact(derive=True)], ids=["model_exact", "derive"]
+    "policy", [Policy.auto(derive=False), Policy.exact(derive=True)], ids=["auto", "derive"]
 )
 def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Policy) -> None:
     made = saves(policy)
@@ -104,8 +104,8 @@ def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Polic
 
 @pytest.mark.parametrize(
     "policy",
-    [Policy.exact(), Policy.exact(derive=True), Policy.model_exact(moments="reused")],
-    ids=["exact", "derive", "model_exact"],
+    [Policy.exact(), Policy.exact(derive=True), Policy.auto(derive=False, moments="reused")],
+    ids=["exact", "derive", "auto"],
 )
 def test_a_save_lets_go_of_every_leaf_when_it_is_done(saves: Any, policy: Policy) -> None:
     made = saves(policy)
@@ -216,7 +216,7 @@ def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
 def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(
     saves: Any, kind: str
 ) -> None:  # laws 1, 2
-    made = saves(Policy.model_exact(moments=kind))
+    made = saves(Policy.auto(derive=False, moments=kind))
     made.until_stable()
     made.save(3)
     found, live = made.restored(), made.live()
@@ -247,7 +247,7 @@ def exchanged(model: dict[str, Any]) -> None:
 
 
 def test_weights_that_change_places_are_found_again(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2)
     assert bounded_masters(made, lambda model: None) == [0, 1]
@@ -258,7 +258,7 @@ def test_weights_that_change_places_are_found_again(saves: Any) -> None:
 
 
 def test_a_master_without_a_weight_gets_it_as_soon_as_one_fits(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2)
 
@@ -285,7 +285,7 @@ def test_a_lattice_keeps_the_progress_of_steps_of_any_size(share: float) -> None
 
 
 def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2)
     assert any(isinstance(p.terms, Reused) for p in made.manifest().contracts.values())
@@ -293,7 +293,7 @@ def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
 
 
 def test_dropped_first_moments_are_zero_and_said_to_be(saves: Any) -> None:  # law 3
-    made = saves(Policy.model_exact(moments="dropped"))
+    made = saves(Policy.auto(derive=False, moments="dropped"))
     made.until_stable()
     m, v = moments(made.restored())
     assert not m.any()
@@ -303,11 +303,11 @@ def test_dropped_first_moments_are_zero_and_said_to_be(saves: Any) -> None:  # l
 
 
 def test_restored_moments_obey_the_law_of_adam(saves: Any) -> None:  # law 4
-    made = saves(Policy.model_exact(max_age_steps=100, max_drift_octaves=1.0))
+    made = saves(Policy.auto(derive=False, max_age_steps=100, max_drift_octaves=1.0))
     made.until_stable()
     made.save(2)
     for kind in ("reused", "bounded"):
-        other = saves(Policy.model_exact(moments=kind, stable_from=0))
+        other = saves(Policy.auto(derive=False, moments=kind, stable_from=0))
         other.until_stable()
         # One element's gradient grows until m^2 is close to C v; coarse codes of both would break
         # the law there.
@@ -318,7 +318,7 @@ def test_restored_moments_obey_the_law_of_adam(saves: Any) -> None:  # law 4
 
 
 def test_a_v_that_is_too_small_for_its_m_is_repaired(saves: Any) -> None:  # law 4
-    made = saves(Policy.model_exact(moments="bounded"))
+    made = saves(Policy.auto(derive=False, moments="bounded"))
     made.until_stable()
     derived = made.manifest().derived["optimizer/state/0/exp_avg_sq"]
     assert derived.first == "optimizer/state/0/exp_avg"
@@ -326,7 +326,7 @@ def test_a_v_that_is_too_small_for_its_m_is_repaired(saves: Any) -> None:  # law
 
 
 def test_moments_are_reused_as_a_pair_of_one_step_with_v_rescaled(saves: Any) -> None:  # law 5
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2, every=3)
     contracts, derived = made.manifest().contracts, made.manifest().derived
@@ -349,7 +349,7 @@ def test_moments_are_reused_as_a_pair_of_one_step_with_v_rescaled(saves: Any) ->
 
 
 def test_reused_moments_are_never_older_than_promised(saves: Any) -> None:
-    made = saves(Policy.model_exact(max_age_steps=30, max_drift_octaves=1.0))
+    made = saves(Policy.auto(derive=False, max_age_steps=30, max_drift_octaves=1.0))
     made.until_stable()
     for _ in range(8):
         made.save()
@@ -367,7 +367,7 @@ def test_the_optimizer_counts_the_age_of_its_moments(
 ) -> None:
     run, promised = AdamRun((64, 64), 6), {}
     run.advance(300)
-    policy = Policy.model_exact(max_age_steps=100, max_drift_octaves=2.0, stable_from=0)
+    policy = Policy.auto(derive=False, max_age_steps=100, max_drift_octaves=2.0, stable_from=0)
     with Engine(tmp_path, policy=policy) as engine:
         for _ in range(14):
             run.advance(20)
@@ -413,7 +413,7 @@ def zeroed(run: AdamRun) -> None:
 def test_a_new_optimizer_and_a_frozen_parameter_are_events(
     saves: Any, change: Any, later: int
 ) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(3)
     assert made.manifest().stage == "stable"
@@ -431,7 +431,9 @@ def test_a_new_optimizer_and_a_frozen_parameter_are_events(
 
 
 def test_refreshes_do_not_all_fall_on_one_save(saves: Any) -> None:
-    made = saves(Policy.model_exact(max_age_steps=60, max_drift_octaves=2.0), AdamRun((64, 64), 12))
+    made = saves(
+        Policy.auto(derive=False, max_age_steps=60, max_drift_octaves=2.0), AdamRun((64, 64), 12)
+    )
     made.until_stable()
     fresh = []
     for _ in range(12):
@@ -445,7 +447,7 @@ def test_refreshes_do_not_all_fall_on_one_save(saves: Any) -> None:
 
 
 def test_a_young_run_has_no_save_that_refreshes_most_moments(saves: Any) -> None:
-    made = saves(Policy.model_exact(stable_from=0), AdamRun((64, 64), 16))
+    made = saves(Policy.auto(derive=False, stable_from=0), AdamRun((64, 64), 16))
     made.until_stable()
     assert made.run.step < 180  # pairs may be reused for less than 25 steps
     reports, fresh = [], []
@@ -461,7 +463,7 @@ def test_a_young_run_has_no_save_that_refreshes_most_moments(saves: Any) -> None
 
 
 def test_drift_beyond_the_contract_turns_reuse_into_a_write_at_once(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save()
     made.run.scale[0] *= (
@@ -479,7 +481,7 @@ def test_drift_beyond_the_contract_turns_reuse_into_a_write_at_once(saves: Any) 
 def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> None:  # law 8
     run = AdamRun((64, 96), 2)
     run.scale[0][10:] = 0  # an embedding of which ten rows occur
-    made = saves(Policy.model_exact(), run)
+    made = saves(Policy.auto(derive=False), run)
     made.until_stable()
     while made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step == run.step:
         made.save()  # until it is reused
@@ -498,7 +500,7 @@ def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> Non
 
 
 def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law 6
-    made = saves(Policy.model_exact(moments="dropped"))
+    made = saves(Policy.auto(derive=False, moments="dropped"))
     made.until_stable()
     vector = len(made.run.masters) - 1
     found, live = made.restored(), made.live()
@@ -510,7 +512,7 @@ def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law
 
 
 def test_moments_of_a_short_memory_are_not_reused(saves: Any) -> None:  # law 7
-    made = saves(Policy.model_exact(stable_from=0), AdamRun(betas=(0.9, 0.95)))
+    made = saves(Policy.auto(derive=False, stable_from=0), AdamRun(betas=(0.9, 0.95)))
     made.save(32, every=1)
     assert made.manifest().stage == "stable"
     assert not any(
@@ -520,7 +522,7 @@ def test_moments_of_a_short_memory_are_not_reused(saves: Any) -> None:  # law 7
 
 
 def test_moments_of_an_unknown_optimizer_are_exact(saves: Any) -> None:  # law 7
-    made = saves(Policy.model_exact(moments="dropped"))
+    made = saves(Policy.auto(derive=False, moments="dropped"))
     made.until_stable()
     made.run.advance(10)
     state = made.run.state()
@@ -531,7 +533,7 @@ def test_moments_of_an_unknown_optimizer_are_exact(saves: Any) -> None:  # law 7
 
 
 def test_moments_that_break_the_law_are_exact_whatever_they_are_called(saves: Any) -> None:
-    made = saves(Policy.model_exact(moments="bounded"))
+    made = saves(Policy.auto(derive=False, moments="bounded"))
     made.until_stable()
     made.run.advance(10)
     made.run.second[0] *= np.float32(1e-6)
@@ -544,7 +546,7 @@ def test_moments_that_break_the_law_are_exact_whatever_they_are_called(saves: An
 
 @pytest.mark.parametrize("event", ["rate", "nan", "loss"])
 def test_an_event_makes_every_leaf_exact_at_once(saves: Any, event: str) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     random = np.random.default_rng(1)
     for _ in range(60):
         made.save(loss=2 + 0.01 * random.normal())
@@ -558,7 +560,7 @@ def test_an_event_makes_every_leaf_exact_at_once(saves: Any, event: str) -> None
 
 
 def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     before = made.run.step
     made.run.second[-1] *= np.float32(8)  # of a vector: three octaves, at one step
@@ -572,7 +574,7 @@ def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(
 
 
 def test_moments_that_drift_are_written_again_and_the_run_stays_stable(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     for second in made.run.second:
         second *= np.float32(2)
@@ -591,7 +593,7 @@ def masters_at(manifest: Any) -> set[Any]:
 def test_at_rate_0_the_largest_rate_of_the_run_is_the_unit_of_a_masters_error(
     saves: Any, floor: float
 ) -> None:
-    made = saves(Policy.model_exact(moments="exact", rate_floor=floor))
+    made = saves(Policy.auto(derive=False, moments="exact", rate_floor=floor))
     made.until_stable()
     for rate in (6e-6, 3e-6, 0.0):
         made.run.rate = rate
@@ -610,7 +612,7 @@ def test_at_rate_0_the_largest_rate_of_the_run_is_the_unit_of_a_masters_error(
 
 
 def test_a_resumed_run_begins_warm(saves: Any) -> None:
-    made = saves(Policy.model_exact(moments="dropped"))
+    made = saves(Policy.auto(derive=False, moments="dropped"))
     made.until_stable()
     made.engine.restore()
     made.save()
@@ -635,7 +637,7 @@ def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
     saves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More elements than are adjusted at once, and a lattice that is finer than the weights.
-    made = saves(Policy.model_exact(), AdamRun((300, 200), rate=1e-6))
+    made = saves(Policy.auto(derive=False), AdamRun((300, 200), rate=1e-6))
     made.until_stable()
     made.save(2)
     expected, arrays = made.restored(), made.run.state()
@@ -659,7 +661,7 @@ def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
 
 
 def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2)
     before, arrays = made.live(), made.run.state()
@@ -689,7 +691,7 @@ def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any)
 def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
     saves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded = Policy.model_exact()
+    bounded = Policy.auto(derive=False)
     assert bounded.hidden is not None
     first = frozenset(f"optimizer/state/0/{name}" for name in ("master", "exp_avg", "exp_avg_sq"))
     policy = replace(bounded, derive=True, hidden=replace(bounded.hidden, leaves=first))
@@ -711,7 +713,7 @@ def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
 
 
 def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:
-    made = saves(Policy.model_exact(moments="bounded", stable_from=0))
+    made = saves(Policy.auto(derive=False, moments="bounded", stable_from=0))
     made.until_stable()
     for _ in range(6):
         made.save()
@@ -723,7 +725,7 @@ def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:
 
 def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves: Any) -> None:
     """On the lattice of the restored step, each master would return to where the resume began."""
-    made = saves(Policy.model_exact(moments="exact", stable_from=0), AdamRun(rate=1e-6))
+    made = saves(Policy.auto(derive=False, moments="exact", stable_from=0), AdamRun(rate=1e-6))
     made.until_stable()
 
     def masters(state: Any) -> list[Any]:
@@ -750,7 +752,7 @@ def test_a_run_that_is_killed_again_keeps_what_it_gained_since_the_resume(saves:
 
 
 def test_exact_is_refused_where_the_step_is_not_and_the_leaves_are_named(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save()
     for door in (made.engine.restore, lambda contract: made.restored(contract=contract)):
@@ -769,7 +771,7 @@ def test_exact_is_refused_where_the_step_is_not_and_the_leaves_are_named(saves: 
 
 def test_slices_of_derived_leaves_equal_the_leaf(saves: Any) -> None:
     with small_leaves(pack_below=1024, chunk=4096):
-        made = saves(Policy.model_exact(moments="bounded"), AdamRun((70, 96), rate=1e-6))
+        made = saves(Policy.auto(derive=False, moments="bounded"), AdamRun((70, 96), rate=1e-6))
         made.until_stable()
         assert made.manifest().leaves["optimizer/state/0/master"].chunk == (42, 96)
         whole = made.restored()["optimizer"]["state"][0]
@@ -780,7 +782,7 @@ def test_slices_of_derived_leaves_equal_the_leaf(saves: Any) -> None:
 
 
 def test_every_byte_of_a_lossy_root_is_verified(saves: Any) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(3)
     assert deltacheck.open(made.engine.root).verify(deep=True) == []
@@ -789,7 +791,7 @@ def test_every_byte_of_a_lossy_root_is_verified(saves: Any) -> None:
 def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(
     saves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save()
     with monkeypatch.context() as patch:
@@ -806,7 +808,7 @@ def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(
 def test_verify_prints_the_contracts_of_a_step_and_finds_one_that_does_not_hold(
     saves: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = saves(Policy.model_exact())
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.save(2)
     root, step = str(made.engine.root), made.run.step

@@ -400,6 +400,6 @@ def _require_one_process() -> None:
     if jax.process_count() > 1:
         raise ValueError(
             "several processes save without a gradient log: its replay would need the gradients of"
-            " all processes in each. Save with manager.save and Policy.model_exact() or"
-            " Policy.post_training(profile), which keep the saves of several processes small"
+            " all processes in each. Save with manager.save and Policy.auto(), which"
+            " keeps the saves of several processes small"
         )

@@ -79,8 +79,8 @@ class GradientLog:
             raise ValueError(
                 "a gradient log and process_group= cannot be given together: a replay computes the"
                 " whole state in one process, and each rank has only its shards and their"
-                " gradients. Save with engine.save and Policy.model_exact() or"
-                " Policy.post_training(profile), which keep the saves of several ranks small"
+                " gradients. Save with engine.save and Policy.auto(), which"
+                " keeps the saves of several ranks small"
             )
         self._engine = engine
         self._optimizer = optimizer

@@ -48,15 +48,13 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     ] = "sft",
     policy: Annotated[
         str,
-        typer.Option(
-            metavar="exact|model_exact|auto|post_training", help="Policy of the checkpoints."
-        ),
+        typer.Option(metavar="exact|auto", help="Policy of the checkpoints."),
     ] = "exact",
     profile: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE",
-            help="Profile for post_training. Default: a profile of the first unkilled run.",
+            metavar="FILE|measured",
+            help="Profile for auto; measured: that of the first unkilled run. Default: none.",
         ),
     ] = None,
     steps: Annotated[
@@ -146,8 +144,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
     if workload not in _WORKLOADS:
         raise typer.BadParameter(f"--workload is one of {', '.join(_WORKLOADS)}, not {workload!r}")
-    if profile is not None and policy != "post_training":
-        raise typer.BadParameter("--profile goes with --policy post_training")
+    if profile is not None and policy != "auto":
+        raise typer.BadParameter("--profile goes with --policy auto")
     # A factory of the user has no tiny form, so ``--quick`` shortens its run only.
     tiny = "tiny_" if quick and factory is None else ""
     plan = Plan(
@@ -160,7 +158,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         # Every killed seed needs an unkilled run with the same seed to be compared with.
         max(seeds, noise_seeds),
         first_seed,
-        "" if profile is None else str(profile.resolve()),
+        _profile_file(profile),
         chain=chain,
     )
     # This plan is short and still passes every phase. It replaces the options for the number of
@@ -357,3 +355,12 @@ def demo(
         if figures.exists():
             output.print_json(json.loads(figures.read_text()))
     raise typer.Exit(code)
+
+
+def _profile_file(profile: str | None) -> str:
+    """Return the value of ``Plan.profile`` for an argument of the command."""
+    from deltacheck.evaluate.records import MEASURED
+
+    if profile is None or profile == MEASURED:
+        return profile or ""
+    return str(Path(profile).resolve())

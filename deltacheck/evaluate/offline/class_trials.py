@@ -1,6 +1,6 @@
 """The sensitivity analysis of a recorded run: the harm of each class of leaves that is inexact.
 
-A candidate has the leaves of one class as ``Policy.model_exact`` restores them, with the codes of
+A candidate has the leaves of one class as ``Policy.auto`` restores them, with the codes of
 the real saver, and all others exactly.
 """
 
@@ -22,7 +22,7 @@ from deltacheck.profile.sensitivity import MOST_ELEMENT_CHANGE, Verdict, rolled_
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import open_root
 
-_EXACT, _LOSSY = "exact", "model_exact"
+_EXACT, _LOSSY = "exact", "auto"
 # The share of the trial's steps that may be lost. Without m about seven of ten are lost.
 MOST_LOST_SHARE = 0.4
 
@@ -30,7 +30,7 @@ MOST_LOST_SHARE = 0.4
 def class_sensitivity(
     checkpoints: Iterable[Recorded], trials: Trials, like: Any, folder: Path
 ) -> tuple[ClassSensitivity, ...]:
-    """Measure the harm of each class of leaves that ``Policy.model_exact`` restores inexactly.
+    """Measure the harm of each class of leaves that ``Policy.auto`` restores inexactly.
 
     Args:
         checkpoints: The recorded checkpoints, in the types that the run's ``load`` takes.
@@ -42,7 +42,7 @@ def class_sensitivity(
         StepNotFound: Every checkpoint is exact under the policy.
         NoWorkload: As ``Trials.measure`` raises it.
     """
-    policies = {_EXACT: Policy.exact(), _LOSSY: Policy.model_exact()}
+    policies = {_EXACT: Policy.exact(), _LOSSY: Policy.auto(derive=False)}
     exact, lossy = replay(checkpoints, policies, folder)
     step = hardest_step([lossy])
     backend = backend_of(like)

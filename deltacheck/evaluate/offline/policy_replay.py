@@ -23,35 +23,20 @@ from deltacheck.policy.stage import STABLE
 from deltacheck.profile import Profile
 from deltacheck.report.data import Held, StepRecord, collect
 
-# Presets without arguments of their own.
 _PRESETS: dict[str, Callable[..., Policy]] = {
     "whole": lambda **options: Policy.exact(max_chain_depth=0, **options),
     "exact": Policy.exact,
-    "derive": lambda **options: Policy.exact(derive=True, **options),
-    "model_exact": Policy.model_exact,
     "auto": Policy.auto,
 }
-# Presets that take a profile.
-_PROFILED: dict[str, Callable[..., Policy]] = {
-    "post_training": Policy.post_training,
-    "bounded": lambda profile, **options: Policy.post_training(
-        profile, weights="bounded", **options
-    ),
-}
-NAMES = (*_PRESETS, *_PROFILED)
-
-
-def needs_profile(text: str) -> bool:
-    """Return True if a policy is made from a profile."""
-    return text.partition(":")[0] in _PROFILED
+NAMES = tuple(_PRESETS)
 
 
 def policy_of(text: str, profile: Profile | None = None) -> Policy:
     """Return the policy that a text describes.
 
     Args:
-        text: One of ``NAMES``, and arguments of the preset: ``model_exact:moments=bounded``.
-        profile: The profile for ``post_training`` and ``bounded``.
+        text: One of ``NAMES``, and arguments of the preset: ``auto:moments=bounded``.
+        profile: The profile for ``auto``.
 
     Raises:
         ValueError: If there is no such preset or argument, or a value is out of its range.
@@ -66,16 +51,14 @@ def policy_of(text: str, profile: Profile | None = None) -> Policy:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
             options[key.strip()] = value.strip()
+    if name not in _PRESETS:
+        raise ValueError(f"{name!r} is no policy; choose from {', '.join(NAMES)}")
+    if name == "auto":
+        options["profile"] = profile
     try:
-        if name in _PRESETS:
-            return _PRESETS[name](**options)
-        if name in _PROFILED and profile is not None:
-            return _PROFILED[name](profile, **options)
+        return _PRESETS[name](**options)
     except TypeError as error:
         raise ValueError(f"{text!r}: {error}") from error
-    if name in _PROFILED:
-        raise ValueError(f"{name} needs a profile")
-    raise ValueError(f"{name!r} is no policy; choose from {', '.join(NAMES)}")
 
 
 @dataclass(frozen=True, slots=True)

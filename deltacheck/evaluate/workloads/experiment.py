@@ -24,7 +24,7 @@ from deltacheck import Policy, Profile, Profiler, SaveHandle
 from deltacheck.evaluate.workloads import equality, pairs
 from deltacheck.evaluate.workloads.pairs import Coding, Pair
 
-POLICIES = ("exact", "post_training")
+POLICIES = ("exact", "auto")
 PROFILE, HELD_OUT_ROWS, TRAINING_ROWS = "profile.json", "held_out.npz", "train.npz"
 # At most so many pairs, and one pair in so many.
 _HELD_OUT_PAIRS, _HELD_OUT_EVERY = 32, 8
@@ -274,10 +274,10 @@ def files(options: argparse.Namespace) -> int | None:
 
 
 def policy_of(name: str, folder: Path) -> Policy:
-    """Create one of ``POLICIES``, for ``post_training`` from the profile of the first run."""
+    """Create one of ``POLICIES``, ``auto`` with the profile of the first run."""
     if name == "exact":
         return Policy.exact()
-    return Policy.post_training(Profile.read(folder / PROFILE))
+    return Policy.auto(Profile.read(folder / PROFILE))
 
 
 def train_to_checkpoints(

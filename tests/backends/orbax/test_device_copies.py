@@ -48,7 +48,7 @@ def numbers(tree: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("policy", [Policy.exact(), Policy.model_exact()])
+@pytest.mark.parametrize("policy", [Policy.exact(), Policy.auto(derive=False)])
 def test_save_returns_before_the_arrays_are_read_and_they_may_be_donated(
     tmp_path: Path, unused: dict[str, Any], slow_encoder: threading.Event, policy: Policy
 ) -> None:

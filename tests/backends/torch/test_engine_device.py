@@ -309,7 +309,7 @@ def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(
             assert_same(wanted, engine.restore(step)["model"])
 
 
-@pytest.mark.parametrize("policy", [Policy.exact(), Policy.model_exact()])
+@pytest.mark.parametrize("policy", [Policy.exact(), Policy.auto(derive=False)])
 @pytest.mark.parametrize("shadow", ["device", "host"])
 def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
     tmp_path: Path,

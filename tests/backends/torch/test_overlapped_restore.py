@@ -267,7 +267,7 @@ def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
     [
         (Policy.exact(derive=True), {"model/w": "cast"}),
         (
-            Policy.model_exact(moments="exact", stable_from=0),
+            Policy.auto(derive=False, moments="exact", stable_from=0),
             {"optimizer/state/0/master": "lattice"},
         ),
     ],

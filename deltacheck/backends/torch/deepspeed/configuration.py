@@ -22,7 +22,6 @@ _NOT_CONFIGURABLE = {"process_group", "storage", "memory"}
 _POLICIES: dict[str, Callable[[], Policy]] = {
     "exact": Policy.exact,
     "derive": partial(Policy.exact, derive=True),
-    "model_exact": Policy.model_exact,
     "auto": Policy.auto,
 }
 
