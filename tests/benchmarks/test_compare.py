@@ -22,9 +22,9 @@ from benchmarks import compare, race
 from benchmarks.compare import ASYNC, SAMPLES, TORCH_CHECKPOINTING, Entry
 from benchmarks.race import Job
 from benchmarks.rivals import (
+    AUTO,
     BOUNDED,
     EXACT,
-    POST_TRAINING,
     RIVALS,
     OursTorchPostTraining,
     TorchSave,
@@ -199,7 +199,7 @@ def entry(
         "forward": [0.3 * restore, 0.0, 9.0],
         "step": [0.8 * restore, 0.0, 9.0],
         "complete": [restore, 0.0, 9.0],
-        "cpu": [0.4 if rival == POST_TRAINING else 1.0] * 3,
+        "cpu": [0.4 if rival == AUTO else 1.0] * 3,
     }
     return Entry(
         framework,
@@ -217,10 +217,10 @@ GOOD = [
     entry("torch", "torch.save", 1.0, 1000, 1.0, 5),
     entry("torch", ASYNC["torch"], 0.2, 1000, 1.0, 100),
     entry("torch", EXACT, 0.1, 650, 1.0, 100),
-    entry("torch", POST_TRAINING, 0.1, 10, 1.0, 100),
+    entry("torch", AUTO, 0.1, 10, 1.0, 100),
     entry("jax", ASYNC["jax"], 0.4, 900, 3.0, 100),
     entry("jax", EXACT, 0.1, 650, 1.5, 60),
-    entry("jax", POST_TRAINING, 0.1, 10, 1.0, 60),
+    entry("jax", AUTO, 0.1, 10, 1.0, 60),
     entry("torch", BOUNDED, 0.02, 10, 1.0, 100),
     entry("torch", TORCH_CHECKPOINTING, 0.1, 1000, 1.0, 100),
 ]
