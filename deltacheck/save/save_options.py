@@ -175,10 +175,10 @@ class Settings:
         for name, kind in (("policy", Policy), ("keep", Keep), ("options", SaveOptions)):
             value = getattr(settings, name)
             if not isinstance(value, kind):
-                remedy = "Policy.exact()" if kind is Policy else f"{kind.__name__}(...)"
-                raise TypeError(
-                    f"{name} must be of class {kind.__name__}, not {value!r}: give {remedy}"
+                remedy = (
+                    "Policy.exact() or Policy.auto()" if kind is Policy else f"{kind.__name__}(...)"
                 )
+                raise TypeError(f"{name} must be a {kind.__name__}, not {value!r}: give {remedy}")
         return settings
 
     def values(self) -> dict[str, object]:

@@ -209,7 +209,7 @@ def _train_orbax(
 ) -> list[str]:
     problems: list[str] = []
     with scenarios.orbax_manager(
-        root, max_to_keep=keep, options=SaveOptions(io_timeout_seconds=io_timeout_seconds)
+        root, max_to_keep=keep, io_timeout_seconds=io_timeout_seconds
     ) as opened:
         if opened.latest_step() is not None:
             opened.restore(opened.latest_step())

@@ -51,16 +51,22 @@ def test_a_step_that_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
     [
         {"capture": "lazy"},
         {"on_busy": "drop"},
-        {"keep_last": 0},
         {"max_pending": 0},
         {"host_cache_bytes": 0},
+        {"durability": "disk"},
     ],
 )
-def test_a_wrong_option_is_refused_by_name_and_leaves_the_root_free(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_wrong_option_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        Engine(tmp_path, **options)
+        SaveOptions(**options)
+
+
+@pytest.mark.parametrize("name", ["policy", "keep", "options"])
+def test_an_argument_of_another_class_is_refused_and_leaves_the_root_free(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a "):
+        Engine(tmp_path, **{name: {"last": 3}})
     Engine(tmp_path).close()
 
 

@@ -98,7 +98,9 @@ def test_without_syncs_of_directories_only_the_lower_durability_is_offered(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StorageFailed, match=r'cannot sync .*accept that with durability="process"'):
+    with pytest.raises(
+        StorageFailed, match=r'cannot sync .*accept that with SaveOptions\(durability="process"\)'
+    ):
         opened(tmp_path)
     assert opened(tmp_path, options=SaveOptions(durability="process")) == [0, 1]
 

@@ -34,14 +34,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import deltacheck
-from deltacheck import SaveOptions
+from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine, ResumableLoader, RolloutQueue
 
 SAMPLES = 23  # the last batch is smaller
 BATCH = 4
 MOMENTS = ("before the save", "during the save", "after the save")
 # Nothing is synced: a process that is killed loses no write.
-ENGINE: dict[str, Any] = {"durability": "process", "keep_last": 2, "shadow": "host"}
+OPTIONS = SaveOptions(durability="process", shadow="host")
+ENGINE: dict[str, Any] = {"keep": Keep(last=2), "options": OPTIONS}
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -197,7 +198,7 @@ def lightning(make: Callable[[], Any], folder: Path, samples: int, kill: Kill) -
 
     from deltacheck.backends.torch.lightning import DeltaCheckIO
 
-    plugin = DeltaCheckIO(rng=True, **{k: v for k, v in ENGINE.items() if k != "keep_last"})
+    plugin = DeltaCheckIO(rng=True, options=OPTIONS)
 
     class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:

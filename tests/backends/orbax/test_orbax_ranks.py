@@ -25,7 +25,7 @@ from deltacheck.leaf import tree
 from deltacheck.save.job.source import itself
 from deltacheck.save.ranks.channel import consult
 from deltacheck.save.ranks.rank_setup import RankSetup
-from deltacheck.save.save_options import SaveOptions
+from deltacheck.save.save_options import SaveOptions, Settings
 from tests.contracts.ranks import Threads
 from tests.support.ranked_run import at_once
 from tests.support.waiting import HANG_SECONDS
@@ -199,7 +199,9 @@ def test_processes_compare_options_and_folders_before_their_first_save(
         store = tmp_path / (f"of {rank}" if difference == "folder" else "run") / "deltacheck"
         options = SaveOptions(verify="commit" if rank and difference == "option" else "none")
         group = collective.RankGroup(str(rank), 60.0)
-        return group.open(flat, "", take, (store, RankSetup.of(store, options)))
+        return group.open(
+            flat, "", take, (store, RankSetup.of(store, Settings.of(None, None, options)))
+        )
 
     results = at_once(2, open_group)
     if not difference:

@@ -32,7 +32,9 @@ def test_a_step_that_is_no_integer_is_refused(tmp_path: Path, step: Any) -> None
         engine.save(step, {"x": torch.zeros(2)})
 
 
-@pytest.mark.parametrize(("policy", "remedy"), [("exact", r"Policy\.exact\(\)"), (1, "presets")])
+@pytest.mark.parametrize(
+    ("policy", "remedy"), [("exact", r"Policy\.exact\(\)"), (1, r"Policy\.auto\(\)")]
+)
 def test_a_policy_that_is_none_is_refused_by_name(tmp_path: Path, policy: Any, remedy: str) -> None:
     with pytest.raises(TypeError, match=f"policy must be a Policy.*{remedy}"):
         Engine(tmp_path, policy=policy)

@@ -361,7 +361,7 @@ def test_saves_that_nobody_waits_for_are_all_restored(
     options: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
     with (
-        Engine(tmp_path, **options) as engine,
+        Engine(tmp_path, options=SaveOptions(**options)) as engine,
         GradientLog(engine, run.optimizer, max_replay_steps=3) as log,
     ):
         handles = []
