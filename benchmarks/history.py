@@ -17,7 +17,7 @@ from deltacheck.save import root_writer
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import take_lease
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 RATE = 1e-6  # of post-training with rewards
 FULL_LAST = 2

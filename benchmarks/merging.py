@@ -17,7 +17,8 @@ from deltacheck import Keep, Policy, SaveReport
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.report.history import leaf_states
-from deltacheck.store.root import open_root, open_segments
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import open_segments
 
 RATE = 1e-6
 EVERY = (1, 10)  # steps between two saves

@@ -26,7 +26,7 @@ from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.files import native_files
 from deltacheck.store.files.background import carried_out
 from deltacheck.store.files.native_files import JoinedRead
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 # Headings, and the functions that begin and end them. None calls another one.
 _PHASES: dict[str, tuple[Any, str]] = {

@@ -27,7 +27,7 @@ from deltacheck.profile import AdamRule, Profile
 from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
 from deltacheck.report.data import cost_of
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import Segment
 
 EXACT, STORED, PROFILED, BOUNDED = (

@@ -27,10 +27,11 @@ from deltacheck.restore.resolve import (
     select_paths,
 )
 from deltacheck.restore.values import load_boxes, load_leaves
-from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots import tags
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 

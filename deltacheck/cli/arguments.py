@@ -20,7 +20,7 @@ from deltacheck.store.layout import LATEST
 
 if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 TAG = "@"  # part of the command line's interface, see docs/reference/cli.md
 # Numbers of up to 18 digits fit a signed integer of 64 bits. A longer run of digits is the name of
@@ -234,23 +234,23 @@ def working_folder(keep: Path | None, prefix: str) -> Iterator[Path]:
 
 def open_root(words: list[str] | None, item: str | None = None) -> Root:
     """Open the root that the words of a command without steps name."""
-    from deltacheck.store import root
+    from deltacheck.store.roots import opening
 
-    return root.open_root(parse(words).root, item)
+    return opening.open_root(parse(words).root, item)
 
 
 def open_step(words: list[str] | None, item: str | None = None) -> tuple[Root, Manifest]:
     """Open the root that words name, and read the manifest of a step of it, or of the newest."""
-    from deltacheck.store import root
+    from deltacheck.store.roots import opening
 
     selection = parse(words, max_steps=1)
-    opened_root = root.open_root(selection.root, item)
+    opened_root = opening.open_root(selection.root, item)
     return opened_root, opened_root.manifest(*selection.steps)
 
 
 def open_two_steps(words: list[str] | None, item: str | None = None) -> list[tuple[Root, Manifest]]:
     """Open the one or two roots that words name, and read the manifests of two steps of them."""
-    from deltacheck.store import root
+    from deltacheck.store.roots import opening
 
     words = words or []
     pairs = [words[:2], words[2:]]
@@ -258,5 +258,5 @@ def open_two_steps(words: list[str] | None, item: str | None = None) -> list[tup
         return [open_step(pair, item) for pair in pairs]
     selection = parse(words, min_steps=2, max_steps=2)
     # Both steps are read through one ``Root``, which keeps the manifests that it has read.
-    opened_root = root.open_root(selection.root, item)
+    opened_root = opening.open_root(selection.root, item)
     return [(opened_root, opened_root.manifest(step)) for step in selection.steps]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deltacheck.maintain.repair import Repaired
     from deltacheck.maintain.verify import Finding, Verified
     from deltacheck.store.manifest import Manifest
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 
 def verify(  # noqa: PLR0913 - one argument per option
@@ -69,7 +69,7 @@ def verify(  # noqa: PLR0913 - one argument per option
 
     from deltacheck.errors import StepNotFound
     from deltacheck.maintain import verify as verification
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     selection = parse(words, max_steps=1)
     root = open_root(selection.root, item)
@@ -127,7 +127,7 @@ def _problem_row(finding: Finding) -> Row:
 
 def _lines_of(findings: Iterable[Finding]) -> list[str]:
     """Return one line for each problem, with the steps and leaves that share it."""
-    from deltacheck.store.root import listed
+    from deltacheck.store.roots.wording import listed
 
     by_problem: dict[tuple[bool, str], list[Finding]] = {}
     for finding in findings:
@@ -183,7 +183,7 @@ def _print_verified(root: Root, result: Verified, reads_data: bool) -> None:
 
 def _print_remedy(root: Root, result: Verified) -> None:
     """Print the steps that no damage was found in, and the command that says what can be saved."""
-    from deltacheck.store.root import listed
+    from deltacheck.store.roots.wording import listed
 
     damaged = {finding.step for finding in result.findings}
     intact = [manifest.step for manifest in result.manifests if manifest.step not in damaged]
@@ -309,8 +309,8 @@ def repair(
     from deltacheck.store.files import storage
     from deltacheck.store.files.containment import inside
     from deltacheck.store.files.storage import take_lease
-    from deltacheck.store.manager_steps import MANAGER_STORE
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.manager_steps import MANAGER_STORE
+    from deltacheck.store.roots.opening import open_root
 
     # The path is used before any root is opened: the root's own document may be what is damaged.
     path = storage.local(parse(words).root, "a repair")
@@ -345,7 +345,7 @@ def repair(
 
 def _opens(path: Path) -> bool:
     from deltacheck.errors import Damaged
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     try:
         open_root(path)

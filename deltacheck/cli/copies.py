@@ -31,7 +31,7 @@ from deltacheck.cli.arguments import (
 if TYPE_CHECKING:
     from deltacheck.restore.export import Progress
     from deltacheck.store.manifest import Manifest
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 
 class Format(StrEnum):
@@ -416,7 +416,7 @@ def import_files(
     from deltacheck.backends.hugging_face.model_folder import is_model_folder
     from deltacheck.report.history import stored_bytes
     from deltacheck.store.files import storage
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     target = storage.local(root, "an import")
     # A manager's folder holds many steps that have numbers, so it cannot be one of several files.
@@ -485,7 +485,7 @@ def _refuse_swapped(root: Path, source: Path) -> None:
 
 
 def _is_root(path: Path) -> bool:
-    from deltacheck.store.manager_steps import MANAGER_STORE
+    from deltacheck.store.roots.manager_steps import MANAGER_STORE
 
     return (path / "zarr.json").exists() or (path / MANAGER_STORE).is_dir()
 
@@ -618,7 +618,7 @@ def branch(
     """Make a new root that begins with a step of this root, and shares its files."""
     from deltacheck.errors import NotACheckpointRoot
     from deltacheck.maintain.branch import branch as branch_step
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     if to is None:
         raise typer.BadParameter("name the directory of the new root with --to")

@@ -19,7 +19,7 @@ from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, is_step, ope
 if TYPE_CHECKING:
     from deltacheck.policy import KeepBest
     from deltacheck.store.lock.lease import Lease
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 _RUN_GC = "run gc to remove the segments that no step needs any more"
 DryRun: TypeAlias = Annotated[
@@ -190,8 +190,7 @@ def tag(
     Restore the step by this name. The step is kept until the tag is removed. May run beside a
     training.
     """
-    from deltacheck.store import root as roots
-    from deltacheck.store import tags
+    from deltacheck.store.roots import opening, tagging
 
     if not words:
         raise typer.BadParameter("this command takes a step and a name")
@@ -200,9 +199,9 @@ def tag(
     # The name is the last word, because it may look like a root.
     selection = parse(words[:-1], min_steps=1, max_steps=1)
     # No lease: tags have a lock of their own, so a step can be tagged beside a training.
-    root = roots.open_root(selection.root)
+    root = opening.open_root(selection.root)
     try:
-        new_tag = tags.put(root, selection.steps[0], words[-1], move=move)
+        new_tag = tagging.put(root, selection.steps[0], words[-1], move=move)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
@@ -220,13 +219,13 @@ def untag(
     as_json: Json = False,
 ) -> None:
     """Remove a tag. Its step stays until it is deleted."""
-    from deltacheck.store import tags
+    from deltacheck.store.roots import tagging
 
     if not words:
         raise typer.BadParameter("this command takes the name of a tag")
     root = open_root(words[:-1])
     name = words[-1].removeprefix(TAG)
-    tags.remove(root, name)
+    tagging.remove(root, name)
     if as_json:
         output.print_json({"root": str(root.path), "removed": name})
     else:

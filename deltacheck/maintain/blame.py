@@ -13,7 +13,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.restore.resolve import proven_chains
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 
 @dataclass(frozen=True, slots=True)

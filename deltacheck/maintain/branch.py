@@ -25,7 +25,8 @@ from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, Store, open_segments
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root, open_segments
 
 # Errors of os.link: another file system, one without links, or too many links to a file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
@@ -94,7 +95,7 @@ def branch(
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside it and then renamed, so that a branch that has failed can be repeated.
     with named_writes(target), new_folder(target) as folder:
-        store = Store.create(folder)
+        store = create_store(folder)
         lease = take_lease(folder)
         try:
             linked, copied = link_segments(root, manifest, Root(folder, store), copy=copy)

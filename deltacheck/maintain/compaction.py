@@ -28,7 +28,7 @@ from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
 # The metadata of an array of deltas, and what its file takes beyond its content.

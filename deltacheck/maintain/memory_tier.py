@@ -26,7 +26,8 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root
 
 # A save takes at most its leaves, one part in this number more, and these bytes for each leaf and
 # for the save: encodings of bytes that do not shrink, tables and documents.
@@ -125,7 +126,7 @@ class Tier:
     ) -> None:
         path = storage.local(options.path, "a memory tier").absolute()
         _require_apart(path, durable.root.path)
-        self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
+        self.root = Root(path, create_store(path, durability=Durability.PROCESS))
         durable.course.include(self.root)
         self._writer = RootWriter(self.root, take_lease(path), course=durable.course)
         self._durable = durable

@@ -18,7 +18,8 @@ from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
-from deltacheck.store.root import Root, Store, open_root
+from deltacheck.store.roots.opening import create_store, open_root
+from deltacheck.store.roots.root import Root
 
 
 @typed
@@ -58,7 +59,7 @@ class Mirror:
                 f"{source} is not the memory root of an engine: it does not name the run that it"
                 " belongs to"
             )
-        self._target = Root(path, Store.create(path, durability=Durability.of(durability)))
+        self._target = Root(path, create_store(path, durability=Durability.of(durability)))
         # The lease is taken before the target is read, so nobody writes between the check and the
         # first copy.
         self._lease = take_lease(path)

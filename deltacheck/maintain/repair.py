@@ -29,9 +29,11 @@ from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.manifest import Manifest, SegmentRef, SegmentTable
-from deltacheck.store.root import Root, Store, open_root, open_segments
+from deltacheck.store.roots.manager_steps import MANAGER_STORE
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root, open_segments
+from deltacheck.store.roots.store import Store
 from deltacheck.store.segment import Segment
 
 

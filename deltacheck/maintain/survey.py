@@ -21,7 +21,7 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
 Link = tuple[Segment, LeafEntry]

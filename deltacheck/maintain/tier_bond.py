@@ -19,7 +19,7 @@ from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

@@ -22,7 +22,7 @@ from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest, SegmentRef
-from deltacheck.store.root import Root, open_segments
+from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import document_digest
 
 

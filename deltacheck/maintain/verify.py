@@ -41,7 +41,7 @@ from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Derived, Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
 # Size of the leaves that are read together. Larger: fewer and longer reads, but more memory.

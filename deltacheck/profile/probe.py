@@ -19,7 +19,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.profile.planner import Machine
 from deltacheck.store.files.arrays import bytes_on_disk
 from deltacheck.store.files.waiting import TIMEOUT_SECONDS
-from deltacheck.store.root import Store
+from deltacheck.store.roots.opening import create_store
 from deltacheck.store.segment import INDEX
 
 FILE_BYTES = 64 << 20
@@ -86,7 +86,7 @@ def _codec_rates(root: Path, write: float) -> tuple[float, float]:
     before = random.standard_normal(STATE_BYTES // 4, np.float32)
     after = before * (1 + 1e-3 * random.standard_normal(before.size, np.float32))
     spec = LeafSpec.of("probe", before.shape, "float32")
-    store = Store.create(root)
+    store = create_store(root)
     encode_seconds: list[float] = []
     apply_seconds: list[float] = []
     for seq in range(ROUNDS):

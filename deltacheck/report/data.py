@@ -23,7 +23,7 @@ from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files import storage as place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import Segment, stream_sizes
 
 PROFILE = "profile.json"  # the default profile, in the root

@@ -13,7 +13,7 @@ from deltacheck.store import segment as columns
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
-from deltacheck.store.root import Root, StepRef
+from deltacheck.store.roots.root import Root, StepRef
 from deltacheck.store.segment import Segment
 
 

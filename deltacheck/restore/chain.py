@@ -35,7 +35,7 @@ from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
-from deltacheck.store.root import Root, open_segments
+from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import Segment, entries_by_path
 
 # Memory that a step takes beside its content: for each chunk of a leaf (digests, bounds, numbers),

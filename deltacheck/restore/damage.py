@@ -19,7 +19,8 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.manifest import LeafEntry, Manifest
-from deltacheck.store.root import Root, StepRef, way_out, whole_steps
+from deltacheck.store.roots.root import Root, StepRef, whole_steps
+from deltacheck.store.roots.wording import way_out
 from deltacheck.store.segment import Segment
 
 log = logging.getLogger("deltacheck")

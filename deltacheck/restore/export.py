@@ -31,7 +31,7 @@ from deltacheck.restore.resolve import matches, no_leaf, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 # Decoded bytes that are read at a time. Larger: fewer, longer reads, but more memory.
 BATCH_BYTES = 16 << 20

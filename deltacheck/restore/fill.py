@@ -22,7 +22,7 @@ from deltacheck.restore.content import Array, Loaded, box_bytes, check_budget
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -15,7 +15,8 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 
 # The values of the option `verify`. none: a save is not read back. commit: it is read back before
 # the step exists, on the thread that commits.

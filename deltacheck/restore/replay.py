@@ -22,7 +22,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.manifest import Manifest, Replay
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 _HASH_THREADS = 4
 

@@ -24,7 +24,7 @@ from deltacheck.restore.chain import Chain, Held, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

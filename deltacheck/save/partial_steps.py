@@ -18,7 +18,7 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 
 def remove_leaves(

@@ -32,7 +32,7 @@ from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.lock.interrupts import Lock, postponed
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 
 log = logging.getLogger("deltacheck")
 

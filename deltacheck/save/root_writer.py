@@ -19,14 +19,16 @@ from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import Keep, Saved, partial_checkpoints, retained
 from deltacheck.save import partial_steps
 from deltacheck.save.chains.course import Course
-from deltacheck.store import collect, tags
+from deltacheck.store import collect
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.redate import redate
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Brief, Manifest
-from deltacheck.store.root import Root, describe_steps
+from deltacheck.store.roots import tags
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.wording import describe_steps
 
 log = logging.getLogger("deltacheck")
 

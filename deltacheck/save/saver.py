@@ -38,7 +38,7 @@ from deltacheck.store.documents import Written
 from deltacheck.store.lock.deadline import Deadline, Pulse
 from deltacheck.store.lock.interrupts import Event, postponed, shielded
 from deltacheck.store.manifest import Manifest, Replay
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 
 __all__ = ["LeafSource", "Saver"]
 

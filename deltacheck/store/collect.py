@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
-from deltacheck.store import documents, layout, tags
+from deltacheck.store import documents, layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots import tags
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
 

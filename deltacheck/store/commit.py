@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltacheck.errors import RootBusy
-from deltacheck.store import layout, tags
+from deltacheck.store import layout
 from deltacheck.store.documents import Written, encode_manifest, read_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
@@ -16,6 +16,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.local_storage import list_directory
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest
+from deltacheck.store.roots import tags
 
 
 def commit(

@@ -1221,7 +1221,7 @@ def test_an_interrupt_is_told_in_a_line(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deltacheck.store.root.Root.manifest_paths", interrupted)
+    monkeypatch.setattr("deltacheck.store.roots.root.Root.manifest_paths", interrupted)
     assert_one_line(deltacheck_("ls", run.root), 130, "interrupted")
 
 
@@ -1231,7 +1231,7 @@ def test_a_defect_is_told_in_a_line_that_says_how_to_see_more(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("oops\nand more")
 
-    monkeypatch.setattr("deltacheck.store.root.Root.manifest_paths", broken)
+    monkeypatch.setattr("deltacheck.store.roots.root.Root.manifest_paths", broken)
     assert_one_line(
         deltacheck_("ls", run.root), 70, "ZeroDivisionError: oops and more", "DELTACHECK_TRACEBACK"
     )

@@ -35,7 +35,7 @@ from deltacheck.cli.view.server import MOST_CONNECTIONS, ViewServer
 from deltacheck.maintain import drift
 from deltacheck.report.change_map import change_map
 from deltacheck.restore import export
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.forge import GOLDEN, unpack
 from tests.support.hostile import NAMES, save_hostile
 from tests.support.s3_server import S3

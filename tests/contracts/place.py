@@ -25,7 +25,7 @@ from deltacheck.store.files import arrays, containment, storage
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.root import Store
+from deltacheck.store.roots.opening import create_store
 
 # Enough threads that several of them meet in the same call.
 WRITERS = 16
@@ -218,13 +218,13 @@ class PlaceContract:
             ReadableArray(folder / "array", spec).read()
 
     def test_a_store_is_made_once_and_then_found(self, folder: Place) -> None:
-        Store.create(folder).close()
+        create_store(folder).close()
         before = (folder / "zarr.json").read_bytes()
-        Store.create(folder).close()
+        create_store(folder).close()
         assert (folder / "zarr.json").read_bytes() == before
 
     def test_one_writer_has_the_lease(self, folder: Place) -> None:
-        Store.create(folder).close()
+        create_store(folder).close()
         lease = take_lease(folder)
         with pytest.raises(RootBusy, match="process"):
             take_lease(folder)
@@ -233,7 +233,7 @@ class PlaceContract:
         take_lease(folder).release()
 
     def test_of_many_that_want_the_lease_one_gets_it(self, folder: Place) -> None:
-        Store.create(folder).close()
+        create_store(folder).close()
         leases: list[Lease] = []
 
         def take(number: int) -> bool:

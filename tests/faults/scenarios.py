@@ -211,7 +211,7 @@ class _Deltacheck:
         import deltacheck
         from deltacheck.store import collect
         from deltacheck.store.files.storage import take_lease
-        from deltacheck.store.root import open_root
+        from deltacheck.store.roots.opening import open_root
 
         # Readers of this process pin what they have open until they go, and some are in cycles
         gc.collect()
@@ -355,7 +355,7 @@ def _compaction(name: str, merge: bool) -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.compaction import compact
         from deltacheck.store.files.storage import take_lease
-        from deltacheck.store.root import open_root
+        from deltacheck.store.roots.opening import open_root
 
         lease = take_lease(root)
         try:
@@ -404,7 +404,7 @@ def _repair() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.repair import repair
         from deltacheck.store.files.storage import take_lease
-        from deltacheck.store.root import open_root
+        from deltacheck.store.roots.opening import open_root
 
         lease = take_lease(root)
         try:
@@ -459,7 +459,7 @@ def _collection() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.store import collect
         from deltacheck.store.files.storage import take_lease
-        from deltacheck.store.root import open_root
+        from deltacheck.store.roots.opening import open_root
 
         lease = take_lease(root)
         try:

@@ -26,8 +26,8 @@ from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store import collect, segment
-from deltacheck.store import root as store_root
 from deltacheck.store.files import durability
+from deltacheck.store.roots import root as store_root
 from tests.faults import io_errors
 from tests.faults.campaign import Campaign, Tally
 from tests.faults.shim import Fault, Mode

@@ -40,10 +40,11 @@ from deltacheck.backends.torch import Engine
 from deltacheck.maintain import compaction
 from deltacheck.maintain.compaction import compact
 from deltacheck.save import root_writer
-from deltacheck.store import collect, tags
+from deltacheck.store import collect
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.root import open_root
+from deltacheck.store.roots import tagging
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same
 from tests.support.waiting import wait_until
 
@@ -422,9 +423,9 @@ class Model(RuleBasedStateMachine):
         root = open_root(self.path)
         if name in self.tags and self.tags[name] != save.key and not move:
             with pytest.raises(errors.RootBusy, match="already"):
-                tags.put(root, save.step, name)
+                tagging.put(root, save.step, name)
         else:
-            assert tags.put(root, save.step, name, move=move).step == save.step
+            assert tagging.put(root, save.step, name, move=move).step == save.step
             self.tags[name] = save.key
 
     @rule(which=st.integers(0, 1))
@@ -432,7 +433,7 @@ class Model(RuleBasedStateMachine):
         if not self.tags:
             return
         name = sorted(self.tags)[which % len(self.tags)]
-        tags.remove(open_root(self.path), name)
+        tagging.remove(open_root(self.path), name)
         del self.tags[name]
 
     @rule()

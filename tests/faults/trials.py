@@ -263,7 +263,7 @@ def check_trust(name: str, root: str, acknowledgements: str, trace: str, error: 
     has failed with ``error``.
     """
     from deltacheck.errors import NotACheckpointRoot
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     problems = []
     with contextlib.suppress(NotACheckpointRoot):

@@ -37,7 +37,7 @@ from deltacheck.report import history
 from deltacheck.store import documents
 from deltacheck.store.files import arrays
 from deltacheck.store.manifest import Manifest, SegmentTable
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.fuzz import mutate
 from tests.golden import make
 from tests.support import forge

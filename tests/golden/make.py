@@ -33,7 +33,7 @@ from deltacheck.leaf import tree
 from deltacheck.maintain.compaction import compact
 from deltacheck.store import compact as compact_form
 from deltacheck.store.collect import collect, delete_checkpoint
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
 

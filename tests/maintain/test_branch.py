@@ -24,7 +24,7 @@ from deltacheck.maintain.blame import blame
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import collect
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same, nudge, training_state
 
 

@@ -19,7 +19,7 @@ from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compaction import compact
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.store import collect
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
 
 

@@ -762,8 +762,8 @@ def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(
                 Mirror(places.memory, peer)
             there = places.killed()
             shutil.rmtree(there.memory)
-            copy._source = deltacheck.store.root.Root(
-                there.memory, deltacheck.store.root.Store(there.memory)
+            copy._source = deltacheck.store.roots.root.Root(
+                there.memory, deltacheck.store.roots.root.Store(there.memory)
             )
             assert copy.poll() == []  # gone: nothing is deleted
         assert on_disk(peer) == [3, 4]
@@ -791,8 +791,8 @@ def test_a_mirror_keeps_the_save_that_replaces_another_of_the_same_number(
             with restarted.engine(persist_every=100) as resumed:
                 resumed.restore(0)
                 save(resumed, 1)  # the sequence number of the lost save, with another nonce
-                copy._source = deltacheck.store.root.Root(
-                    restarted.memory, deltacheck.store.root.Store(restarted.memory)
+                copy._source = deltacheck.store.roots.root.Root(
+                    restarted.memory, deltacheck.store.roots.root.Store(restarted.memory)
                 )
                 assert copy.poll() == [1]
                 assert on_disk(peer) == on_disk(restarted.memory)

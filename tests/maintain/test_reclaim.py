@@ -17,9 +17,10 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import reclaim
 from deltacheck.save import root_writer
-from deltacheck.store import collect, tags
+from deltacheck.store import collect
 from deltacheck.store.files import arrays
-from deltacheck.store.root import open_root
+from deltacheck.store.roots import tagging
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same
 
 
@@ -65,7 +66,7 @@ def check(root: Path, states: dict[int, Any], steps: list[int]) -> None:
 
 def test_the_space_that_one_small_leaf_holds_is_freed(run: tuple[Path, dict[int, Any]]) -> None:
     root, states = run
-    tags.put(open_root(root), 3, "kept")
+    tagging.put(open_root(root), 3, "kept")
     before = size(root)
     planned = reclaim(open_root(root), dry_run=True)
     assert size(root) == before

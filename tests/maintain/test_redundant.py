@@ -22,7 +22,8 @@ from deltacheck.maintain.repair import repair
 from deltacheck.save import root_writer
 from deltacheck.store import collect
 from deltacheck.store.manifest import SegmentRef
-from deltacheck.store.root import StepRef, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import StepRef
 from tests.suites import damage_trials
 from tests.suites.damage_trials import FAULTS, Subject, damaged
 from tests.support.adam_run import AdamRun

@@ -22,7 +22,7 @@ from deltacheck.cli import main
 from deltacheck.maintain.compaction import compact
 from deltacheck.maintain.repair import repair
 from deltacheck.store import collect
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same
 
 Run = tuple[Path, dict[int, Any]]

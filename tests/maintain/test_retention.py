@@ -20,9 +20,11 @@ from deltacheck.cli import main
 from deltacheck.maintain.compaction import compact
 from deltacheck.policy.retention import Saved, partial_checkpoints, retained
 from deltacheck.save import root_writer
-from deltacheck.store import collect, tags
+from deltacheck.store import collect
 from deltacheck.store.files import local_storage
-from deltacheck.store.root import open_root, open_segments
+from deltacheck.store.roots import tagging, tags
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import open_segments
 from tests.support.waiting import wait_until
 
 
@@ -184,20 +186,20 @@ def test_a_tagged_step_stays_whatever_is_pruned_and_delete_names_the_tag(run: Pa
 
 def test_a_tag_is_created_once_and_moved_only_when_asked(run: Path) -> None:
     root = open_root(run)
-    assert tags.put(root, 1, "best") == tags.put(root, 1, "best")
+    assert tagging.put(root, 1, "best") == tagging.put(root, 1, "best")
     with pytest.raises(errors.RootBusy, match=r"'best' is step 1 \(seq 1\) already.*2"):
-        tags.put(root, 2, "best")
-    assert tags.put(root, 2, "best", move=True).step == 2
+        tagging.put(root, 2, "best")
+    assert tagging.put(root, 2, "best", move=True).step == 2
     assert value(run, "best") == 2
-    tags.remove(root, "best")
+    tagging.remove(root, "best")
     with pytest.raises(errors.StepNotFound, match=r"has no tag 'best'. It has no tag"):
-        tags.remove(root, "best")
+        tagging.remove(root, "best")
 
 
 def test_a_name_that_could_be_a_step_or_a_path_is_refused(run: Path) -> None:
     for name in ("", "7", "latest", ".", "..", "a/b", "-x", "_x", "a b", "ä", "x" * 101, "x\n"):
         with pytest.raises(ValueError, match="cannot be a tag"):
-            tags.put(open_root(run), 1, name)
+            tagging.put(open_root(run), 1, name)
 
 
 def test_a_tag_follows_its_step_through_compaction_also_when_that_is_killed_half_way(
@@ -240,17 +242,17 @@ def test_a_kill_between_a_tags_directory_and_its_document_leaves_no_tag(
 
     monkeypatch.setattr(arrays, "create_file", killed)
     with pytest.raises(KeyboardInterrupt):
-        tags.put(open_root(run), 1, "mine")
+        tagging.put(open_root(run), 1, "mine")
     monkeypatch.undo()
     assert (run / "control" / "tags" / "mine").is_dir()
     assert deltacheck.open(run).tags() == {}
     collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True)
     assert not (run / "control" / "tags" / "mine").exists()
-    assert tags.put(open_root(run), 1, "mine").step == 1
+    assert tagging.put(open_root(run), 1, "mine").step == 1
 
 
 def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
-    tags.put(open_root(run), 1, "good")
+    tagging.put(open_root(run), 1, "good")
     document = run / "control" / "tags" / "good" / "zarr.json"
     document.write_bytes(document.read_bytes().replace(b'"step":1', b'"step":2'))
     for attempt in (
@@ -262,12 +264,12 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
     with pytest.raises(errors.Damaged):
         value(run, "good")
     assert deltacheck.open(run).steps() == [0, 1, 2, 3, 4]
-    tags.remove(open_root(run), "good")
+    tagging.remove(open_root(run), "good")
     assert root_writer.delete(open_root(run), 4) == (root_writer.Checkpoint(4, 4),)
 
 
 def test_a_tag_whose_step_is_gone_says_so(run: Path) -> None:
-    tags.put(open_root(run), 4, "gone")
+    tagging.put(open_root(run), 4, "gone")
     collect.delete_checkpoint(open_root(run), 4)
     with pytest.raises(
         errors.StepNotFound, match=r"'gone' is step 4 \(seq 4\), which is not there any more"
@@ -293,7 +295,7 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     def put() -> None:
         began.wait()
         try:
-            outcome.append(tags.put(open_root(run), 1, "late"))
+            outcome.append(tagging.put(open_root(run), 1, "late"))
         except errors.StepNotFound as error:
             outcome.append(error)
 
@@ -315,15 +317,15 @@ def test_a_lock_that_is_never_given_back_is_an_error_and_not_a_hang(
         tags.lock(run),
         pytest.raises(errors.RootBusy, match=r"changing the tags or deleting steps"),
     ):
-        tags.put(open_root(run), 1, "x")
+        tagging.put(open_root(run), 1, "x")
 
 
 def test_plain_zarr_opens_a_root_with_tags(run: Path) -> None:
     import zarr
 
-    tags.put(open_root(run), 1, "best")
-    tags.put(open_root(run), 2, "gone")
-    tags.remove(open_root(run), "gone")
+    tagging.put(open_root(run), 1, "best")
+    tagging.put(open_root(run), 2, "gone")
+    tagging.remove(open_root(run), "gone")
     group = zarr.open_group(run, mode="r")
     assert dict(group["control/tags/best"].attrs)["deltacheck"]["step"] == 1
     assert list(group["control/tags"].group_keys()) == ["best"]

@@ -24,7 +24,7 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.restore.follow import follower
 from deltacheck.store import compact
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.ranked_run import RankedRun, at_once, cells, model_state, nudge, rows, stages
 from tests.support.states import assert_same
 

@@ -20,7 +20,7 @@ from deltacheck.cli import main
 from deltacheck.maintain import survey, verify
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import Segment
 from tests.support.states import assert_same
 

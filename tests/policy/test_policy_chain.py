@@ -14,7 +14,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.policy.keyframes import deltas_between
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import resolve_leaves
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 
 def decoded(root: Path, step: int) -> dict[str, float]:

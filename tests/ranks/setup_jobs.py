@@ -18,7 +18,7 @@ from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import DeltaStorageWriter, Engine, Shard
 from deltacheck.policy import Policy
 from deltacheck.save.ranks.replicas import LARGE_EVERY
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.ranks.jobs import world
 
 OPTIONS: dict[str, tuple[Any, Any]] = {

@@ -32,7 +32,7 @@ from deltacheck.maintain.tier_bond import Bond, write_bond
 from deltacheck.report.data import collect
 from deltacheck.store import layout
 from deltacheck.store.files import storage
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
 from tests.support.states import assert_same, bits, differences

@@ -37,7 +37,7 @@ from deltacheck.report import drawing, figures, page
 from deltacheck.report.data import METHODS, Held, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
 from deltacheck.store import documents
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 NAMES = ("bytes", "causes", "changes", "drift", "contracts", "restore")
 STEPS = (0, 10, 20, 35, 50)

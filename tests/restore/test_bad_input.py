@@ -29,7 +29,7 @@ from deltacheck.store import documents
 from deltacheck.store.files import arrays, chunk_files, native_files
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import forge
 
 NEWEST = "c0000000001"

@@ -24,7 +24,7 @@ from deltacheck.leaf.tree import unflatten
 from deltacheck.restore import read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.suites import damage_trials
 from tests.support.states import differences, nudge, training_state
 

@@ -16,7 +16,7 @@ import deltacheck
 from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, apply
 from deltacheck.restore.follow import follower
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from tests.support.adam_run import AdamRun
 from tests.support.states import TORCH_DTYPES, assert_same, nudge, random_tensor, training_state
 from tests.support.waiting import ShiftedClock
@@ -108,7 +108,7 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
 
 def test_steps_that_were_deleted_meanwhile_leave_no_gap(run: tuple[Engine, dict[str, Any]]) -> None:
     from deltacheck.store import collect
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
 
     engine, state = run
     follower = deltacheck.follow(engine.root, leaves=weights)

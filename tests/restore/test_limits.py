@@ -36,7 +36,7 @@ import contextlib, io, json, resource, sys, time
 import deltacheck
 from deltacheck import errors
 from deltacheck.cli import main
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 honest, *roots = sys.argv[1:]
 deltacheck.open(honest).restore()  # what is imported and allocated once
 with contextlib.redirect_stdout(io.StringIO()):

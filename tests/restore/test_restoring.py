@@ -22,7 +22,7 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents, segment
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.manifest import SegmentTable
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import bits
 from tests.support.waiting import HANG_SECONDS
 

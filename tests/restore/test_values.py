@@ -242,7 +242,7 @@ def test_a_leaf_of_more_axes_than_an_array_may_have_is_kept_or_refused(tmp_path:
 
 def content(root: Path) -> Any:
     """Return tables and data of the newest step, without parts that differ between equal saves."""
-    from deltacheck.store.root import open_root
+    from deltacheck.store.roots.opening import open_root
     from tests.store.test_golden import content_of
 
     opened = open_root(root)

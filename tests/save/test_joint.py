@@ -29,7 +29,7 @@ from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_boxes
 from deltacheck.save.ranks import joint
 from deltacheck.store.manifest import Tiles
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.forge import forge_manifest
 from tests.support.ranked_run import (
     Layout,

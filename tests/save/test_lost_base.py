@@ -20,7 +20,8 @@ from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
-from deltacheck.store.root import Store, open_root
+from deltacheck.store.roots.opening import create_store, open_root
+from deltacheck.store.roots.store import Store
 from tests.support.states import assert_same
 from tests.support.waiting import HANG_SECONDS, wait_until
 
@@ -111,7 +112,7 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
 
 def test_data_files_of_a_long_chain_are_looked_at_in_turn(tmp_path: Path) -> None:
     """A save that has no time for more looks at the oldest segment and at one of the others."""
-    check, store = BaseCheck(), Store.create(tmp_path / "run")
+    check, store = BaseCheck(), create_store(tmp_path / "run")
     weights = torch.randn(300, 300)
     with Engine(tmp_path / "run") as engine:
         for step in range(5):

@@ -30,7 +30,7 @@ from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.store import collect, documents, layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import SegmentTable
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same
 from tests.support.waiting import HANG_SECONDS
 

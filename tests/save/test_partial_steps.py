@@ -21,7 +21,7 @@ from deltacheck.save import root_writer
 from deltacheck.save.partial_steps import remove_leaves
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import forge
 from tests.support.adam_run import AdamRun
 from tests.support.states import assert_same

@@ -31,10 +31,11 @@ from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.restore import read
 from deltacheck.save import pipeline
-from deltacheck.store import collect, root
+from deltacheck.store import collect
 from deltacheck.store.files import arrays, local_storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock import holding, pins
+from deltacheck.store.roots import root
 
 SCHEDULES = int(os.environ.get("DELTACHECK_SCHEDULES", "6"))
 FAST = Path("/dev/shm")

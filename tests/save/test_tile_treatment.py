@@ -26,7 +26,7 @@ from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.save.ranks.rules import weaker
 from deltacheck.save.treatment.signals import Signals, combined
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import BFLOAT16, AdamRun
 from tests.support.promises import broken
 from tests.support.ranked_run import RankedRun, at_once, cells, rows

@@ -18,7 +18,7 @@ from deltacheck.policy import causes, keyframes
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.save.job.sampled_sizes import sampled_sizes
 from deltacheck.save.job.source import LeafSource
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same
 
 # Two chunks, of the smallest leaf that is cut into more than one.

@@ -20,7 +20,7 @@ from deltacheck.maintain.repair import repair
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.store import collect, compact, documents
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import forge
 from tests.support.ranked_run import RankedRun, cells
 

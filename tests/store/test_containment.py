@@ -24,7 +24,8 @@ from deltacheck.cli import main
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.mirror import Mirror
 from deltacheck.maintain.repair import repair
-from deltacheck.store.root import Store, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.store import Store
 
 PLACES = {
     "control": "control",

@@ -18,7 +18,7 @@ from deltacheck import Keep, SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import writer_child
 from tests.support.paths import TESTS
 
@@ -151,7 +151,7 @@ def test_a_directory_with_anything_else_in_it_is_no_root(tmp_path: Path) -> None
 def test_a_writer_that_restores_what_another_has_just_committed_continues_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltacheck.store.opened.take_lease", writer_child.NoLease)
+    monkeypatch.setattr("deltacheck.store.roots.opened.take_lease", writer_child.NoLease)
     with Engine(tmp_path) as late, Engine(tmp_path) as other:
         other.save(0, state(0.0)).wait()
         assert late.restore()["a"][0] == 0

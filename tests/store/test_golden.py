@@ -13,7 +13,7 @@ import pytest
 
 import deltacheck
 from deltacheck import errors
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.golden import make
 from tests.support import forge
 

@@ -39,7 +39,9 @@ from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.lock import object_lease
 from deltacheck.store.lock.object_lease import ObjectLease
-from deltacheck.store.root import Root, Store, open_root
+from deltacheck.store.roots.opening import create_store, open_root
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 from tests.support.s3_server import S3, Fault
 from tests.support.waiting import ShiftedClock, setup_with
 
@@ -547,7 +549,7 @@ def test_a_writer_that_fell_silent_is_replaced_and_cannot_commit(
     assert clock.slept == [LEASE_SECONDS / LOOKS] * LOOKS
     assert heir.epoch == 2
     monkeypatch.setattr(object_lease, "_held", held)
-    Store.create(root)
+    create_store(root)
     with pytest.raises(RootBusy, match="took over"):
         object_lease.seconds_left(root)
     zombie.release()  # gives nothing back that is not its own

@@ -20,7 +20,7 @@ from deltacheck.cli import main
 from deltacheck.errors import Damaged, NotACheckpointRoot
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.store.files import storage
-from deltacheck.store.root import refuse_file
+from deltacheck.store.roots.opening import refuse_file
 
 # DCP says with every call that it is used without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

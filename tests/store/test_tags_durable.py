@@ -13,9 +13,10 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store import layout, tags
+from deltacheck.store import layout
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.root import open_root
+from deltacheck.store.roots import tagging, tags
+from deltacheck.store.roots.opening import open_root
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
 def test_a_step_is_durable_before_a_tag_names_it(
     root: Path, synced: list[tuple[Path, bool]]
 ) -> None:
-    tags.put(open_root(root), 0, "best")
+    tagging.put(open_root(root), 0, "best")
     checkpoints = root / layout.CHECKPOINTS
     assert (checkpoints / layout.checkpoint_id(0), False) in synced
     assert (checkpoints, False) in synced
@@ -56,7 +57,7 @@ def test_the_way_to_a_tag_is_synced_whoever_made_the_directory_of_the_tags(
     with tags.lock(root):
         pass
     synced.clear()
-    tags.put(open_root(root), 0, "best")
+    tagging.put(open_root(root), 0, "best")
     folder = root / "control" / "tags" / "best"
     assert [path for path, is_tagged in synced if is_tagged] == [
         folder,
@@ -68,9 +69,9 @@ def test_the_way_to_a_tag_is_synced_whoever_made_the_directory_of_the_tags(
 def test_a_tag_that_a_killed_process_has_left_is_synced_by_the_next_call(
     root: Path, synced: list[tuple[Path, bool]]
 ) -> None:
-    tag = tags.put(open_root(root), 0, "best")
+    tag = tagging.put(open_root(root), 0, "best")
     synced.clear()
-    assert tags.put(open_root(root), 0, "best") == tag
+    assert tagging.put(open_root(root), 0, "best") == tag
     assert root / "control" / "tags" / "best" in [path for path, _ in synced]
 
 
@@ -83,7 +84,7 @@ def test_a_commit_whose_sync_fails_withdraws_its_step_unless_it_was_tagged_meanw
     def fail(self: Durability, path: Path) -> None:
         if path.name == layout.checkpoint_id(1):
             if is_tagged:
-                tags.put(open_root(root), 1, "best")
+                tagging.put(open_root(root), 1, "best")
             raise OSError("the disk fails")
         sync(self, path)
 

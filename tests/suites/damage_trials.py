@@ -50,7 +50,7 @@ from deltacheck.restore import damage
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import layout
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells
 from tests.support.states import differences

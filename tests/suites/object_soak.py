@@ -29,7 +29,7 @@ from deltacheck.errors import RootBusy, SaveFailed, StepNotFound, StorageFailed
 from deltacheck.store import collect
 from deltacheck.store.files import object_path
 from deltacheck.store.files.object_path import ObjectStore
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.paths import REPOSITORY
 from tests.support.s3_server import S3, Fault
 

@@ -157,7 +157,7 @@ BUGS = (
         "sequence-number-reused",
         (
             Edit(
-                "deltacheck.store.root",
+                "deltacheck.store.roots.root",
                 "return max(used_seqs, default=-1) + 1",
                 "return max(used_seqs, default=0)",
             ),

@@ -30,8 +30,9 @@ from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import open_alone
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.opened import open_alone
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root
 from tests.contracts.ranks import Threads
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -115,7 +116,7 @@ class RankedRun:
         self.size, self.layout = size, layout
         ranks = Threads(size, 60).ranks()
         self.joints = [Joint(one) for one in ranks]
-        self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
+        self.stores = [store, *(create_store(root, durability=durability) for _ in range(size - 1))]
         policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
         # One number for each save: these threads have no numbers for merges.
         settings = Settings(policy, Keep(), SaveOptions(**options)).without_merges()

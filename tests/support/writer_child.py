@@ -22,7 +22,7 @@ class NoLease:
 
 
 def main(root: str, writer: int, rounds: int) -> None:
-    from deltacheck.store import opened
+    from deltacheck.store.roots import opened
 
     torch.set_num_threads(1)
     opened.take_lease = NoLease

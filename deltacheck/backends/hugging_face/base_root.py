@@ -20,7 +20,8 @@ from deltacheck.backends.hugging_face.model_folder import (
 )
 from deltacheck.errors import NotACheckpointRoot, RootBusy
 from deltacheck.store.lock.deadline import Deadline
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

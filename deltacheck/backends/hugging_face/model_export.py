@@ -36,7 +36,7 @@ from deltacheck.restore.export import (
 )
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 MODEL = "model/"  # the leaves that are weights, unless others are named
 _FILES = "files/"  # files that an import, or the callback of a trainer, keeps in a step

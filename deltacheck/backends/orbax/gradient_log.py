@@ -31,7 +31,7 @@ from deltacheck.save.handle import SaveHandle, skipped
 from deltacheck.save.logbook import Base, Logbook, Plan, Update
 from deltacheck.save.saver import Saver
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

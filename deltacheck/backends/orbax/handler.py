@@ -44,7 +44,9 @@ from deltacheck.store import layout
 from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root, refuse_engine_root, way_out, whole_steps
+from deltacheck.store.roots.opening import open_root, refuse_engine_root
+from deltacheck.store.roots.root import Root, whole_steps
+from deltacheck.store.roots.wording import way_out
 
 # Orbax has one save under way, and changes are found where the arrays are.
 _NO_OPTIONS = ("device_cache_bytes", "max_pending", "on_busy", "shadow")

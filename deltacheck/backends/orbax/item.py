@@ -46,8 +46,8 @@ from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import Event, Lock
-from deltacheck.store.manager_steps import MANAGER_STORE
 from deltacheck.store.manifest import Manifest, SavedSharding
+from deltacheck.store.roots.manager_steps import MANAGER_STORE
 
 if TYPE_CHECKING:
     from deltacheck.backends.orbax.group.collective import RankGroup

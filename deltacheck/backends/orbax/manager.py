@@ -38,7 +38,7 @@ from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import postponed
-from deltacheck.store.root import describe_steps
+from deltacheck.store.roots.wording import describe_steps
 
 log = logging.getLogger("deltacheck")
 

@@ -33,13 +33,13 @@ from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.saver import LeafSource
-from deltacheck.store import tags
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import Turn
 from deltacheck.store.manifest import Replay
+from deltacheck.store.roots import tags
 
 log = logging.getLogger("deltacheck")
 

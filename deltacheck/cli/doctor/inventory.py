@@ -35,7 +35,7 @@ from deltacheck.report import history
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
-from deltacheck.store.root import is_root_or_fresh, open_root
+from deltacheck.store.roots.opening import is_root_or_fresh, open_root
 
 # Beside the requirements of the base install: the frameworks and their extras.
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "orbax-checkpoint": "jax"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deltacheck.leaf.spec import LeafSpec
     from deltacheck.restore.leaf_kinds import Leaf
     from deltacheck.store.manifest import Manifest
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 # These words are keys of the JSON document and words of the summary line.
 _OUTCOMES = ("unchanged", "changed", "added", "removed", "reshaped")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import Change, LeafState, Step
     from deltacheck.store.manifest import Manifest, Replay, Tag, Tiles
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 # Columns that ``ls`` and ``log`` share, so that both begin alike.
 _STEP = (
@@ -219,7 +219,7 @@ def _summary(causes: dict[str, int]) -> str:
 
 def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
     """Return the tags of a root, and append the errors of unreadable ones to ``problems``."""
-    from deltacheck.store import tags
+    from deltacheck.store.roots import tags
 
     readable, damaged = tags.read_all(root.store.path)
     problems += [str(error) for _, error in sorted(damaged.items())]
@@ -232,7 +232,7 @@ def _replayed_steps(manifest: Manifest) -> int:
 
 
 def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
-    from deltacheck.store import tags
+    from deltacheck.store.roots import tags
 
     return {
         "step": step.ref.step,
@@ -337,7 +337,7 @@ def step_document(root: Root, manifest: Manifest, patterns: Sequence[str] = ()) 
     from deltacheck.leaf import tree
     from deltacheck.report import history
     from deltacheck.restore import export
-    from deltacheck.store.root import open_segments
+    from deltacheck.store.roots.root import open_segments
 
     owners = export.select(manifest, patterns)
     states = history.leaf_states(manifest, open_segments(root, manifest))

@@ -17,7 +17,7 @@ from deltacheck.cli.output import Row
 if TYPE_CHECKING:
     from deltacheck.leaf.spec import LeafSpec
     from deltacheck.store.manifest import Manifest
-    from deltacheck.store.root import Root
+    from deltacheck.store.roots.root import Root
 
 # Values of one answer. Larger: fewer requests for a large slice, but a table that no one reads.
 MOST_VALUES = 4096
@@ -45,7 +45,7 @@ class Queries:
     """
 
     def __init__(self, path: str, item: str | None = None) -> None:
-        from deltacheck.store.root import open_root
+        from deltacheck.store.roots.opening import open_root
 
         self._root: Root = open_root(path, item)
         # A root caches what it has read and is not made for several threads. A check of all bytes

@@ -9,7 +9,7 @@ from deltacheck.evaluate.processes import Event
 from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.report import history
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 
 def describe_saves(root: Path, saved: list[Event]) -> list[dict[str, Any]]:

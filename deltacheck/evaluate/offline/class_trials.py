@@ -20,7 +20,7 @@ from deltacheck.profile.record import ClassSensitivity
 from deltacheck.profile.sample import embedding_paths
 from deltacheck.profile.sensitivity import MOST_ELEMENT_CHANGE, Verdict, rolled_back
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 _EXACT, _LOSSY = "exact", "auto"
 # The share of the trial's steps that may be lost. Without m about seven of ten are lost.

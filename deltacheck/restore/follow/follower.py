@@ -28,7 +28,8 @@ from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest, Tiles
-from deltacheck.store.root import Root, open_root, open_segments
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import Segment
 
 # Leaves that are loaded together. Larger: fewer calls, but that much more memory beside the copy.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltacheck.store.files.storage import Place
-from deltacheck.store.root import Root, StepRef
+from deltacheck.store.roots.root import Root, StepRef
 
 
 class NewSteps:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Set
 
 from deltacheck.store.manifest import SegmentRef
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 
 # The time for the look, as a share of the time that the save has taken so far. Larger: a lost file
 # is found sooner; smaller: cheaper saves. All tables and two segments are looked at in any case.

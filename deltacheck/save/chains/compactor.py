@@ -26,7 +26,8 @@ from deltacheck.store.files.background import lower_priority
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.lock.interrupts import Lock, join
 from deltacheck.store.manifest import Manifest, SegmentRef
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 
 log = logging.getLogger("deltacheck")
 

@@ -7,7 +7,8 @@ import logging
 import msgspec
 
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, listed
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.wording import listed
 
 log = logging.getLogger("deltacheck")
 

@@ -21,7 +21,7 @@ from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, SegmentRef
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 from deltacheck.store.segment import Segment
 
 # Bytes of streams and of whole leaves in memory. Larger: fewer files; smaller: less memory.

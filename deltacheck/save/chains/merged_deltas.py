@@ -29,7 +29,7 @@ from deltacheck.save.progress import Progress
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment, SegmentWriter, entropy_bits
 
 # Bytes of leaves that are read together. Three copies of them are in memory.

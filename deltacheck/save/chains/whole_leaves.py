@@ -22,7 +22,7 @@ from deltacheck.restore.chain import Chain
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import layout
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import SegmentWriter, is_packed
 
 # Bytes of leaves that are read together, so that many small leaves cost few calls.

@@ -9,7 +9,7 @@ from deltacheck.codec.base import Codec
 from deltacheck.policy import Policy
 from deltacheck.save.job.shadow_file import ShadowFile
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 
 
 @dataclass(frozen=True, slots=True)

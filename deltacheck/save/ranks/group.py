@@ -31,7 +31,8 @@ from deltacheck.save.ranks.rank_setup import (
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Store, is_root_or_fresh
+from deltacheck.store.roots.opening import is_root_or_fresh
+from deltacheck.store.roots.store import Store
 
 
 class Group:

@@ -46,7 +46,7 @@ from deltacheck.store.manifest import (
     SegmentRef,
     Tiles,
 )
-from deltacheck.store.root import Store
+from deltacheck.store.roots.store import Store
 
 # Hexadecimal digits of a tile's digest.
 _DIGITS = 32

@@ -18,7 +18,7 @@ from deltacheck.backends.orbax.files.orbax_import import write_orbax
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import tree
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import nested
 
 jax_leaves = st.sampled_from([np.arange(3), np.float64(0.5), jax.ShapeDtypeStruct((2,), "int4")])

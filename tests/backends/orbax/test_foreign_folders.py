@@ -19,10 +19,10 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.repair import repair
 from deltacheck.policy import Policy
-from deltacheck.store import manager_steps
 from deltacheck.store.collect import collect
 from deltacheck.store.files.local_storage import list_directory
-from deltacheck.store.root import open_root
+from deltacheck.store.roots import manager_steps
+from deltacheck.store.roots.opening import open_root
 
 
 def train(root: Path, steps: range, **options: Any) -> None:

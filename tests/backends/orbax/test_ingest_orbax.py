@@ -31,7 +31,7 @@ from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.restore.export import FORMAT_TYPES
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 
 def state(step: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.waiting import open_when_called, wait_until
 
 Options = ocp.CheckpointManagerOptions

@@ -19,7 +19,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.cli.output import OK
 from deltacheck.maintain import branch as branches
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same, random_tensor
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

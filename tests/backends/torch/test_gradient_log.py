@@ -34,7 +34,7 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.manifest import ReplayStep, SegmentTable
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same, bits
 
 

@@ -16,7 +16,7 @@ import deltacheck
 from deltacheck.backends.torch import Engine, Shard, load
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import TreeMismatch, UnsupportedLeaf
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support.states import random_tensor
 from tests.support.wrappers import Blocks, blocks, sharded_blocks
 

@@ -26,7 +26,7 @@ from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.restore.content import Loaded
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 from tests.support import nested
 
 

@@ -11,7 +11,7 @@ from deltacheck.restore.chain import Held
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_segments
+from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.segment import Segment
 
 # Leaves that are read together. Larger: fewer calls, but more memory beside the copy.

@@ -21,7 +21,7 @@ from deltacheck.restore.export import shapes
 from deltacheck.restore.follow.new_steps import NewSteps
 from deltacheck.store.files import storage
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 
 @typed

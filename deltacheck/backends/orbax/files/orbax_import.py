@@ -35,7 +35,8 @@ from deltacheck.restore.export import Progress, new_folder, require_types, resol
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 __all__ = ["ingest", "sources_of", "write_orbax"]
 

@@ -16,8 +16,10 @@ from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.lock.interrupts import postponed
-from deltacheck.store.manager_steps import MANAGER_STORE
-from deltacheck.store.root import Root, Store, create_manager_store
+from deltacheck.store.roots.manager_steps import MANAGER_STORE
+from deltacheck.store.roots.opening import create_manager_store
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 
 log = logging.getLogger("deltacheck")
 

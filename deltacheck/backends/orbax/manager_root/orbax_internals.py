@@ -23,7 +23,7 @@ from deltacheck.store.files import storage
 from deltacheck.store.layout import UNFINISHED_STEP, step_name
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import join
-from deltacheck.store.manager_steps import MANAGER_STORE
+from deltacheck.store.roots.manager_steps import MANAGER_STORE
 
 _COMMIT_FILE = "commit_success.txt"
 # Orbax writes it when it creates the directory of a step.

@@ -41,7 +41,8 @@ from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves, select_paths
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 
 @typed

@@ -24,7 +24,7 @@ from deltacheck.restore import replay
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.fill import StepReader
 from deltacheck.store.manifest import Manifest, Replay
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 Update: TypeAlias = Callable[..., Any]
 

@@ -42,7 +42,8 @@ from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 # Bytes read at a time, in addition to the tensors that they are copied to.
 _BATCH_BYTES = 256 << 20

@@ -47,8 +47,9 @@ from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, full_name, take_lease
 from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import Opened, open_alone, remove_unused
-from deltacheck.store.root import Root, Store, is_root_or_fresh
+from deltacheck.store.roots.opened import Opened, open_alone, remove_unused
+from deltacheck.store.roots.opening import create_store, is_root_or_fresh
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 
@@ -173,7 +174,7 @@ class Stream:
         if self._saver is None:
             self._begin(
                 # Number 0, because each task brings the number of its save.
-                Opened(Store.create(self.path, durability=self.settings.durability), None, 0)
+                Opened(create_store(self.path, durability=self.settings.durability), None, 0)
             )
         assert self._saver is not None
         self._saver.check_usable()

@@ -17,7 +17,7 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectStore
-from deltacheck.store.root import open_root
+from deltacheck.store.roots.opening import open_root
 
 MapLocation: TypeAlias = (
     "torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any]"

@@ -18,7 +18,8 @@ from deltacheck.errors import NotACheckpointRoot, StepNotFound
 from deltacheck.restore.export import new_file
 from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
 
 _KIND = "pointer"  # permanent
 # A pointer has a few hundred bytes. A checkpoint of another format may have gigabytes, and is not

@@ -15,7 +15,7 @@ from deltacheck.restore.content import Loaded
 from deltacheck.restore.export import Progress, require_types, resolve
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 # Classes that ``torch.load`` makes without further consent.
 _ACCEPTED = ("collections.Counter", "bytearray", "torch.Size", "torch.dtype")

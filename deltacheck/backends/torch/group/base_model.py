@@ -18,7 +18,7 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save.saver import Saver
 from deltacheck.store.files import storage
 from deltacheck.store.files.storage import Place
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

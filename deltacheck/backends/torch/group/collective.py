@@ -30,8 +30,9 @@ from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import layout
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.opened import Opened, open_alone
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 
@@ -125,7 +126,7 @@ class RankGroup(Group):
                 rank_root = (
                     opened[0]
                     if opened
-                    else Opened(Store.create(path, durability=settings.durability), None, next_seq)
+                    else Opened(create_store(path, durability=settings.durability), None, next_seq)
                 )
             # Every rank waits here, so that none saves to a root that another one could not open.
             self.joint.agree(None, lambda _: None, "opens a root")

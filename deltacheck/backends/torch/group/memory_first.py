@@ -27,7 +27,7 @@ from deltacheck.save.save_options import Settings
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
 

@@ -24,7 +24,8 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root
 
 _REMEDY = (
     "The ranks of a memory tier share one directory in memory, so they are processes of one"
@@ -106,7 +107,7 @@ class MemoryOfRanksSession(ProcessGroupSession):
             self.group.call_on_first(open_tier, "opens a memory root")
         with self.group.sharing_failure():
             live = (
-                Root(path, Store.create(path, durability=Durability.PROCESS))
+                Root(path, create_store(path, durability=Durability.PROCESS))
                 if self.tier is None
                 else self.tier.root
             )

@@ -20,7 +20,7 @@ from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import Opened
+from deltacheck.store.roots.opened import Opened
 
 
 class ProcessGroupSession(SingleProcessSession):

@@ -46,12 +46,12 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
 from deltacheck.save.treatment.signals import Agreed
-from deltacheck.store import tags
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.root import Root
+from deltacheck.store.roots import tagging
+from deltacheck.store.roots.opened import Opened, open_alone
+from deltacheck.store.roots.root import Root
 
 Commit = Callable[[Manifest], Written]
 
@@ -176,11 +176,11 @@ class SingleProcessSession:
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a committed step."""
-        self.run_once(lambda: tags.put(self.root, step, name, move=move))
+        self.run_once(lambda: tagging.put(self.root, step, name, move=move))
 
     def untag(self, name: str) -> None:
         """Remove a tag."""
-        self.run_once(lambda: tags.remove(self.root, name))
+        self.run_once(lambda: tagging.remove(self.root, name))
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step."""

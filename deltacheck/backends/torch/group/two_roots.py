@@ -6,9 +6,10 @@ import contextlib
 
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.maintain.memory_tier import Tier, durable_digest
-from deltacheck.store import layout, tags
+from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.store.roots import tagging
+from deltacheck.store.roots.root import Root
 
 
 class TwoRoots:
@@ -89,4 +90,4 @@ class TwoRoots:
             root, manifest = self.find(step)
             if root is self.live and self.durable_form(manifest) is None:
                 tier.persist(manifest, None)
-            tags.put(self.durable, step, name, move=move)
+            tagging.put(self.durable, step, name, move=move)

@@ -25,7 +25,7 @@ from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore import replay
 from deltacheck.restore.content import Loaded
 from deltacheck.store.manifest import Manifest, Replay
-from deltacheck.store.root import Root
+from deltacheck.store.roots.root import Root
 
 _DEVICE = "device"  # permanent: the tag of tensors that are not on the host
 # Hooks of the live optimizer, such as the log's own, must not run for a replica.

@@ -10,7 +10,9 @@ from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.root import Root, Store
+from deltacheck.store.roots.opening import create_store
+from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.store import Store
 
 
 class Opened(NamedTuple):
@@ -32,7 +34,7 @@ def open_alone(path: Place, durability: Durability) -> Opened:
 
     Raises what ``Store.create`` and ``take_lease`` raise.
     """
-    store = Store.create(path, durability=durability)
+    store = create_store(path, durability=durability)
     # The lease comes before the sequence number, which no other writer can then take.
     lease = take_lease(path)
     try:

@@ -1,0 +1,1 @@
+"""Roots: their segments, their committed steps, tags, opening and creation."""
