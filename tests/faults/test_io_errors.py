@@ -26,8 +26,7 @@ from deltacheck import SaveOptions, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store import collect, segment
-from deltacheck.store.files import durability
-from deltacheck.store.roots import root as store_root
+from deltacheck.store.files import arrays, durability
 from tests.faults import io_errors
 from tests.faults.campaign import Campaign, Tally
 from tests.faults.shim import Fault, Mode
@@ -153,7 +152,7 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
     state = training_state()
     with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
         go, created = threading.Event(), threading.Event()
-        create, manifest = store_root.arrays.create_file, SaveJob.manifest
+        create, manifest = arrays.create_file, SaveJob.manifest
 
         def hang(directory: Path, *of: Any) -> bool:
             if directory.name != "c0000000000":
@@ -167,7 +166,7 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
             job.setup = setup_with(engine, io_timeout_seconds=0.1)  # of the commit alone
             return manifest(job, *args)
 
-        patch.setattr(store_root.arrays, "create_file", hang)
+        patch.setattr(arrays, "create_file", hang)
         patch.setattr(SaveJob, "manifest", hurry)
         assert "may hang" in str(engine.save(0, state).exception(120))
         patch.setattr(SaveJob, "manifest", manifest)

@@ -289,7 +289,7 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     def slowly(root: Any, seq: int) -> None:
         began.set()
         # It would be done by then, were it not for the lock.
-        wait_until(lambda: locked_out.is_set() or not tagging.is_alive())
+        wait_until(lambda: locked_out.is_set() or not thread.is_alive())
         delete(root, seq)
 
     def put() -> None:
@@ -300,10 +300,10 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
             outcome.append(error)
 
     monkeypatch.setattr(collect, "delete_checkpoint", slowly)
-    tagging = threading.Thread(target=put)
-    tagging.start()
+    thread = threading.Thread(target=put)
+    thread.start()
     root_writer.prune(open_root(run), Keep(last=1))
-    tagging.join()
+    thread.join()
     (found,) = outcome
     assert isinstance(found, errors.StepNotFound)
     assert deltacheck.open(run).tags() == {}

@@ -23,7 +23,8 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.store import collect
 from deltacheck.store.roots.opening import open_root
-from deltacheck.store.roots.tags import lock, put
+from deltacheck.store.roots.tagging import put
+from deltacheck.store.roots.tags import lock
 from tests.support.states import assert_same, nudge, training_state
 from tests.support.waiting import wait_until
 

@@ -24,6 +24,7 @@ from deltacheck.cli import main
 from deltacheck.maintain.branch import branch
 from deltacheck.maintain.mirror import Mirror
 from deltacheck.maintain.repair import repair
+from deltacheck.store.roots import opening
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.roots.store import Store
 
@@ -289,7 +290,7 @@ def test_a_branch_lies_outside_its_root_and_follows_no_link(
             branch(open_root(root), None, place)
         assert not place.exists()
     outside.mkdir()
-    create = Store.create
+    create = opening.create_store
 
     def replaced(path: Path) -> Store:
         store = create(path)
@@ -297,7 +298,7 @@ def test_a_branch_lies_outside_its_root_and_follows_no_link(
         (path / "segments").symlink_to(outside)
         return store
 
-    monkeypatch.setattr(Store, "create", replaced)
+    monkeypatch.setattr("deltacheck.maintain.branch.create_store", replaced)
     with pytest.raises(errors.Damaged, match="segments"):
         branch(open_root(root), None, target)
     assert not list(outside.iterdir())

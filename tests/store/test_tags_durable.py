@@ -37,7 +37,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
         calls.append((path, (top / "control" / "tags" / "best" / "zarr.json").exists()))
         sync(path)
 
-    monkeypatch.setattr(tags, "sync_directory", record)
+    for module in (tags, tagging):
+        monkeypatch.setattr(module, "sync_directory", record)
     return calls
 
 
