@@ -29,7 +29,7 @@ import deltacheck
 from deltacheck import Keep, MemoryTier, Mirror, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch import engine as torch_engine
-from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
+from deltacheck.backends.torch.group.run_roots import MemoryFirst
 from deltacheck.cli.app import app
 from deltacheck.maintain import memory_tier, tier_bond
 from deltacheck.maintain.drain import DrainState, next_due, resident
@@ -68,9 +68,9 @@ def idle(engine: Engine) -> None:
 
 def tier_of(engine: Engine) -> memory_tier.Tier:
     """Return the tier of an engine that has one."""
-    session = engine._session
-    assert isinstance(session, MemoryFirstSession)
-    return session._tier
+    roots = engine._session.roots
+    assert isinstance(roots, MemoryFirst)
+    return roots._tier
 
 
 def on_disk(root: Path) -> list[int]:

@@ -17,9 +17,8 @@ import torch
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
-from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.backends.torch.group.open_session import OpenSession
-from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
+from deltacheck.backends.torch.group.session import RestoreRequest, Session
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
@@ -529,22 +528,18 @@ def _session(
     settle_reads: Callable[[], None],
     memory: MemoryTier | str | os.PathLike[str] | None,
     process_group: torch.distributed.ProcessGroup | None,
-) -> SingleProcessSession:
-    """Open the session of an engine: with other ranks, with a memory tier, with both, or alone."""
+) -> Session:
+    """Open the session of an engine."""
     tier = None if memory is None else MemoryTier.of(memory)
     if tier is not None and settings.options.on_error == "log":
         raise ValueError(
             "a memory tier that cannot copy its steps fills up and must stop the run:"
             " on_error='log' and memory cannot be given together"
         )
-    if process_group is None:
-        if tier is None:
-            return SingleProcessSession(path, settings, settle_reads)
-        return MemoryFirstSession(path, settings, settle_reads, tier)
-    # torch.distributed.tensor takes long to import, and most processes save alone.
-    from deltacheck.backends.torch.group.memory_of_ranks import MemoryOfRanksSession
-    from deltacheck.backends.torch.group.process_group import ProcessGroupSession
+    group = None
+    if process_group is not None:
+        # torch.distributed.tensor takes long to import, and most processes save alone.
+        from deltacheck.backends.torch.group.collective import RankGroup
 
-    if tier is None:
-        return ProcessGroupSession(path, settings, settle_reads, process_group)
-    return MemoryOfRanksSession(path, settings, settle_reads, process_group, tier)
+        group = RankGroup(process_group, settings.options.io_timeout_seconds)
+    return Session(path, settings, settle_reads, group=group, memory=tier)

@@ -13,7 +13,6 @@ from deltacheck.backends.torch.deepspeed.saved_state import ABOUT, FILES
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.group.collective import RankGroup
-from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 from deltacheck.backends.torch.state.shards import Shard
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import typed
@@ -46,8 +45,9 @@ class PublishingEngine(Engine):
     @property
     def group(self) -> RankGroup:
         """The ranks that save together."""
-        assert isinstance(self._session, ProcessGroupSession)
-        return self._session.group
+        group = self._session.group
+        assert group is not None
+        return group
 
     @property
     def folder(self) -> Path:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo
+from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot
 from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.errors import Damaged, RankFailed, TreeMismatch
@@ -35,50 +36,6 @@ from deltacheck.store.roots.opening import create_store
 from deltacheck.store.roots.root import Root
 
 log = logging.getLogger("deltacheck")
-
-
-class StepPlaces(Protocol):
-    """The roots that may hold a step.
-
-    Attributes:
-        roots: All of them, in the same order on every rank.
-    """
-
-    @property
-    def roots(self) -> Sequence[Root]: ...
-
-    def copies(
-        self, step: int | str | None, expected_digest: str | None
-    ) -> list[tuple[Root, Manifest]]:
-        """Return a step in each root that has it, the one to read first at the front.
-
-        Raises ``StepNotFound``, and ``Damaged`` if it has not the digest that is expected.
-        """
-        ...
-
-    def is_base(self, root: Root) -> bool:
-        """Return true if saves can go on from the segments of a root."""
-        ...
-
-
-class OneRoot(NamedTuple):
-    """The only root of a run."""
-
-    root: Root
-
-    @property
-    def roots(self) -> Sequence[Root]:
-        return (self.root,)
-
-    def copies(
-        self, step: int | str | None, expected_digest: str | None
-    ) -> list[tuple[Root, Manifest]]:
-        manifest = self.root.manifest(step)
-        self.root.require_digest(manifest, expected_digest)
-        return [(self.root, manifest)]
-
-    def is_base(self, root: Root) -> bool:
-        return True
 
 
 class RankGroup(Group):
@@ -108,7 +65,13 @@ class RankGroup(Group):
         Raises:
             RankFailed: The ranks differ in an option or in the folder, or opening failed on a rank.
                 Rank 0 raises its own error itself.
+            ValueError: More than one save may be under way.
         """
+        # Shared, because the other ranks wait for this one already.
+        with self.sharing_failure():
+            # The ranks agree on one save at a time.
+            if settings.options.max_pending != 1:
+                raise ValueError("ranks that save together need max_pending=1")
         opened: list[Opened] = []
         setup = RankSetup.of(path, settings, **further)
         with self.same_setup(path, setup) as remove_probe:
@@ -217,7 +180,7 @@ class RankGroup(Group):
 
     def restore(
         self,
-        places: StepPlaces,
+        places: OneRoot | MemoryFirst,
         saver: Saver,
         step: int | str | None,
         target: Flat | None,

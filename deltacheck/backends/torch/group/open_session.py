@@ -12,7 +12,7 @@ from functools import partial
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.backends.torch.group.arrival import Arrival
-from deltacheck.backends.torch.group.single_process import SingleProcessSession
+from deltacheck.backends.torch.group.session import Session
 from deltacheck.save import exits
 from deltacheck.save.save_options import Settings
 from deltacheck.store.lock.deadline import Deadline
@@ -30,7 +30,7 @@ class OpenSession:
     def __init__(
         self,
         settings: Settings,
-        open_session: Callable[[Callable[[], None]], SingleProcessSession],
+        open_session: Callable[[Callable[[], None]], Session],
     ) -> None:
         # Only an exact policy reads each leaf once and in order, so that leaves can be copied
         # ahead.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.trainer.checkpoint_files import Files
 from deltacheck.leaf import tree
@@ -25,8 +24,7 @@ class TrainerRanks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        session = engine._session
-        self._group = session.group if isinstance(session, ProcessGroupSession) else None
+        self._group = engine._session.group
         # What the saver continues from; ``None`` once it does, or if nothing was restored.
         self._reader: StepReader | None = None
 
