@@ -321,6 +321,7 @@ def failing(folder: Path) -> Any:
             assert saving._engine is not None
             writer = saving._engine._writer
             if state.global_step == 4:
+                saving._engine.wait()  # for the commit of step 2
                 writer.commit = broken  # type: ignore[method-assign, assignment]
             elif state.global_step == 5:
                 saving._engine.wait()
