@@ -29,9 +29,11 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
+from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.lock.interrupts import Lock, postponed
+from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.roots.store import Store
 
 log = logging.getLogger("deltacheck")
@@ -265,49 +267,83 @@ class Pipeline:
         if callback is not None:
             callback()
 
+    # --- the commit, step by step -----------------------------------------------------------------
+
     def _commit(self, job: SaveJob) -> None:
-        """Make a save durable, then make its step exist."""
-        step, progress = job.request.step, job.progress
+        """Make a save durable, then make its step exist.
+
+        Until its step exists, a failure leaves no step, and the next save writes whole leaves.
+        """
+        self._require_continued(job)
+        ref, refs = self._make_durable(job)
+        failed_saves = self.failures.in_a_row
+        manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
+        self._verify(job, manifest)
+        self._require_base(job, refs)
+        written = self._make_exist(job, manifest)
+        self.failures.committed(failed_saves)
+        self._tell(job, manifest, written, 0 if ref is None else ref.stored_bytes)
+        self._let_go(job)
+
+    def _require_continued(self, job: SaveJob) -> None:
+        """Raise ``SaveFailed`` if a save that failed meanwhile is the base of this one."""
         if job.epoch != self._chains.epoch:
             raise SaveFailed(
-                f"the save of step {step} stands on an earlier one that failed; the next writes"
-                " whole leaves"
+                f"the save of step {job.request.step} stands on an earlier one that failed; the"
+                " next writes whole leaves"
             )
+
+    def _make_durable(self, job: SaveJob) -> tuple[SegmentRef | None, dict[str, SegmentRef]]:
+        """Finish the segment of a save, and return it with all segments that the step needs."""
         ref = self._on_disk(job, job.finish_segment)
         self.effort.adapt(job.begin, *job.setup.store.take_spent())
         refs = self._chains.durable(job, ref)
         if ref is not None:
             self._base.wrote(ref)
-        progress.advance("durable")
+        job.progress.advance("durable")
         # The caller may have acted on the failure already, so the step must not appear now.
-        if progress.done():
-            raise SaveFailed(f"the save of step {step} was given up before it was committed")
-        failed_saves = self.failures.in_a_row
-        manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
+        if job.progress.done():
+            raise SaveFailed(
+                f"the save of step {job.request.step} was given up before it was committed"
+            )
+        return ref, refs
+
+    def _verify(self, job: SaveJob, manifest: Manifest) -> None:
+        """Read back what was written, if the options ask for it."""
         # Before the commit, so that no step exists whose files differ from the state.
         if job.setup.options.verify == "commit":
             store, digests = job.setup.store, job.live_digests
-            progress.give_receipt(
-                self._on_disk(job, partial(receipt.rebuild, store, manifest, digests, job.entries))
-            )
+            read_back = partial(receipt.rebuild, store, manifest, digests, job.entries)
+            job.progress.give_receipt(self._on_disk(job, read_back))
+
+    def _require_base(self, job: SaveJob, refs: Iterable[str]) -> None:
+        """Raise ``SaveFailed`` if segments that the step needs are gone."""
         # The last moment before the step is acknowledged: others, such as a purge of old files, may
         # have removed what it stands on.
         missing = self._on_disk(job, partial(self._lost_base, job, refs))
         if missing:
             raise SaveFailed(
-                f"the save of step {step} needs {len(missing)} segments of {job.setup.store.path}"
-                f" that are gone or have lost files, the first {missing[0]}: another program has"
-                " removed files of the root. The next save writes whole leaves"
+                f"the save of step {job.request.step} needs {len(missing)} segments of"
+                f" {job.setup.store.path} that are gone or have lost files, the first {missing[0]}:"
+                " another program has removed files of the root. The next save writes whole leaves"
             )
+
+    def _make_exist(self, job: SaveJob, manifest: Manifest) -> Written:
+        """Commit the manifest. From now on, later saves may stand on this one."""
         job.may_be_committed = True
-        result = self._on_disk(job, partial(job.request.commit, manifest))
+        written = self._on_disk(job, partial(job.request.commit, manifest))
         self._chains.committed(job, manifest)
-        self.failures.committed(failed_saves)
-        stored_bytes = result.stored_bytes + (0 if ref is None else ref.stored_bytes)
-        report = job.report(stored_bytes, result.digest, manifest)
-        # First: whoever has waited for the commit finds the line.
-        self._save_log.committed(job.setup.store.path, progress, report)
-        progress.advance("committed", report)
+        return written
+
+    def _tell(self, job: SaveJob, manifest: Manifest, written: Written, segment_bytes: int) -> None:
+        """Report the committed step, in the log of saves first."""
+        report = job.report(written.stored_bytes + segment_bytes, written.digest, manifest)
+        # Whoever has waited for the commit finds the line.
+        self._save_log.committed(job.setup.store.path, job.progress, report)
+        job.progress.advance("committed", report)
+
+    def _let_go(self, job: SaveJob) -> None:
+        """Give back what the save has held."""
         self._release(job.progress)
         if job.whole_bytes >= freed_memory.LEAST_BYTES:
             freed_memory.return_freed_memory()
