@@ -280,9 +280,9 @@ class Pipeline:
         manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
         self._verify(job, manifest)
         self._require_base(job, refs)
-        written = self._make_exist(job, manifest)
+        document = self._make_exist(job, manifest)
         self.failures.committed(failed_saves)
-        self._tell(job, manifest, written, 0 if ref is None else ref.stored_bytes)
+        self._tell(job, manifest, document, 0 if ref is None else ref.stored_bytes)
         self._let_go(job)
 
     def _require_continued(self, job: SaveJob) -> None:
@@ -331,13 +331,15 @@ class Pipeline:
     def _make_exist(self, job: SaveJob, manifest: Manifest) -> Written:
         """Commit the manifest. From now on, later saves may stand on this one."""
         job.may_be_committed = True
-        written = self._on_disk(job, partial(job.request.commit, manifest))
+        document = self._on_disk(job, partial(job.request.commit, manifest))
         self._chains.committed(job, manifest)
-        return written
+        return document
 
-    def _tell(self, job: SaveJob, manifest: Manifest, written: Written, segment_bytes: int) -> None:
+    def _tell(
+        self, job: SaveJob, manifest: Manifest, document: Written, segment_bytes: int
+    ) -> None:
         """Report the committed step, in the log of saves first."""
-        report = job.report(written.stored_bytes + segment_bytes, written.digest, manifest)
+        report = job.report(document.stored_bytes + segment_bytes, document.digest, manifest)
         # Whoever has waited for the commit finds the line.
         self._save_log.committed(job.setup.store.path, job.progress, report)
         job.progress.advance("committed", report)

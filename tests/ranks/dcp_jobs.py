@@ -287,7 +287,7 @@ def merge(
             with contextlib.suppress(CheckpointException):
                 dcp.save(held, checkpoint_id=step, storage_writer=Failing(root, **options))
         dcp.save(held, checkpoint_id=step, storage_writer=writer)
-        saver = stream_of(writer._path, writer._options).follow()
+        saver = stream_of(writer._path, writer.settings).follow()
         compactor = saver._chains.compactor
         assert compactor is not None
         compactor.wait()

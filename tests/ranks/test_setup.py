@@ -45,7 +45,7 @@ def test_ranks_that_differ_are_refused_under_dcp(tmp_path: Path) -> None:
         assert "/proc/self/cwd/run" in found["machine"]
         assert "Give every rank the same root" in found["machine"]
         assert "durability='process' instead of 'power'" in found["options"]
-        assert "keep_last=4 instead of 3" in found["options"]
+        assert "keep.last=4 instead of 3" in found["options"]
         assert found["left"] == []
         assert found["same"] == ""
         assert found["steps"] == [1]

@@ -17,8 +17,9 @@ import torch
 from deltacheck.backends.torch.capture.guard import Guarded
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
+from deltacheck.backends.torch.group.engine_session import Session
 from deltacheck.backends.torch.group.open_session import OpenSession
-from deltacheck.backends.torch.group.session import RestoreRequest, Session
+from deltacheck.backends.torch.group.restores import RestoreRequest
 from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
@@ -460,9 +461,9 @@ class Engine:
                 earlier.join()
             arrival: Arrival | None = None
             if overlap:
-                manifest, state, arrival = self._session.restore_overlapped(request)
+                manifest, state, arrival = self._session.restores.restore_overlapped(request)
             else:
-                manifest, state = self._session.restore(request)
+                manifest, state = self._session.restores.restore(request)
             if earlier is not None:
                 earlier.release()
             self._open.arrival = arrival
@@ -475,7 +476,7 @@ class Engine:
         Args:
             reader: Has read the whole step. Its arrays belong to the engine from now on.
         """
-        self._session._adopt(self._root, reader.manifest, reader.chains, reader.stored)
+        self._session.restores.adopt(self._root, reader.manifest, reader.chains, reader.stored)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the saves under way and give the root back. A second call does nothing.

@@ -154,10 +154,10 @@ class DeltaStorageWriter(StorageWriter):
         self._overwrite = overwrite
         self._metrics = metric_numbers(metrics)
         self._path = place.of(root, storage).absolute()
-        own = Settings.of(policy, keep, options)
-        require_defaults(own.options, _NO_OPTIONS, type(self).__name__)
+        settings = Settings.of(policy, keep, options)
+        require_defaults(settings.options, _NO_OPTIONS, type(self).__name__)
         # A copy on a device would gain nothing.
-        self.settings = replace(own, options=replace(own.options, device_cache_bytes=0))
+        self.settings = replace(settings, options=replace(settings.options, device_cache_bytes=0))
         self._default_step = None if step is None else names.step_of(step)
         # From checkpoint ids, by thread: asynchronous saves may share a writer.
         self._next_steps: dict[int, int] = {}

@@ -61,8 +61,8 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
         merged["keep"] = Keep(**{**merged["keep"], "best": best})
     fields = merged.get("options", {})
     if isinstance(fields, Mapping):
-        own = config.get(DATASTATES_SECTION)
-        datastates = datastates_options(own) if isinstance(own, Mapping) else SaveOptions()
+        rival = config.get(DATASTATES_SECTION)
+        datastates = datastates_options(rival) if isinstance(rival, Mapping) else SaveOptions()
         _check(SaveOptions, "options", fields)
         merged["options"] = dataclasses.replace(datastates, **fields)
     return merged
@@ -70,12 +70,12 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
 
 def _check(kind: type[Keep | KeepBest | SaveOptions], name: str, section: Any) -> None:
     """Raise ``ValueError`` if a section of JSON has a field that a record does not have."""
-    known = {field.name for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)}
     for field in section:
-        if field not in known:
+        if field not in names:
             raise ValueError(
                 f"{_SECTION}.{name} has the option {field!r}, which is not one of"
-                f" {', '.join(sorted(known))}; leave it out"
+                f" {', '.join(sorted(names))}; leave it out"
             )
 
 

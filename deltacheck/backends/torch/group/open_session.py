@@ -12,7 +12,7 @@ from functools import partial
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard
 from deltacheck.backends.torch.group.arrival import Arrival
-from deltacheck.backends.torch.group.session import Session
+from deltacheck.backends.torch.group.engine_session import Session
 from deltacheck.save import exits
 from deltacheck.save.save_options import Settings
 from deltacheck.store.lock.deadline import Deadline

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.capture import tensor_codec
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group import memory_of_ranks
-from deltacheck.backends.torch.group.arrival import Arrival
+from deltacheck.backends.torch.group.restores import Restores
 from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot
-from deltacheck.backends.torch.group.two_stages import TwoStages
-from deltacheck.backends.torch.state import leaves, replica
-from deltacheck.backends.torch.state.classes import build
-from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
 from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.errors import StepNotFound
-from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain import compaction
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, most_bytes
-from deltacheck.restore import damage
-from deltacheck.restore.chain import Chain
-from deltacheck.restore.fill import StepReader
-from deltacheck.restore.resolve import (
-    require_contract,
-    require_leaves,
-    resolve_leaves,
-    select_paths,
-)
-from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions, Settings
@@ -68,20 +47,6 @@ class Attempt(NamedTuple):
     flat: Flat
     commit: Commit
     agreed: Agreed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreRequest:
-    """The arguments of ``Engine.restore``."""
-
-    step: int | str | None
-    target: object
-    contract: str | None
-    optimizer: torch.optim.Optimizer | None
-    max_bytes: int | None
-    fallback: bool
-    expected_digest: str | None
-    leaves: tuple[str, ...] | None = None
 
 
 class Session:
@@ -114,7 +79,6 @@ class Session:
         memory: MemoryTier | None = None,
     ) -> None:
         self._flatten = Flattener(tensor_codec.is_host)
-        self._settle_reads = settle_reads
         self.group = group
         with ExitStack() as on_failure:
             # Nobody could release what an engine has taken that was not made.
@@ -141,6 +105,7 @@ class Session:
                 next_seq = max(next_seq, self.live.next_seq())
             self.saver = Saver(self.live.store, TorchCodec(), settings, Numbers(next_seq))
             on_failure.pop_all()
+        self.restores = Restores(self.roots, self.saver, settle_reads, group)
         self.writer.protect(self.saver.protected_segments)
         self.saver.on_resume = self.writer.course.follow
         if group is not None:
@@ -154,8 +119,10 @@ class Session:
             self.roots.tier.start(self._bases_in_memory)
 
     def _bases_in_memory(self) -> set[str]:
-        own = self.saver.protected_segments()
-        return own if self.group is None else own | self.group.protected(self.live.store)
+        segments = self.saver.protected_segments()
+        if self.group is not None:
+            segments |= self.group.protected(self.live.store)
+        return segments
 
     @property
     def is_of_ranks(self) -> bool:
@@ -265,169 +232,6 @@ class Session:
         else:
             self.group.call_on_first(action)
 
-    # --- restores ---------------------------------------------------------------------------------
-
-    def restore(self, request: RestoreRequest) -> tuple[Manifest, Any]:
-        """Restore a step, and let the next save continue its chains.
-
-        Returns:
-            The manifest of the restored step, and the state. Each rank reads what its target holds.
-        """
-        if self.group is not None:
-            return self._restore_of_ranks(self.group, request)
-        self.saver.check_usable()
-        # Saves under way compare with the shadow that the restore replaces.
-        self.saver.wait()
-        with self.roots.without_deletion():
-
-            def load(root: Root, manifest: Manifest) -> Any:
-                self.roots.require_digest(root, manifest, request.expected_digest)
-                with damage.named(root, manifest):
-                    return self._load(root, manifest, request)
-
-            if request.fallback:
-                candidates = self.roots.candidates(request.step)
-                return damage.newest_whole_of(candidates, request.step, load)
-            root, manifest = self.find(request.step)
-            return manifest, self.roots.load(root, manifest, load)
-
-    def _restore_of_ranks(self, group: RankGroup, request: RestoreRequest) -> tuple[Manifest, Any]:
-        # A failed save of one rank is raised on all ranks, before they begin to restore.
-        with group.sharing_failure():
-            self.saver.check_usable()
-            self.saver.wait()
-            if request.fallback or (request.optimizer, request.leaves) != (None, None):
-                raise ValueError(
-                    "a process group restores without fallback=, optimizer= and leaves=; for some"
-                    " leaves use deltacheck.open(root).restore(leaves=...)"
-                )
-        target = None
-        if request.target is not None:
-            # Saves under way may still read the tensors that are about to be filled.
-            self._settle_reads()
-            target = group.flatten(request.target, target=True)
-        with self.roots.without_deletion():
-            manifest, state = group.restore(
-                self.roots,
-                self.saver,
-                request.step,
-                target,
-                request.contract,
-                request.max_bytes,
-                request.expected_digest,
-            )
-            if isinstance(self.roots, MemoryFirst):
-                # The next save of any rank may build on these segments, and the drain trims the
-                # memory.
-                group.segments = frozenset(ref.id for ref in manifest.segments)
-        return manifest, state if target is None else group.filled(request.target, state)
-
-    def restore_overlapped(self, request: RestoreRequest) -> tuple[Manifest, Any, Arrival]:
-        """Restore the weights of a step, and begin to restore the state of its optimizers.
-
-        Returns:
-            The manifest of the restored step, the state, and the rest of it that arrives.
-        """
-        if self.group is not None:
-            # They agree on the result of a restore, which they would not know yet.
-            raise ValueError(
-                "process_group and overlap=True cannot be given together yet; restore without it"
-            )
-        if isinstance(self.roots, MemoryFirst):
-            # The memory may be trimmed while the restore reads it.
-            raise ValueError(
-                "memory and overlap=True cannot be given together yet; restore without it"
-            )
-        self.saver.check_usable()
-        self.saver.wait()
-        places = places_in(request.target)
-        _require_overlap(request, places)
-        root, manifest = self.find(request.step)
-        if manifest.replay is not None:
-            raise ValueError(
-                f"step {manifest.step} is replayed from gradients, which needs the whole state at"
-                " once; restore it without overlap=True"
-            )
-        self.roots.require_digest(root, manifest, request.expected_digest)
-        require_leaves(root, manifest)
-        require_contract(manifest, request.contract)
-        reader = StepReader(root, manifest, max_bytes=request.max_bytes)
-        with damage.named(root, manifest):
-            stages = TwoStages(
-                reader, manifest, request.target, places, request.max_bytes, self._settle_reads
-            )
-            state = stages.first()
-
-        def rest() -> None:
-            with damage.named(root, manifest):
-                stages.second()
-            # No save begins before this thread has ended.
-            self._adopt(root, manifest, reader.chains, reader.stored)
-
-        optimizers = [place.optimizer for place in places]
-        return manifest, state, Arrival(manifest.step, optimizers, rest)
-
-    def _load(self, root: Root, manifest: Manifest, request: RestoreRequest) -> Any:
-        """Return the state of a step, verified, and make the step the base of the next save."""
-        if request.leaves is not None:
-            return _some_leaves(root, manifest, request, request.leaves)
-        require_contract(manifest, request.contract)
-        target = None if request.target is None else leaves.flatten(request.target)
-        if target is not None:
-            leaves.require_writable(target.arrays)
-        # Compared before anything is read, so that a mismatch costs nothing and changes nothing.
-        arrays = {} if target is None else tree.array_nodes(target.skeleton)
-        require_leaves(root, manifest, None if target is None else arrays)
-        saved_paths = None if target is None else match_targets(manifest, target, arrays)
-
-        def target_memory() -> dict[str, NDArray[np.uint8]]:
-            if target is None or saved_paths is None:
-                return {}
-            # Saves under way may still read the tensors that are about to be filled.
-            self._settle_reads()
-            # A replay computes leaves in an order of its own, so it does not fill targets directly.
-            if manifest.replay is not None:
-                return {}
-            memory = {
-                saved_paths[path]: leaves.memory_of(value) for path, value in target.arrays.items()
-            }
-            return {path: array for path, array in memory.items() if array is not None}
-
-        reader = StepReader(root, manifest, max_bytes=request.max_bytes)
-        loaded = reader.whole(replay_inputs=request.optimizer is not None, into=target_memory)
-        inputs: set[str] = set()
-        if manifest.replay is not None and request.optimizer is not None:
-            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, request.optimizer)
-            # Recorded gradients are no leaves of the tree, so no later save continues their chains.
-            inputs = manifest.replay.inputs
-        if target is None or saved_paths is None:
-            state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
-        else:
-            values = leaves.filled(
-                target.arrays, {path: loaded[saved_paths[path]] for path in target.arrays}
-            )
-            state = tree.unflatten(
-                manifest.tree, lambda path, owner, tag: values[arrays[path].owner], build
-            )
-        chains = {
-            name: chain
-            for name, chain in reader.chains.items()
-            if tiles.leaf_of(name) not in inputs
-        }
-        self._adopt(root, manifest, chains, reader.stored)
-        return state
-
-    def _adopt(
-        self,
-        root: Root,
-        manifest: Manifest,
-        chains: Mapping[str, Chain],
-        bases: Mapping[str, NDArray[np.uint8]],
-    ) -> None:
-        if not self.roots.is_base(root):
-            chains, bases = {}, {}
-        self.saver.adopt(chains, bases, manifest)
-
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self, timeout: float | None) -> None:
@@ -488,38 +292,3 @@ def _roots(
         return memory_of_ranks.open_memory(group, root, writer, options, memory)
     tier = Tier(memory, writer, options)
     return MemoryFirst(tier.root, root, tier)
-
-
-def _some_leaves(
-    root: Root, manifest: Manifest, request: RestoreRequest, names: Iterable[str]
-) -> dict[str, object]:
-    """Return some leaves of a step by path. The next save goes on as before."""
-    nodes = tree.array_nodes(manifest.tree)
-    names = list(names)
-    require_leaves(root, manifest, names)
-    paths = select_paths(nodes, names, manifest.step)
-    owners = list(dict.fromkeys(nodes[path].owner for path in paths))
-    require_contract(manifest, request.contract, owners)
-    resolved = resolve_leaves(root, manifest, owners, max_bytes=request.max_bytes)
-    loaded = load_leaves(resolved, max_bytes=request.max_bytes)
-    # Tied leaves are one tensor, as in the whole tree.
-    values = {
-        node: leaves.place(loaded[node.owner], node.tag)
-        for node in dict.fromkeys(nodes[path] for path in paths)
-    }
-    return {path: values[nodes[path]] for path in paths}
-
-
-def _require_overlap(request: RestoreRequest, places: Sequence[OptimizerPlace]) -> None:
-    """Raise ``ValueError`` if a restore cannot overlap with training."""
-    if not places:
-        raise ValueError(
-            "overlap=True needs `into` with a torch optimizer in the place of its state dict, whose"
-            " step waits for its state: into={'model': model.state_dict(), 'optimizer': optimizer}."
-            " Restore for another optimizer without overlap=True"
-        )
-    if request.fallback or request.optimizer is not None:
-        raise ValueError(
-            "overlap=True cannot be given with fallback=True or optimizer=: damage may be found"
-            " after the weights are in use, and a replay needs the whole state at once"
-        )
