@@ -195,12 +195,6 @@ class Browser:
         file.write_bytes(base64.b64decode(self._send("Page.captureScreenshot")["data"]))
         return (imread(file) * 255).round().astype(np.uint8)
 
-    def choose(self, folder: Path) -> None:
-        """Choose a folder of this machine in the page."""
-        document = self._send("DOM.getDocument")["root"]["nodeId"]
-        node = self._send("DOM.querySelector", nodeId=document, selector="#folder")["nodeId"]
-        self._send("DOM.setFileInputFiles", files=[str(folder)], nodeId=node)
-
 
 @contextmanager
 def serving(root: Path) -> Iterator[Callable[..., str]]:
@@ -218,7 +212,7 @@ def serving(root: Path) -> Iterator[Callable[..., str]]:
 
 
 def golden(browser: Browser, folder: Path, pictures: Path) -> None:
-    """Show each view of each golden root, from the server and as a local folder."""
+    """Show each view of each golden root."""
     for name in sorted(path.name.split(".")[0] for path in GOLDEN.glob("*.tar.xz")):
         root = unpack(name, folder / name)
         steps = deltacheck.open(root).steps()
@@ -229,35 +223,22 @@ def golden(browser: Browser, folder: Path, pictures: Path) -> None:
                 "diff": address("diff", before=steps[0], after=steps[-1]),
                 "check": address("check", step="", deep="1"),
             }
-            for local in (False, True):
-                for view, url in views.items():
-                    # The state of a gradient log needs its optimizer.
-                    refused = name == "gradients" and view == "diff"
-                    if local:
-                        # The page keeps the folder for as long as it is not loaded anew.
-                        browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
-                    else:
-                        browser.open(url, errors=refused)
-                    ready = f"document.querySelector('main').dataset.ready === {json.dumps(view)}"
-                    page = browser.dom(f"{READY} && {ready}", errors=refused)
-                    place = (name, view, local)
-                    if refused:
-                        assert "ReplayNeeded" in page.text, place
-                    else:
-                        assert page.count("div", **{"class": "problems"}) == 0, (place, page.text)
-                    assert ("the local folder" in page.text) is local, place
-                    if view == "steps":
-                        assert f"{len(steps)} step" in page.text, place
-                        assert page.count("svg", role="img") == 1, place
-                    if view == "check":
-                        assert "without a finding" in page.text, place
-                if not local:
-                    browser.open(views["steps"])
-                    requests_before = len(browser.requests)
-                    browser.choose(root)
-                    browser.wait("document.body.innerText.includes('the local folder')")
-            queries = [url for url in browser.requests[requests_before:] if "/api/" in url]
-            assert queries == [], queries
+            for view, url in views.items():
+                # The state of a gradient log needs its optimizer.
+                refused = name == "gradients" and view == "diff"
+                browser.open(url, errors=refused)
+                ready = f"document.querySelector('main').dataset.ready === {json.dumps(view)}"
+                page = browser.dom(f"{READY} && {ready}", errors=refused)
+                place = (name, view)
+                if refused:
+                    assert "ReplayNeeded" in page.text, place
+                else:
+                    assert page.count("div", **{"class": "problems"}) == 0, (place, page.text)
+                if view == "steps":
+                    assert f"{len(steps)} step" in page.text, place
+                    assert page.count("svg", role="img") == 1, place
+                if view == "check":
+                    assert "without a finding" in page.text, place
 
 
 def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
@@ -278,24 +259,17 @@ def hostile(browser: Browser, folder: Path, pictures: Path) -> None:
             "constructor": address("constructor", step=NAMES[0]),
             "markup": address("step", step=NAMES[1]),
         }
-        for local in (False, True):
-            for name, url in (addresses | wrong).items():
-                browser.open(addresses["steps"] if local else url, errors=name in wrong)
-                if local:
-                    browser.choose(root)
-                    browser.wait("document.body.innerText.includes('the local folder')")
-                    browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
-                    time.sleep(0.2)
-                # A query that the server refuses is an error on the browser's console.
-                page = browser.dom(errors=name in wrong)
-                assert_harmless(page, (name, local))
-                assert "owned" not in browser.evaluate("document.title")
-                if name in ("steps", "step", "diff"):
-                    source = "folder" if local else "server"
-                    browser.picture(pictures / f"hostile-{name}-{source}.png")
-                if name == "diff":
-                    assert "<script>document.title='owned'<%2Fscript>" in page.text
-                    assert "right\\u{202e}ot tfel" in page.text
+        for name, url in (addresses | wrong).items():
+            browser.open(url, errors=name in wrong)
+            # A query that the server refuses is an error on the browser's console.
+            page = browser.dom(errors=name in wrong)
+            assert_harmless(page, name)
+            assert "owned" not in browser.evaluate("document.title")
+            if name in ("steps", "step", "diff"):
+                browser.picture(pictures / f"hostile-{name}.png")
+            if name == "diff":
+                assert "<script>document.title='owned'<%2Fscript>" in page.text
+                assert "right\\u{202e}ot tfel" in page.text
         # A name of another site that leads to this address (DNS rebinding).
         rebound = addresses["steps"].replace("127.0.0.1", "rebound.example")
         browser.open(rebound, "document.body.innerText.includes('only 127.0.0.1')", errors=True)
@@ -326,30 +300,26 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
             engine.save(step, state | {"lr": 0.1 / (step + 1)}, metrics={"loss": 1.0}).wait()
             noise = noise + 1
     with serving(root) as address:
-        for source in ("server", "folder"):
-            diff = address("diff", before=0, after=3)
-            browser.open(address("steps"))
-            if source == "folder":
-                browser.choose(root)
-                browser.wait("document.body.innerText.includes('the local folder')")
-            browser.evaluate(f"location.hash = {json.dumps('#' + diff.split('#')[1])}")
-            complete = "document.querySelectorAll('section[data-drawn]').length === 4"
-            page = browser.dom(complete)
-            assert page.text.count("6000 of 150000 elements changed (4 %)") == 3
-            picture = browser.picture(pictures / f"diff-{source}.png")
-            # The colour of cells that have changed altogether: a block of each map.
-            dark = (np.abs(picture[..., :3].astype(int) - (8, 29, 88)) <= 2).all(axis=2)
-            assert dark.sum() > 3 * 2000, dark.sum()
-            leaf = address("leaf", step=3, leaf="layers/0/w", box="29:32, 99:102")
-            browser.evaluate(f"location.hash = {json.dumps('#' + leaf.split('#')[1])}")
-            browser.wait("document.querySelectorAll('main td').length === 3 * 4")
-            cells = "[...document.querySelectorAll('main td')].map((cell) => cell.innerText)"
-            zero, three = ("0.0", "3.0") if source == "server" else ("0", "3")
-            assert browser.evaluate(cells) == [
-                *("29", zero, zero, zero),
-                *("30", zero, three, three),
-                *("31", zero, three, three),
-            ]
+        diff = address("diff", before=0, after=3)
+        browser.open(address("steps"))
+        browser.evaluate(f"location.hash = {json.dumps('#' + diff.split('#')[1])}")
+        complete = "document.querySelectorAll('section[data-drawn]').length === 4"
+        page = browser.dom(complete)
+        assert page.text.count("6000 of 150000 elements changed (4 %)") == 3
+        picture = browser.picture(pictures / "diff.png")
+        # The colour of cells that have changed altogether: a block of each map.
+        dark = (np.abs(picture[..., :3].astype(int) - (8, 29, 88)) <= 2).all(axis=2)
+        assert dark.sum() > 3 * 2000, dark.sum()
+        leaf = address("leaf", step=3, leaf="layers/0/w", box="29:32, 99:102")
+        browser.evaluate(f"location.hash = {json.dumps('#' + leaf.split('#')[1])}")
+        browser.wait("document.querySelectorAll('main td').length === 3 * 4")
+        cells = "[...document.querySelectorAll('main td')].map((cell) => cell.innerText)"
+        zero, three = "0.0", "3.0"
+        assert browser.evaluate(cells) == [
+            *("29", zero, zero, zero),
+            *("30", zero, three, three),
+            *("31", zero, three, three),
+        ]
         for name, url in {
             "steps": address("steps"),
             "step": address("step", step=3),
@@ -369,17 +339,13 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
         # The middle of the leaf is in the damaged chunk.
         leaf = address("leaf", step=0, leaf="noise", box="150000:150004")
         check = address("check", step="", deep="1")
-        for source in ("server", "folder"):
-            browser.open(address("steps"))
-            if source == "folder":
-                browser.choose(root)
-                browser.wait("document.body.innerText.includes('the local folder')")
-            for url, expected in ((leaf, "Damaged"), (check, "finding")):
-                browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
-                browser.wait("document.querySelectorAll('main .problems').length === 1")
-                page = browser.dom(errors=True)
-                assert expected in page.text, (source, page.text)
-            browser.picture(pictures / f"damaged-{source}.png")
+        browser.open(address("steps"))
+        for url, expected in ((leaf, "Damaged"), (check, "finding")):
+            browser.evaluate(f"location.hash = {json.dumps('#' + url.split('#')[1])}")
+            browser.wait("document.querySelectorAll('main .problems').length === 1")
+            page = browser.dom(errors=True)
+            assert expected in page.text, page.text
+        browser.picture(pictures / "damaged.png")
 
 
 def main() -> int:

@@ -1,13 +1,12 @@
 """Compare the second reader with the Python reader, and flip bits under it: `make reader-test`.
 
-Without Node 20, the check is skipped with one line. The reader is also that of the page of
-`deltacheck view` for local folders (`deltacheck/cli/view/page/reader`).
+The second reader, in `reader/`, was written from the format page alone, in JavaScript. Without
+Node 20, the check is skipped with one line.
 """
 
 import base64
 import hashlib
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -23,8 +22,6 @@ import xxhash
 
 import deltacheck
 from deltacheck.cli import main as main_command
-from deltacheck.cli.view.queries import Queries
-from deltacheck.errors import ReplayNeeded
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden" / "0.1.0"
@@ -55,8 +52,6 @@ def main() -> int:
         _make(made)
         failures = list(_golden(node, Path(folder), list(roots)))
         failures += _live(node, made, "made")
-        for name in (*roots, "made"):
-            failures += _page(node, Path(folder) / name, name)
         failures += _refusals(node, Path(folder) / "merged")
         failures += _flips(node, Path(folder), list(roots))
     for failure in failures:
@@ -167,92 +162,6 @@ def _compare(result: dict[str, Any], root: Path, name: str) -> Iterator[str]:
     if {tag: to["step"] for tag, to in result["tags"].items()} != reader.tags():
         yield f"{name}: tags {result['tags']}"
     print(f"{name}: {count} leaves equal to the Python reader, {len(result['steps'])} steps")
-
-
-# What the page shows of a leaf, from a folder as from the server.
-_SHOWN = (
-    "dtype",
-    "shape",
-    "raw_bytes",
-    "tied_to",
-    "contract",
-    "measured",
-    "from_step",
-    "age_steps",
-)
-
-
-def _page(node: str, root: Path, name: str) -> Iterator[str]:
-    """Compare what the page shows of a local folder with what the server of `view` answers."""
-    command = [node, str(HERE / "folder.mjs"), str(root)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        yield f"{name}: {run.stderr[-500:]}"
-        return
-    page, server = json.loads(run.stdout), Queries(str(root))
-    count = 0
-    step_rows = server.answer("steps", {})["steps"]
-    for key in ("step", "seq", "tags", "metrics", "time", "replayed_steps", "stored_bytes"):
-        if [row[key] for row in page["steps"]["steps"]] != [row[key] for row in step_rows]:
-            yield f"{name}: another {key} in the list of steps"
-    save_bytes = [row["written_bytes"] for row in server.answer("log", {})["steps"]]
-    if [row["written_bytes"] for row in page["log"]["steps"]] != save_bytes:
-        yield f"{name}: other sizes of saves"
-    if page["steps"]["problems"] or not page["verify"]["ok"]:
-        yield f"{name}: {page['steps']['problems']} {page['verify']['findings']}"
-    for step, step_document in page["shows"].items():
-        leaves = {row["path"]: row for row in step_document["leaves"]}
-        for row in server.answer("show", {"step": step})["leaves"]:
-            path = row["path"]
-            leaf, value = leaves.pop(path), page["values"][step][path]
-            if row["kind"] == "replayed":
-                if value["error"]["kind"] != ReplayNeeded.__name__:
-                    yield f"{name} step {step} leaf {path}: {value}"
-                continue
-            for key in _SHOWN:
-                if leaf[key] != row[key]:
-                    yield f"{name} step {step} leaf {path}: {key} {leaf[key]}, not {row[key]}"
-            if row["used"] is not None and not math.isclose(leaf["used"], row["used"]):
-                yield f"{name} step {step} leaf {path}: used {leaf['used']}, not {row['used']}"
-            box = ", ".join(f"{start}:{stop}" for start, stop in value["box"])
-            expected = server.answer("values", {"step": step, "leaf": path, "box": box})
-            if not _same_texts(value["values"], expected["values"], row["dtype"]):
-                yield f"{name} step {step} leaf {path}: {value['values']}, {expected['values']}"
-            count += 1
-        if leaves:
-            yield f"{name} step {step}: leaves {sorted(leaves)}"
-    first, last = (str(step_rows[index]["step"]) for index in (0, -1))
-    for row in server.answer("diff", {"before": first, "after": last})["changed"]:
-        query = {"before": first, "after": last, "leaf": row["path"]}
-        if "error" in page["changes"][row["path"]]:
-            try:
-                server.answer("change", query)
-            except ReplayNeeded:
-                continue
-        leaf, expected = page["changes"][row["path"]], server.answer("change", query)
-        shares = np.allclose(leaf["map"].pop("shares"), expected["map"].pop("shares"))
-        if not shares or leaf["map"] != expected["map"] or leaf["changed"] != expected["changed"]:
-            yield f"{name} leaf {row['path']}: another map of changes"
-        for key in ("relative_l2", "max_abs"):
-            old, new = leaf[key], expected[key]
-            if old is not None and not math.isclose(float(old), float(new), rel_tol=1e-6):
-                yield f"{name} leaf {row['path']}: {key} {old}, not {new}"
-    print(f"{name}: the page shows {count} leaves of the folder as the server does")
-
-
-def _same_texts(actual: list[str], expected: list[str], dtype: str) -> bool:
-    """Compare values that two programs have printed. Types without a number are printed as bits."""
-    if any(text.startswith("0x") for text in actual):
-        return dtype.startswith("float") and len(actual) == len(expected)
-    if dtype == "bool":
-        return actual == expected
-    if dtype.startswith(("int", "uint")):
-        return list(map(int, actual)) == list(map(int, expected))
-    numbers = [np.array([complex(text) for text in texts]) for texts in (actual, expected)]
-    narrow = {"float32": np.complex64, "complex64": np.complex64}.get(dtype, np.complex128)
-    # NumPy prints bfloat16 with fewer digits than it has.
-    tolerance = 1e-2 if dtype in ("bfloat16", "float16") else 0
-    return np.allclose(*(n.astype(narrow) for n in numbers), rtol=tolerance, atol=0, equal_nan=True)
 
 
 def _make(root: Path) -> None:

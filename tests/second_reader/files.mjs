@@ -2,7 +2,7 @@
 import { constants } from "node:fs";
 import { lstat, open, readdir } from "node:fs/promises";
 import { join } from "node:path";
-import { Damage } from "../../deltacheck/cli/view/page/reader/base/errors.mjs";
+import { Damage } from "./reader/base/errors.mjs";
 
 export class Files {
   constructor(root) {

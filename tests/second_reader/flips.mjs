@@ -10,8 +10,8 @@
 // and the exit status is then 1.
 import { readFileSync, readdirSync } from "node:fs";
 import { join } from "node:path";
-import { canonicalText, parseJson } from "../../deltacheck/cli/view/page/reader/base/json.mjs";
-import { errorsOf, readRoot } from "../../deltacheck/cli/view/page/reader/roots.mjs";
+import { canonicalText, parseJson } from "./reader/base/json.mjs";
+import { errorsOf, readRoot } from "./reader/roots.mjs";
 
 // Files that no digest covers: metadata of arrays and inner groups, control, files of Orbax; and
 // chunks that no step needs. They count only if no step opens them.

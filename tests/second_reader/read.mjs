@@ -3,7 +3,7 @@
 // Exit status: 0 if all is read; 1 if anything is damaged or refused; 2 for a wrong call;
 // 3 if nothing is damaged, but a leaf is of a kind that is not implemented.
 import { Files } from "./files.mjs";
-import { errorsOf, readRoot } from "../../deltacheck/cli/view/page/reader/roots.mjs";
+import { errorsOf, readRoot } from "./reader/roots.mjs";
 
 const [root, step] = process.argv.slice(2);
 if (root === undefined || process.argv.length > 4 || (step !== undefined && !/^-?[0-9]+$/.test(step))) {

@@ -209,7 +209,7 @@ def look(root: Path, newest: int) -> int:
     finally:
         server.kill()
         server.communicate()
-    scripts = {"app.mjs", "source.mjs", "folder.mjs", "reader/roots.mjs", "vendor/fzstd.mjs"}
+    scripts = {"app.mjs", "source.mjs", "draw.mjs", "text.mjs"}
     missing = {page + name for name in scripts} - found
     require(not missing, f"deltacheck view: no script imports {sorted(missing)}")
     return len(found)

@@ -34,7 +34,6 @@ _TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_FOLDERS = ("reader", "reader/base", "reader/decode", "vendor")
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
 _START = "index.html"
@@ -166,11 +165,9 @@ class ViewServer(ThreadingHTTPServer):
 def page_files() -> dict[str, Answer]:
     """Return the files of the page by their addresses."""
     page = resources.files(__package__) / "page"
-    folders = {"": page, **{f"{name}/": page / name for name in _FOLDERS}}
     return {
-        prefix + file.name: Answer(HTTPStatus.OK, type, file.read_bytes())
-        for prefix, folder in folders.items()
-        for file in folder.iterdir()
+        file.name: Answer(HTTPStatus.OK, type, file.read_bytes())
+        for file in page.iterdir()
         if (type := _TYPES.get("." + file.name.rpartition(".")[2])) is not None
     }
 

@@ -3,7 +3,7 @@ import { bars, CAUSES, heatMap, legend, scale } from "./draw.mjs";
 import { Server } from "./source.mjs";
 import { count, element, facts, name, number, problems, shape, share, size, table, tableOfPresent, time, visible } from "./text.mjs";
 
-let source = new Server();
+const source = new Server();
 const main = document.getElementById("main");
 const VIEWS = { steps: viewSteps, step: viewStep, leaf: viewLeaf, diff: viewDiff, check: viewCheck };
 const TITLES = { steps: "Steps", diff: "Differences", check: "Check" };
@@ -53,7 +53,7 @@ function failure(error) {
 }
 
 function setRoot(root) {
-  document.getElementById("root").replaceChildren(`Checkpoints in ${source instanceof Server ? "" : "the local folder "}`, name(root));
+  document.getElementById("root").replaceChildren("Checkpoints in ", name(root));
   document.title = visible(`${root} - deltacheck view`);
 }
 
@@ -93,7 +93,7 @@ function causesOf(log) {
   const known = log.steps.filter((row) => row.causes);
   if (log.steps.length > 0 && known.length === 0) {
     const plain = log.steps.map((row) => ({ label: row.step, title: `step ${row.step}: ${size(row.written_bytes)}`, parts: { stored: row.written_bytes } }));
-    return [element("p", {}, "The causes are not known for an object store or a local folder, so the bytes of each save are not divided."), bars(plain, "Bytes of each save")];
+    return [element("p", {}, "The causes are not known for an object store, so the bytes of each save are not divided."), bars(plain, "Bytes of each save")];
   }
   const used = Object.keys(CAUSES).filter((cause) => known.some((row) => row.causes[cause] > 0));
   const data = known.map((row) => ({
@@ -344,15 +344,5 @@ async function viewCheck({ step, deep }) {
   ].flat();
 }
 
-// The files stay on this machine: a folder is read by the page itself, without the server.
-async function openFolder({ target }) {
-  if (target.files.length === 0) return;
-  const { Folder } = await import("./folder.mjs");
-  source = new Folder(target.files);
-  history.replaceState(null, "", address("steps"));
-  render();
-}
-
-document.getElementById("folder").addEventListener("change", openFolder);
 addEventListener("hashchange", render);
 render();
