@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.record import Figure, Result, Settings, Table, Unit
 from deltacheck.leaf import sharding, tiles
-from deltacheck.leaf.sharding import Held, Holdings
+from deltacheck.leaf.sharding import HeldShards, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.save.ranks import joint
 from deltacheck.save.ranks.joint import Agreement, Assignment, Contribution, Report, SaveProposal
@@ -176,8 +176,8 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     """Replay one save of ``size`` ranks that must be planned, and the same save again."""
 
     @cache  # leaves are of few kinds, and their creation is not measured
-    def holds(leaf: Leaf, rank: int) -> Held:
-        return Held(leaf.dtype, leaf.shape, tuple(LAYOUTS[name](leaf, rank, size)))
+    def holds(leaf: Leaf, rank: int) -> HeldShards:
+        return HeldShards(leaf.dtype, leaf.shape, tuple(LAYOUTS[name](leaf, rank, size)))
 
     sharding._cut.cache_clear()
     clock = _Clock()
@@ -304,7 +304,7 @@ def _table(
     return SegmentTable(layout.FORMAT, layout.VERSION, name, entries, 0)
 
 
-def _resolve(manifest: Manifest, held: Mapping[str, Held]) -> None:
+def _resolve(manifest: Manifest, held: Mapping[str, HeldShards]) -> None:
     """Find the tiles that one rank needs, their records and their segments."""
     names = []
     for path, part in held.items():

@@ -15,7 +15,7 @@ from deltacheck.cli.output import Column, Row
 from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
-    from deltacheck.profile.planner import Machine, Plan, Run, Strategy
+    from deltacheck.profile.planner import Machine, PlannedRun, Prediction, Strategy
     from deltacheck.profile.rates import Rates
 
 # The fields of ``Machine``, in the order of the options below.
@@ -194,12 +194,12 @@ def plan(  # noqa: PLR0913 - one argument per option
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
-    run = planner.Run(seconds, mtbf_hours * 3600, processes, restart_seconds)
+    run = planner.PlannedRun(seconds, mtbf_hours * 3600, processes, restart_seconds)
     speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
     machine = _machine(probe, speeds)
     rates = observed.rates
 
-    def predict(rates: Rates, interval_steps: int | None) -> Plan:
+    def predict(rates: Rates, interval_steps: int | None) -> Prediction:
         return planner.plan(
             rates if state_bytes is None else scaled(rates, state_bytes),
             machine,
@@ -243,7 +243,7 @@ def plan(  # noqa: PLR0913 - one argument per option
             output.print_line("other policies: add --compare")
 
 
-def verdict(prediction: Plan) -> str:
+def verdict(prediction: Prediction) -> str:
     """Summarize in a few words whether deltas pay."""
     verdicts = {
         (True, True): "deltas pay: fewer bytes and less time lost",
@@ -386,10 +386,10 @@ def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
 
 
 def _print(
-    prediction: Plan,
+    prediction: Prediction,
     rates: Rates,
     machine: Machine,
-    run: Run,
+    run: PlannedRun,
     ways: Mapping[str, Strategy],
     asked: bool,
 ) -> None:

@@ -15,7 +15,7 @@ from deltacheck.cli.output import Column, Row
 from deltacheck.cli.profiling import policies_of, steps_as, steps_of, workload_folder
 
 if TYPE_CHECKING:
-    from deltacheck.evaluate.offline.policy_replay import Replay
+    from deltacheck.evaluate.offline.policy_replay import PolicyReplay
     from deltacheck.profile.sensitivity import Verdict
 
 _EXACT = "exact"
@@ -98,7 +98,7 @@ def simulate(  # noqa: PLR0913 - one argument per option
 
 def _show(
     source: str,
-    replays: Sequence[Replay],
+    replays: Sequence[PolicyReplay],
     trial_step: int | None,
     verdicts: Sequence[Verdict],
     as_json: bool,
@@ -175,7 +175,7 @@ _QUALITY = (
 )
 
 
-def _row(result: Replay) -> Row:
+def _row(result: PolicyReplay) -> Row:
     sizes = result.sizes
     mean = sizes.steady_bytes
     return {
@@ -187,7 +187,7 @@ def _row(result: Replay) -> Row:
     }
 
 
-def _document(result: Replay) -> Row:
+def _document(result: PolicyReplay) -> Row:
     return {
         "policy": result.policy,
         "stable_from": result.stable_from,

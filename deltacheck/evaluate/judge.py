@@ -13,13 +13,13 @@ from statistics import fmean
 
 from deltacheck.evaluate import significance as statistics
 from deltacheck.evaluate.contract import differences
-from deltacheck.evaluate.records import Ending, Evidence, Recovery, Saved
+from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery
 from deltacheck.evaluate.significance import (
     EQUAL,
     OUTSIDE,
     TOO_FEW,
     WITHIN,
-    Curve,
+    CurveComparison,
     Equivalence,
     Spread,
 )
@@ -98,7 +98,7 @@ class Quality:
 
     holds: bool
     final: Equivalence
-    curves: tuple[Curve, ...]
+    curves: tuple[CurveComparison, ...]
     reason: str
     missing_steps: Spread | None = None
     chains: ChainQuality | None = None
@@ -157,7 +157,7 @@ def judge(evidence: Evidence) -> Judgement:
     return Judgement(not reasons, sizes, times, recovery, models, reasons)
 
 
-def size(saves: Sequence[Saved]) -> Size:
+def size(saves: Sequence[MeasuredSave]) -> Size:
     """Compare the bytes of at least two saves with those of the peer."""
     # The first save writes every leaf whole and would hide what later ones cost.
     first, *later_saves = saves
@@ -172,7 +172,7 @@ def size(saves: Sequence[Saved]) -> Size:
     )
 
 
-def latency(saves: Sequence[Saved]) -> Latency:
+def latency(saves: Sequence[MeasuredSave]) -> Latency:
     """Compare the seconds of at least two saves with those of the peer."""
     first, *later_saves = saves
     return Latency(

@@ -1,8 +1,8 @@
 """The plan of an evaluation and its results, as frozen records.
 
 Worker processes report the results, the judges read them, and the report shows them. The names of
-the fields of ``Plan``, ``Kill``, ``Saved``, ``Group``, ``LeafCheck``, ``Ending`` and ``Recovery``
-are keys of the JSON that `deltacheck eval` prints.
+the fields of ``EvaluationPlan``, ``Kill``, ``MeasuredSave``, ``LeafGroup``, ``LeafCheck``,
+``Ending`` and ``Recovery`` are keys of the JSON that `deltacheck eval` prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FINAL_STATE, WEIGHTS = "final_state", "weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EvaluationPlan:
     """The runs of an evaluation.
 
     Args:
@@ -90,7 +90,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class WorkerTask:
     """The task of one worker process: the name of a function of ``worker.py`` and its arguments.
 
     ``kill``: for ``save_until_killed`` and ``resume``. ``root``: for ``save``, relative to the
@@ -111,7 +111,7 @@ def folder_of(folder: Path, kill: Kill) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class MeasuredSave:
     """One save and its peer's: of the same state, in the same process, on the same disk.
 
     ``stored_bytes``: of all files that the save added. ``blocking_seconds``: of training, including
@@ -129,7 +129,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LeafGroup:
     """Leaves whose paths differ in numbers alone.
 
     ``key_bytes``: of their newest keyframes as stored. ``save_bytes``: mean of a save after the
@@ -224,7 +224,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class RepeatedKills:
     """One run that was killed again after each resume.
 
     ``links``: its resumes, oldest first; only the last one has an ``ending``. ``error``: why the
@@ -252,15 +252,15 @@ class Evidence:
     ``held_out``: held-out losses of the first seed without a kill, by step, if there are chains.
     """
 
-    plan: Plan
+    plan: EvaluationPlan
     framework: str
     peer: str
     unkilled: tuple[Ending, ...]
     repeat: Ending
     saving: Ending
-    saves: tuple[Saved, ...]
-    groups: tuple[Group, ...]
+    saves: tuple[MeasuredSave, ...]
+    groups: tuple[LeafGroup, ...]
     recoveries: tuple[Recovery, ...]
     contracts: tuple[str, ...] = ()
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[RepeatedKills, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)

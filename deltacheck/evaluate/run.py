@@ -19,18 +19,18 @@ from deltacheck.evaluate.processes import Event
 from deltacheck.evaluate.records import (
     OBSERVED,
     ROOTS,
-    Chain,
+    EvaluationPlan,
     Evidence,
-    Group,
     Kill,
     LeafCheck,
-    Plan,
+    LeafGroup,
+    MeasuredSave,
     Recovery,
-    Saved,
-    Task,
+    RepeatedKills,
+    WorkerTask,
     folder_of,
 )
-from deltacheck.evaluate.session import EvaluationFailed, Reports, Session, ending_of, kills
+from deltacheck.evaluate.session import EvaluationFailed, Reports, Workers, ending_of, kills
 from deltacheck.report.data import MOST_CLASSES, Record, collect
 from deltacheck.report.groups import classes
 
@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def evaluate(
-    plan: Plan, folder: Path, progress: Progress = lambda phase, count, total: None
+    plan: EvaluationPlan, folder: Path, progress: Progress = lambda phase, count, total: None
 ) -> Evidence:
     """Perform a plan.
 
@@ -55,20 +55,21 @@ def evaluate(
     shared.mkdir()
     # One task for all runs without a kill, and two for each kill: the killed run and the resumed
     # one.
-    session = Session(plan, folder, shared, tasks=1 + 2 * len(kills(plan)))
+    session = Workers(plan, folder, shared, tasks=1 + 2 * len(kills(plan)))
     try:
         return _evaluate(session, progress)
     finally:
         session.close()
 
 
-def _evaluate(session: Session, progress: Progress) -> Evidence:
+def _evaluate(session: Workers, progress: Progress) -> Evidence:
     plan = session.plan
     # With the repeat and the saving run, and the one that is evaluated at every checkpoint.
     further = 2 + bool(plan.chain and plan.policy != "exact")
     total = (len(plan.unkilled_seeds()) + further) * plan.steps
     observed = session.run(
-        Task("observe"), lambda reports: progress("unkilled runs", reports.trained_steps, total)
+        WorkerTask("observe"),
+        lambda reports: progress("unkilled runs", reports.trained_steps, total),
     )
     record = collect(session.folder / ROOTS / OBSERVED)
     pace = observed.pace(plan.every)
@@ -120,7 +121,9 @@ def best_saves(used: Mapping[int, set[str]]) -> list[int]:
     return [step for step, tested in used.items() if tested]
 
 
-def _chains(session: Session, pace: tuple[float, float], progress: Progress) -> tuple[Chain, ...]:
+def _chains(
+    session: Workers, pace: tuple[float, float], progress: Progress
+) -> tuple[RepeatedKills, ...]:
     """Perform a run of each killed seed that is killed again after each resume."""
     plan, chains = session.plan, []
     for number, seed in enumerate(plan.killed_seeds() if plan.chain else ()):
@@ -129,7 +132,7 @@ def _chains(session: Session, pace: tuple[float, float], progress: Progress) -> 
     return tuple(chains)
 
 
-def _chain(session: Session, seed: int, pace: tuple[float, float]) -> Chain:
+def _chain(session: Workers, seed: int, pace: tuple[float, float]) -> RepeatedKills:
     links: list[Recovery] = []
     for number in range(session.plan.chain + 1):
         # The worker reports at which save most contracts are tested: no step is fixed before.
@@ -137,26 +140,26 @@ def _chain(session: Session, seed: int, pace: tuple[float, float]) -> Chain:
         reports = Reports()
         try:
             if number < session.plan.chain:
-                session.run_until_killed(Task("chain", kill), kill, reports, pace=pace)
+                session.run_until_killed(WorkerTask("chain", kill), kill, reports, pace=pace)
             else:
-                session.run(Task("chain", kill), reports.replay)
+                session.run(WorkerTask("chain", kill), reports.replay)
         except DeltacheckError as error:
-            return Chain(seed, tuple(links), str(error))
+            return RepeatedKills(seed, tuple(links), str(error))
         if "link" in reports.other_events:
             links.append(_resumed(kill, reports, reports.other_events["link"]))
     ending = reports.other_events.get("chain_end")
     if links and ending is not None:
         links[-1] = replace(links[-1], ending=ending_of(ending["ending"]))
-    return Chain(seed, tuple(links))
+    return RepeatedKills(seed, tuple(links))
 
 
-def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recovery:
+def _recovery(session: Workers, kill: Kill, pace: tuple[float, float]) -> Recovery:
     before = Reports()
     try:
-        session.run_until_killed(Task("save_until_killed", kill), kill, before, pace=pace)
+        session.run_until_killed(WorkerTask("save_until_killed", kill), kill, before, pace=pace)
         if not deltacheck.open(folder_of(session.folder, kill) / "root").steps():
             raise EvaluationFailed("no checkpoint survived the kill")
-        resumed = session.run(Task("resume", kill)).other_events["resumed"]
+        resumed = session.run(WorkerTask("resume", kill)).other_events["resumed"]
     except DeltacheckError as error:
         # A failed recovery is a result of the evaluation, not its end: the others still count.
         return Recovery(kill, before.step, before.acknowledged_step, error=str(error))
@@ -179,10 +182,10 @@ def _resumed(kill: Kill, before: Reports, resumed: Event) -> Recovery:
     )
 
 
-def _saves(events: Sequence[Event], record: Record) -> tuple[Saved, ...]:
+def _saves(events: Sequence[Event], record: Record) -> tuple[MeasuredSave, ...]:
     raw_bytes = {step.step: step.raw_bytes for step in record.steps}
     return tuple(
-        Saved(
+        MeasuredSave(
             event["step"],
             raw_bytes[event["step"]],
             event["stored_bytes"],
@@ -195,7 +198,7 @@ def _saves(events: Sequence[Event], record: Record) -> tuple[Saved, ...]:
     )
 
 
-def _groups(record: Record) -> tuple[Group, ...]:
+def _groups(record: Record) -> tuple[LeafGroup, ...]:
     """Sum up the newest step's leaves, those whose paths differ in numbers alone together.
 
     The groups with the most bytes come first.
@@ -209,6 +212,8 @@ def _groups(record: Record) -> tuple[Group, ...]:
         save_bytes += sum(leaf.key_bytes for leaf in leaves if not leaf.saves)
         key_bytes = sum(leaf.key_bytes for leaf in leaves)
         groups.append(
-            Group(name, len(leaves), sum(leaf.raw_bytes for leaf in leaves), key_bytes, save_bytes)
+            LeafGroup(
+                name, len(leaves), sum(leaf.raw_bytes for leaf in leaves), key_bytes, save_bytes
+            )
         )
     return tuple(sorted(groups, key=lambda group: -group.raw_bytes))

@@ -19,7 +19,7 @@ import msgspec
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import processes
 from deltacheck.evaluate.processes import Event, WorkerPool
-from deltacheck.evaluate.records import PLAN, Ending, Kill, Plan, Task
+from deltacheck.evaluate.records import PLAN, Ending, EvaluationPlan, Kill, WorkerTask
 from deltacheck.evaluate.workload import FOLDER, NoWorkload
 
 _WORKER = "deltacheck.evaluate.worker"
@@ -75,7 +75,7 @@ class Reports:
 OnReport = Callable[[Reports], None]
 
 
-class Session:
+class Workers:
     """The workers of one plan.
 
     Args:
@@ -87,14 +87,14 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, shared: Path, tasks: int, worker: str = _WORKER
+        self, plan: EvaluationPlan, folder: Path, shared: Path, tasks: int, worker: str = _WORKER
     ) -> None:
         self.plan, self.folder = plan, folder
         (folder / PLAN).write_bytes(msgspec.json.encode(plan))
         environment = {FOLDER: str(shared)}
         self._pool = WorkerPool(worker, [str(folder)], folder, environment, tasks)
 
-    def run(self, task: Task, on_report: OnReport = lambda reports: None) -> Reports:
+    def run(self, task: WorkerTask, on_report: OnReport = lambda reports: None) -> Reports:
         """Let a worker perform a task to its end.
 
         Raises:
@@ -116,7 +116,7 @@ class Session:
 
     def run_until_killed(
         self,
-        task: Task,
+        task: WorkerTask,
         kill: Kill,
         reports: Reports,
         on_report: OnReport = lambda reports: None,
@@ -168,7 +168,7 @@ class Session:
         self._pool.close()
 
     @contextmanager
-    def _worker(self, task: Task) -> Iterator[subprocess.Popen[str]]:
+    def _worker(self, task: WorkerTask) -> Iterator[subprocess.Popen[str]]:
         with self._pool.worker(msgspec.json.encode(task).decode()) as process:
             yield process
 
@@ -182,7 +182,7 @@ class Session:
         )
 
 
-def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
+def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
     """Choose when to kill: spread evenly over the saves, in turn during a save and between two.
 
     The moment within that is random, from the seed. The first save is left out, because a restore

@@ -205,7 +205,7 @@ def steps_behind(held_out: Mapping[int, float], gap: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CurveComparison:
     """The comparison of a resumed run's losses with those of the unkilled run of its seed.
 
     ``equal`` of ``steps`` losses have the same bits. ``first_gap``: the first step that differs, or
@@ -225,7 +225,7 @@ def curve(
     resumed: Mapping[int, float],
     unkilled: Mapping[int, float],
     seed_losses: Sequence[Mapping[int, float]],
-) -> Curve:
+) -> CurveComparison:
     """Compare losses step by step.
 
     Args:
@@ -245,7 +245,7 @@ def curve(
         # ``not <=`` also counts NaN.
         spikes += not abs(resumed[step] - unkilled[step]) <= limit
     largest = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
-    return Curve(
+    return CurveComparison(
         len(resumed),
         len(resumed) - len(differing),
         min(differing, default=None),

@@ -32,9 +32,9 @@ from deltacheck.evaluate.records import (
     ROOTS,
     WEIGHTS,
     Ending,
+    EvaluationPlan,
     Kill,
-    Plan,
-    Task,
+    WorkerTask,
     folder_of,
 )
 from deltacheck.evaluate.snapshot import Snapshot
@@ -55,7 +55,7 @@ _WAIT_FOR_KILL_SECONDS = 120.0
 _BACKENDS = {"torch": "torch", "jax": "orbax"}
 
 
-class Run:
+class WorkerRun:
     """A workload, its current step, and the adapter of the framework that holds its state."""
 
     def __init__(self, factory: Factory, seed: int) -> None:
@@ -103,7 +103,7 @@ class Run:
         return None if rate is None else float(rate)
 
 
-def observe(plan: Plan, folder: Path, factory: Factory) -> None:
+def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     """Run all that is not killed, one after the other.
 
     These are the runs of every seed, a repeat of the first seed, for chains a run that is evaluated
@@ -111,7 +111,7 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
     """
     first = plan.first_seed
     for seed in plan.unkilled_seeds():
-        run = Run(factory, seed)
+        run = WorkerRun(factory, seed)
         if seed == first:
             report("framework", name=run.framework, peer=run.backend.PEER)
         # The profiled run is one of the unkilled runs, so a profile costs no further training.
@@ -120,7 +120,7 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
         _train_and_keep_weights(run, plan, folder, seed)
         report("unkilled", ending=asdict(run.ending(seed)))
     # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
-    repeat = Run(factory, first)
+    repeat = WorkerRun(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
     if plan.chain and plan.policy != "exact":
@@ -128,19 +128,19 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
     save(plan, folder, factory, folder / ROOTS / OBSERVED)
 
 
-def _held_out_losses(plan: Plan, factory: Factory) -> dict[int, float]:
+def _held_out_losses(plan: EvaluationPlan, factory: Factory) -> dict[int, float]:
     """Return the held-out loss of the first seed at each checkpoint and at the end.
 
     This takes a run of its own, because an evaluation may change how a run continues.
     """
-    run, losses = Run(factory, plan.first_seed), dict[int, float]()
+    run, losses = WorkerRun(factory, plan.first_seed), dict[int, float]()
     for step in sorted({*plan.checkpoints(), plan.steps}):
         run.train_until(step)
         losses[step] = float(run.workload.evaluate())
     return losses
 
 
-def _train_and_keep_weights(run: Run, plan: Plan, folder: Path, seed: int) -> None:
+def _train_and_keep_weights(run: WorkerRun, plan: EvaluationPlan, folder: Path, seed: int) -> None:
     """Train to the end, and keep the weights of each checkpoint if a resumed run may differ."""
     places = folder / WEIGHTS / str(seed)
     if plan.policy != "exact" and seed in plan.killed_seeds():
@@ -156,7 +156,9 @@ def _train_and_keep_weights(run: Run, plan: Plan, folder: Path, seed: int) -> No
     run.train_until(plan.steps)
 
 
-def _missing_steps(run: Run, folder: Path, seed: int, start: Snapshot, steps: int) -> float | None:
+def _missing_steps(
+    run: WorkerRun, folder: Path, seed: int, start: Snapshot, steps: int
+) -> float | None:
     """Return the progress since a restore that the run lacks beside the unkilled one.
 
     Args:
@@ -179,20 +181,20 @@ def _missing_steps(run: Run, folder: Path, seed: int, start: Snapshot, steps: in
     return sensitivity.lost_steps(before, exact, contract.trained_weights(run.snapshot()), steps)
 
 
-def train(plan: Plan, folder: Path, factory: Factory) -> None:
+def train(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     """Run the first seed without checkpoints, and leave its last state in the peer's format."""
-    run = Run(factory, plan.first_seed)
+    run = WorkerRun(factory, plan.first_seed)
     run.train_until(plan.steps)
     run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
     report("unkilled", ending=asdict(run.ending(plan.first_seed)))
 
 
-def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
+def save(plan: EvaluationPlan, folder: Path, factory: Factory, root: Path) -> None:
     """Run the first seed with checkpoints, and save each state as the peer does, too.
 
     The run continues from the newest checkpoint of ``root`` if there is one.
     """
-    run, peer_file = Run(factory, plan.first_seed), folder / "peer"
+    run, peer_file = WorkerRun(factory, plan.first_seed), folder / "peer"
     resuming = root.exists() and bool(deltacheck.open(root).steps())
     saver = run.backend.Saver(root, _policy(plan, folder))
     if resuming:
@@ -220,12 +222,12 @@ def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
     saver.close()
 
 
-def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Run with checkpoints, and write each live state to a file as it is saved.
 
     The parent ends the process with SIGKILL.
     """
-    run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
+    run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
     (run_folder / "live").mkdir(parents=True)
     saver = run.backend.Saver(run_folder / "root", _policy(plan, folder))
     files: list[Path] = []
@@ -246,9 +248,9 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
     time.sleep(_WAIT_FOR_KILL_SECONDS)  # a short run may end before the signal comes
 
 
-def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
-    run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
+    run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
     policy = _policy(plan, folder)
     saver = run.backend.Saver(run_folder / "root", policy)
     resumed, start = restore_and_check(run, saver, policy, run_folder)
@@ -270,7 +272,7 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
 
 
 def restore_and_check(
-    run: Run, saver: Any, policy: Policy, run_folder: Path
+    run: WorkerRun, saver: Any, policy: Policy, run_folder: Path
 ) -> tuple[dict[str, Any], Snapshot]:
     """Restore the newest step into a run, and compare it with the live state of the save.
 
@@ -318,13 +320,13 @@ def restore_and_check(
     return fields, live_at(step)
 
 
-def chain(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Continue a run from its newest step, if it has one, and train to the end with checkpoints.
 
     Each save is reported with the news if a restore of the step before it tests every contract that
     the policy uses. The parent then ends this process with SIGKILL, except the last one.
     """
-    run, run_folder = Run(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
+    run, run_folder = WorkerRun(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
     root = run_folder / "root"
     (run_folder / "live").mkdir(parents=True, exist_ok=True)
     resuming = root.exists() and bool(deltacheck.open(root).steps())
@@ -374,7 +376,7 @@ def live_file(run_folder: Path, step: int) -> Path:
     return run_folder / "live" / f"{step}.npz"
 
 
-def _profile(run: Run, plan: Plan) -> Profile:
+def _profile(run: WorkerRun, plan: EvaluationPlan) -> Profile:
     """Train to the end, and observe every state that would be saved."""
     observer = deltacheck.Profiler(interval_steps=plan.every, source="deltacheck eval")
     for step in range(1, plan.steps + 1):
@@ -384,7 +386,7 @@ def _profile(run: Run, plan: Plan) -> Profile:
     return observer.profile()
 
 
-def _policy(plan: Plan, folder: Path) -> Policy:
+def _policy(plan: EvaluationPlan, folder: Path) -> Policy:
     if plan.policy == "exact":
         return Policy.exact()
     file = folder / PROFILE if plan.profile == MEASURED else plan.profile
@@ -420,7 +422,7 @@ def report_saved(save_times: tuple[int, float, float, int] | None, **others: Any
         )
 
 
-Perform: TypeAlias = Callable[[Task, Plan, Path, Factory], None]
+Perform: TypeAlias = Callable[[WorkerTask, EvaluationPlan, Path, Factory], None]
 
 
 def main(folder: Path, perform: Perform) -> None:
@@ -431,12 +433,12 @@ def main(folder: Path, perform: Perform) -> None:
         perform: Performs one task of the plan.
     """
     reserve_stdout()
-    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=EvaluationPlan)
     try:
         factory = load_factory(plan.factory)
         line = sys.stdin.readline()
         if line:  # nothing: the evaluation has ended without this process
-            perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
+            perform(msgspec.json.decode(line, type=WorkerTask), plan, folder, factory)
     except Exception as error:
         is_expected = isinstance(error, DeltacheckError)
         problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -444,7 +446,7 @@ def main(folder: Path, perform: Perform) -> None:
         raise  # the traceback goes to the log
 
 
-def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
+def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     if task.kill is not None:
         function = {"save_until_killed": save_until_killed, "resume": resume, "chain": chain}[
             task.name

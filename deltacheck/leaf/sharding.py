@@ -35,7 +35,7 @@ _SPREAD_BYTES = 8 << 20
 _MOST_TILES_EACH = 4
 
 
-class Held(NamedTuple):
+class HeldShards(NamedTuple):
     """The shards of one leaf that a rank holds.
 
     Attributes:
@@ -68,7 +68,7 @@ class Holdings(msgspec.Struct, frozen=True):
     boxes: bytes
 
     @classmethod
-    def of(cls, held: Mapping[str, Held]) -> Holdings:
+    def of(cls, held: Mapping[str, HeldShards]) -> Holdings:
         """Encode the shards of a rank, given by leaf path."""
         # Sorted, so that ranks with the same leaves send equal bytes, which rank 0 decodes only
         # once.
@@ -86,12 +86,12 @@ class Holdings(msgspec.Struct, frozen=True):
         ]
         return cls(leaves, counts.tobytes(), np.array(numbers, np.int64).tobytes())
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, HeldShards]:
         """Return the shards by leaf path, as ``of`` was given them."""
         leaves = msgspec.msgpack.decode(self.leaves, type=list[tuple[str, str, tuple[int, ...]]])
         edges = iter(np.frombuffer(self.boxes, np.int64).tolist())
         return {
-            path: Held(
+            path: HeldShards(
                 dtype,
                 shape,
                 tuple(tuple(slice(next(edges), next(edges)) for _ in shape) for _ in range(count)),

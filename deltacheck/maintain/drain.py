@@ -18,7 +18,7 @@ from deltacheck.save.root_writer import RootWriter
 from deltacheck.store import collect, layout
 from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.lock.deadline import Deadline, Pulse
-from deltacheck.store.lock.interrupts import Change, Lock
+from deltacheck.store.lock.interrupts import Condition, Lock
 from deltacheck.store.manifest import Brief
 
 log = logging.getLogger("deltacheck")
@@ -84,7 +84,7 @@ class DrainState:
         self.is_idle = True
         self.has_ended = False
         self.pulse = Pulse(patience_seconds)
-        self.changed, self._change = Lock(), Change()
+        self.changed, self._change = Lock(), Condition()
         self._durable_name = durable_name
         self._is_woken = False
         self._error: SaveFailed | None = None

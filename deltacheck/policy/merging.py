@@ -31,7 +31,7 @@ _READ_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Deltas:
+class DeltasSinceKeyframe:
     """The deltas of a leaf since its keyframe.
 
     Args:
@@ -50,14 +50,14 @@ def can_merge(policy: Policy) -> bool:
     return policy.merge_deltas and policy.max_chain_depth >= 2 * _SPARE_SAVES
 
 
-def is_dense(deltas: Deltas) -> bool:
+def is_dense(deltas: DeltasSinceKeyframe) -> bool:
     """Return True if saves change so much of a leaf that keyframes cost less than merges."""
     return len(deltas.decoded_bytes) > deltas.merged and (
         _typical(deltas) >= _DENSE_SHARE * deltas.raw_bytes
     )
 
 
-def is_due(policy: Policy, path: str, deltas: Deltas) -> bool:
+def is_due(policy: Policy, path: str, deltas: DeltasSinceKeyframe) -> bool:
     """Decide if deltas of a leaf are to be merged, so that its chain does not reach a limit.
 
     The leaves are spread over a few groups, which are due at different lengths of their chains.
@@ -74,7 +74,9 @@ def is_due(policy: Policy, path: str, deltas: Deltas) -> bool:
     return sum(sizes) + _SPARE_SAVES * _typical(deltas) >= ratio * deltas.raw_bytes
 
 
-def first_merged(policy: Policy, path: str, deltas: Deltas) -> tuple[int, float] | None:
+def first_merged(
+    policy: Policy, path: str, deltas: DeltasSinceKeyframe
+) -> tuple[int, float] | None:
     """Choose the deltas of a leaf to merge: those that cost the fewest bytes for each later save.
 
     Either only the deltas of saves are merged, or also some of the newest merged ones.
@@ -119,13 +121,13 @@ def _depth_limit(policy: Policy, path: str) -> int:
     return max(2, depth - _SPARE_SAVES - spread)
 
 
-def _typical(deltas: Deltas) -> float:
+def _typical(deltas: DeltasSinceKeyframe) -> float:
     """Return the mean decoded size of the deltas of saves."""
     sizes = deltas.decoded_bytes[deltas.merged :]
     return sum(sizes) / len(sizes)
 
 
-def _merged_share(deltas: Deltas, first: int) -> float:
+def _merged_share(deltas: DeltasSinceKeyframe, first: int) -> float:
     """Estimate the decoded size of a merged delta, in units of the leaf.
 
     The changes of different saves are taken to be independent, and a delta of everything to be as
@@ -136,7 +138,7 @@ def _merged_share(deltas: Deltas, first: int) -> float:
     return 1 - unchanged
 
 
-def _saves_after(policy: Policy, path: str, deltas: Deltas, first: int) -> float:
+def _saves_after(policy: Policy, path: str, deltas: DeltasSinceKeyframe, first: int) -> float:
     """Return the number of saves until a leaf is due again if the deltas from ``first`` merge."""
     saves: float = _depth_limit(policy, path) - (first + 1)
     ratio = policy.max_restore_ratio

@@ -40,7 +40,7 @@ START_SHARE = 0.9
 SPARSE_DENSITY = 0.25
 
 
-class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeafFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The constant properties of a leaf.
 
     Attributes:
@@ -79,7 +79,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
         source: A name for the run.
     """
 
-    leaves: dict[str, Facts]
+    leaves: dict[str, LeafFacts]
     observed: tuple[Observed, ...]
     events: tuple[Event, ...] = ()
     optimizer: AdamRule | None = None
@@ -142,7 +142,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     )
 
 
-def _small(leaves: Mapping[str, Facts]) -> set[str]:
+def _small(leaves: Mapping[str, LeafFacts]) -> set[str]:
     """Return the smallest leaves, which together have at most ``SMALL_SHARE`` of all bytes.
 
     These are norms, biases and counters. They are sensitive, and hardly add to a checkpoint.
@@ -368,7 +368,7 @@ def unit_of(role: str, rates_known: bool) -> str:
     return "octaves" if role == "second_moment" else "relative"
 
 
-def _kind(facts: Facts, densities: Sequence[float], stage: _Stage | None) -> str:
+def _kind(facts: LeafFacts, densities: Sequence[float], stage: _Stage | None) -> str:
     """Return the kind of a leaf, one of ``record.KINDS``."""
     if facts.derived_from:
         return "derived"

@@ -18,7 +18,7 @@ from deltacheck.policy import roles
 from deltacheck.policy.events import Detector, Event, RunObservation
 from deltacheck.policy.parameters import Parameter, hyperparameters
 from deltacheck.profile import measure
-from deltacheck.profile.analyse import TOLERANCE_OCTAVES, Facts, History, analyse
+from deltacheck.profile.analyse import TOLERANCE_OCTAVES, History, LeafFacts, analyse
 from deltacheck.profile.measure import Observed, Samples
 from deltacheck.profile.record import AdamRule, Profile
 from deltacheck.profile.sample import SamplePlan, embedding_paths, plan_samples
@@ -211,7 +211,7 @@ class Observer(ABC):
         Returns:
             The facts of all leaves, the observations and the events.
         """
-        leaves: dict[str, Facts] = {}
+        leaves: dict[str, LeafFacts] = {}
         embeddings = embedding_paths(self._plan.specs, self._plan.roles) if self._plan else set()
         roles_of = self._plan.roles.of() if self._plan else {}
         # A relation between two constant leaves proves nothing, see _changed.
@@ -229,7 +229,7 @@ class Observer(ABC):
                 else None
             )
             source, relation = derived.get(path, ("", ""))
-            leaves[path] = Facts(
+            leaves[path] = LeafFacts(
                 spec.shape,
                 spec.dtype,
                 spec.raw_bytes,

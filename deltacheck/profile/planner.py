@@ -56,7 +56,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """A training run.
 
     Attributes:
@@ -111,7 +111,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Prediction:
     """A prediction. Field names are keys of ``deltacheck plan --json``.
 
     Attributes:
@@ -193,13 +193,13 @@ def depth_for(
 def plan(
     rates: Rates,
     machine: Machine,
-    run: Run,
+    run: PlannedRun,
     *,
     max_chain_depth: int = 32,
     max_restore_ratio: float | None = RESTORE_RATIO,
     max_restore_seconds: float | None = None,
     interval_steps: int | None = None,
-) -> Plan:
+) -> Prediction:
     """Predict the cost of checkpoints, and the best interval.
 
     Args:
@@ -276,7 +276,7 @@ def plan(
     saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(projected)
     # A gain below 1 % is within the error of the model.
     saves_time = deltas.waste < 0.99 * min(way.waste for way in baselines[:2])
-    return Plan(
+    return Prediction(
         ways=(deltas, *baselines),
         state_bytes=state,
         keyframe_bytes=keyframe_bytes(projected),
@@ -292,7 +292,11 @@ def plan(
 
 
 def restore_seconds(
-    rates: Rates, machine: Machine, run: Run, depth: int, max_restore_ratio: float | None = None
+    rates: Rates,
+    machine: Machine,
+    run: PlannedRun,
+    depth: int,
+    max_restore_ratio: float | None = None,
 ) -> float:
     """Return the duration of the longest restore.
 
@@ -321,7 +325,7 @@ def _best_steps(interval_seconds: float, step_seconds: float) -> int:
 
 
 def _strategy(
-    name: str, steps: int, size: float, cost: float, durable: float, restore: float, run: Run
+    name: str, steps: int, size: float, cost: float, durable: float, restore: float, run: PlannedRun
 ) -> Strategy:
     """Return a strategy with its waste.
 
@@ -352,7 +356,7 @@ def _strategy(
 def _whole(
     rates: Rates,
     machine: Machine,
-    run: Run,
+    run: PlannedRun,
     capture: float,
     deltas: Strategy,
     interval_steps: int | None = None,
@@ -408,7 +412,7 @@ def _reasons(
     rates: Rates,
     projected: Rates,
     machine: Machine,
-    run: Run,
+    run: PlannedRun,
     deltas: Strategy,
     baselines: Sequence[Strategy],
     depth: int,

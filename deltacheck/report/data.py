@@ -18,7 +18,7 @@ from deltacheck.profile.record import Profile
 from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
 from deltacheck.report.groups import classes, groups
-from deltacheck.report.history import LeafState, Step
+from deltacheck.report.history import ReportedLeaf, Step
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files import storage as place
@@ -44,7 +44,7 @@ MOST_CLASSES = 12  # leaf classes of the contracts
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLeaves:
     """The leaves of one class that a step holds under one kind of contract.
 
     Attributes:
@@ -114,7 +114,7 @@ class StepRecord:
     written: Mapping[str, int]
     causes: Mapping[str, int]
     changed: Mapping[str, float | None]
-    held: tuple[Held, ...]
+    held: tuple[HeldLeaves, ...]
     exact_bytes: int
     bounded_bytes: int
     reused_bytes: int
@@ -227,7 +227,7 @@ def collect(
     causes = CauseCounter(segments.cost)
     steps = []
     # Totals are returned for the leaves of the newest step that could be read.
-    present: Mapping[str, LeafState] = {}
+    present: Mapping[str, ReportedLeaf] = {}
     for step in history.steps(root, committed):
         present = step.states or present
         record = _step(step, segments, causes, grouped, classed)
@@ -369,12 +369,12 @@ class _Segments:
     def _of(self, segment: Segment, name: str) -> float:
         return self.cost(segment).by_leaf.get(name, 0.0)
 
-    def read_bytes(self, states: Mapping[str, LeafState]) -> float:
+    def read_bytes(self, states: Mapping[str, ReportedLeaf]) -> float:
         """Return the bytes of values that a restore of these leaves reads."""
         parts = [item for state in states.values() for item in state.parts.items()]
         return sum(self._of(segment, name) for name, part in parts for segment, _ in part.chain)
 
-    def count(self, path: str, state: LeafState, density: float | None) -> None:
+    def count(self, path: str, state: ReportedLeaf, density: float | None) -> None:
         key = sum(self._of(part.chain[0][0], name) for name, part in state.parts.items())
         # Only a delta that this step wrote counts: the last link of an unchanged part is of an
         # earlier save.
@@ -465,7 +465,7 @@ def _step(
 
 
 def _changed(
-    states: Mapping[str, LeafState], segments: _Segments, grouped: Mapping[str, Iterable[str]]
+    states: Mapping[str, ReportedLeaf], segments: _Segments, grouped: Mapping[str, Iterable[str]]
 ) -> dict[str, float | None]:
     densities: dict[str, float | None] = {}
     for name, paths in grouped.items():
@@ -495,7 +495,7 @@ def _read_bytes(step: Step, segments: _Segments) -> int:
 
 def _held(
     manifest: Manifest, classes: Mapping[str, Sequence[str]]
-) -> tuple[tuple[Held, ...], dict[str, int]]:
+) -> tuple[tuple[HeldLeaves, ...], dict[str, int]]:
     """Return the contracts of a step by leaf class, and the bytes of its state by contract."""
     # Leaves without a contract are exact, so everything begins there and is moved below.
     by_contract = {"exact": manifest.raw_bytes, "bounded": 0, "reused": 0}
@@ -503,7 +503,7 @@ def _held(
     for path, promise in manifest.contracts.items():
         by_contract[name_of(promise.terms)] += specs[path].raw_bytes
         by_contract["exact"] -= specs[path].raw_bytes
-    contracts: dict[tuple[str, str, str], Held] = {}
+    contracts: dict[tuple[str, str, str], HeldLeaves] = {}
     for leaf_class, paths in classes.items():
         for path in paths:
             if path not in manifest.contracts:
@@ -519,13 +519,13 @@ def _held(
                 norm, limit, measured = "octaves", terms.max_drift, promise.measured
             else:
                 norm, limit, measured = "steps", float(terms.max_age_steps), float(age)
-            new = Held(leaf_class, name_of(terms), norm, 1, limit, measured, age)
+            new = HeldLeaves(leaf_class, name_of(terms), norm, 1, limit, measured, age)
             old = contracts.get((leaf_class, new.contract, norm), new)
             # Ratios are compared, because limits differ between leaves of a class.
             worst = max(old, new, key=lambda contract: contract.used)
             # ``old is new`` for the first leaf, which is counted already.
             leaves = old.leaves + (old is not new)
-            contracts[leaf_class, new.contract, norm] = Held(
+            contracts[leaf_class, new.contract, norm] = HeldLeaves(
                 leaf_class,
                 new.contract,
                 norm,

@@ -30,7 +30,7 @@ from deltacheck.policy.causes import (
 )
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import LeafProfile, Profile
-from deltacheck.report.data import METHODS, Held, Record, StepRecord
+from deltacheck.report.data import METHODS, HeldLeaves, Record, StepRecord
 from deltacheck.report.drawing import (
     BLUE,
     FAINT,
@@ -733,7 +733,7 @@ def _bytes_under(step: StepRecord, contract: str) -> int:
     ]
 
 
-def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> Held | None:
+def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> HeldLeaves | None:
     held = [
         held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind
     ]

@@ -18,7 +18,7 @@ from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A leaf at one step, or one of its tiles, as it is stored.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafState:
+class ReportedLeaf:
     """A leaf at one step.
 
     Attributes:
@@ -68,7 +68,7 @@ class LeafState:
     """
 
     spec: LeafSpec
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StoredPart]
 
     @property
     def kind(self) -> LeafKind:
@@ -95,7 +95,7 @@ class LeafState:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StepSums:
     """Sums over leaves of one step.
 
     ``words`` and ``changed_words`` count the leaves that were not written whole. Their quotient is
@@ -122,7 +122,7 @@ def stored_bytes(manifest: Manifest) -> int:
     )
 
 
-def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, LeafState]:
+def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, ReportedLeaf]:
     """Return the state of every leaf of a step, in ascending order of the paths.
 
     ``segments`` are those of the manifest, in its order.
@@ -130,7 +130,7 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
     Raises:
         ChainBroken: If a leaf has no keyframe.
     """
-    states: dict[str, LeafState] = {}
+    states: dict[str, ReportedLeaf] = {}
     every = columns.entries_by_path(segments)
     for path in sorted([*manifest.leaves, *manifest.tiles]):
         names = manifest.names_of(path)
@@ -140,7 +140,7 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
         if path in manifest.tiles:
             # What is stored may be codes. Tiles of a leaf rarely differ in this.
             spec = LeafSpec.of(path, spec.shape, manifest.stored[names[0]].dtype)
-        states[path] = LeafState(
+        states[path] = ReportedLeaf(
             spec,
             {name: _part(name, manifest, every.get(name, ()), segments) for name in names},
         )
@@ -152,7 +152,7 @@ def _part(
     manifest: Manifest,
     every: Sequence[tuple[int, LeafEntry]],
     segments: Sequence[Segment],
-) -> Part:
+) -> StoredPart:
     # Entries are followed from the newest back to the first keyframe. Older entries are of chains
     # that have ended.
     chain: list[tuple[Segment, LeafEntry]] = []
@@ -169,17 +169,17 @@ def _part(
                 if chain[0][1].key is None
                 else LeafKind.KEYFRAME
             )
-            return Part(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
+            return StoredPart(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
     raise ChainBroken(
         f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe"
     )
 
 
-def summed(states: Iterable[LeafState]) -> Change:
+def summed(states: Iterable[ReportedLeaf]) -> StepSums:
     """Sum over leaves. Reads the indexes of their deltas."""
     changed = [(state, state.changed_words()) for state in states]
     kinds = [state.kind for state, _ in changed]
-    return Change(
+    return StepSums(
         keyframes=kinds.count(LeafKind.KEYFRAME),
         deltas=kinds.count(LeafKind.DELTA),
         unchanged=kinds.count(LeafKind.UNCHANGED),
@@ -190,10 +190,10 @@ def summed(states: Iterable[LeafState]) -> Change:
 
 
 def by_class(
-    states: Mapping[str, LeafState], levels: int
-) -> dict[tuple[str, str], list[LeafState]]:
+    states: Mapping[str, ReportedLeaf], levels: int
+) -> dict[tuple[str, str], list[ReportedLeaf]]:
     """Group leaves by the first ``levels`` components of their path and by their type."""
-    groups: dict[tuple[str, str], list[LeafState]] = {}
+    groups: dict[tuple[str, str], list[ReportedLeaf]] = {}
     for path, state in states.items():
         prefix = "/".join(path.split("/")[:levels])
         groups.setdefault((prefix, state.spec.dtype), []).append(state)
@@ -212,7 +212,7 @@ class Step:
     manifest: Manifest
     manifest_bytes: int
     segments: tuple[Segment, ...]
-    states: dict[str, LeafState] | None
+    states: dict[str, ReportedLeaf] | None
     problem: str | None
 
     @property

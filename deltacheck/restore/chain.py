@@ -140,7 +140,7 @@ class Chain(Leaf):
         return Leaf.chunk_values(self, chunks, loaded)
 
 
-class Held(NamedTuple):
+class KnownContent(NamedTuple):
     """The whole content of a leaf that the caller already has, and its digest."""
 
     data: U8
@@ -160,7 +160,7 @@ def resolve_chains(
     manifest: Manifest,
     paths: Iterable[str],
     max_bytes: int | None = None,
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, KnownContent] | None = None,
     unproven: dict[str, Damaged] | None = None,
 ) -> dict[str, Chain]:
     """Find the chains of stored leaves and check each link by the digests of the tables.

@@ -32,7 +32,7 @@ GIVE_UP_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReplayLimits:
     """Limits of a gradient log.
 
     Args:
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class LogSituation:
     """The state of a gradient log before a save.
 
     Args:
@@ -74,7 +74,7 @@ class Situation:
     spoiled: str | None = None
 
 
-def why_direct(situation: Situation, limits: Limits) -> str | None:
+def why_direct(situation: LogSituation, limits: ReplayLimits) -> str | None:
     """Return the reason for which a save must store the state itself.
 
     Returns:
@@ -162,7 +162,7 @@ def way_out(root: Root, manifest: Manifest) -> str:
     return "No earlier step restores without a replay"
 
 
-class Replica(Protocol):
+class ContentReplica(Protocol):
     """A second instance of the content that an update changes, in memory of its own."""
 
     def update(self, options: Node, inputs: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def replay_updates(
     root: Root,
     manifest: Manifest,
     plan: Replay,
-    replica: Replica,
+    replica: ContentReplica,
     input_at: Callable[[str], Any],
     content_of: Callable[[Flat], tuple[_Content, dict[str, str]]],
     update_name: str,

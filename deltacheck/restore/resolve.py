@@ -20,7 +20,7 @@ from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore import read, replay
-from deltacheck.restore.chain import Chain, Held, resolve_chains
+from deltacheck.restore.chain import Chain, KnownContent, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
 from deltacheck.store.manifest import Manifest
@@ -38,7 +38,7 @@ def resolve_leaves(
     *,
     stored: bool = False,
     max_bytes: int | None = None,
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, KnownContent] | None = None,
     partly: Container[str] = (),
     boxes: Mapping[str, tiles.Box] | None = None,
 ) -> dict[str, Leaf]:
@@ -191,7 +191,7 @@ def proven_chains(
     manifest: Manifest,
     paths: Iterable[str],
     max_bytes: int | None = None,
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, KnownContent] | None = None,
 ) -> dict[str, Chain]:
     """Find the chains of stored leaves, with chunk digests from the content if their table is lost.
 

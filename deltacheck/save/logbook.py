@@ -15,7 +15,7 @@ from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore import replay
-from deltacheck.restore.replay import Limits, Situation
+from deltacheck.restore.replay import LogSituation, ReplayLimits
 from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.store.manifest import Replay, ReplayStep
 
@@ -38,7 +38,7 @@ class Replica(Protocol):
 
 
 @dataclass(slots=True)
-class Update:
+class LoggedUpdate:
     """One update since the base.
 
     Args:
@@ -75,17 +75,17 @@ class Base:
     places: dict[str, str]
     replica: Replica
     standing: tuple[int, int]
-    updates: list[Update] = field(default_factory=list)
+    updates: list[LoggedUpdate] = field(default_factory=list)
     replayed: int = 0
 
     @property
-    def fresh(self) -> list[Update]:
+    def fresh(self) -> list[LoggedUpdate]:
         """The updates that no save has stored."""
         return [update for update in self.updates if update.inputs is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LogPlan:
     """The content of one save.
 
     Args:
@@ -118,7 +118,7 @@ class Logbook:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ReplayLimits,
         digests: Callable[[Flat], dict[str, str]],
         read: Callable[[Any], tuple[Callable[[], Any], bool]],
     ) -> None:
@@ -142,7 +142,7 @@ class Logbook:
             and len(self._base.fresh) <= self._limits.max_steps_per_save
         )
 
-    def record(self, make: Callable[[int], Update]) -> None:
+    def record(self, make: Callable[[int], LoggedUpdate]) -> None:
         """Record an update.
 
         Args:
@@ -155,7 +155,7 @@ class Logbook:
             # One update too many: the next save stores the state itself, and needs no inputs.
             for update in self._base.fresh:
                 update.inputs = {}
-            self._base.updates.append(Update({}, {}))
+            self._base.updates.append(LoggedUpdate({}, {}))
             return
         try:
             self._base.updates.append(make(len(self._base.updates)))
@@ -168,7 +168,7 @@ class Logbook:
         """Let the next save store the state itself, for this reason."""
         self._gap = reason
 
-    def plan(self, state: Flat, standing: tuple[int, int], memory: Callable[[], Flat]) -> Plan:
+    def plan(self, state: Flat, standing: tuple[int, int], memory: Callable[[], Flat]) -> LogPlan:
         """Plan the content of a save.
 
         Args:
@@ -183,7 +183,7 @@ class Logbook:
         has_base = base is not None and base.standing == standing
         stored_count = 0 if base is None else len(base.updates) - fresh_count
         reason = replay.why_direct(
-            Situation(has_base, stored_count, fresh_count, self._mismatches, self._gap),
+            LogSituation(has_base, stored_count, fresh_count, self._mismatches, self._gap),
             self._limits,
         )
         promised: dict[str, str] = {}
@@ -193,11 +193,11 @@ class Logbook:
             except UnsupportedLeaf as error:
                 reason = str(error)
         if reason is not None or base is None:
-            return Plan(state, {}, None, reason)
+            return LogPlan(state, {}, None, reason)
         return self._logged(base, state, promised)
 
     def saved(
-        self, plan: Plan, step: int, standing: tuple[int, int], rebase: Callable[[], Base | None]
+        self, plan: LogPlan, step: int, standing: tuple[int, int], rebase: Callable[[], Base | None]
     ) -> None:
         """Record that a save has begun as planned.
 
@@ -269,7 +269,7 @@ class Logbook:
         self._mismatches = 0
         return {base.places[path]: digest for path, digest in live_digests.items()}, None
 
-    def _logged(self, base: Base, state: Flat, promised: dict[str, str]) -> Plan:
+    def _logged(self, base: Base, state: Flat, promised: dict[str, str]) -> LogPlan:
         """Return a plan that stores inputs in place of the ``promised`` leaves."""
         # The stored leaves stay as the base has them, because a restore replays from there.
         sources = {
@@ -295,7 +295,7 @@ class Logbook:
             {path: value for path, value in state.arrays.items() if path not in promised},
             {path: leaf for path, leaf in state.leaves.items() if path not in promised},
         )
-        return Plan(
+        return LogPlan(
             rest,
             sources,
             Replay(base.seq, base.step, base.name, base.memory, base.places, steps, promised),

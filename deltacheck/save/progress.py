@@ -13,7 +13,7 @@ from deltacheck.leaf.external_errors import is_external, remedy
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore.receipt import Receipt
 from deltacheck.store.lock.deadline import Pulse
-from deltacheck.store.lock.interrupts import Change, Lock
+from deltacheck.store.lock.interrupts import Condition, Lock
 
 # The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is
 # up to date. durable: every byte survives a power cut. committed: the step exists.
@@ -47,7 +47,7 @@ class Progress:
         self._pulse = pulse or Pulse(math.inf)
         self._pulse.beat()
         self._owner = os.getpid()
-        self._lock, self._changed = Lock(), Change()
+        self._lock, self._changed = Lock(), Condition()
 
     # --- waiting ----------------------------------------------------------------------------------
 

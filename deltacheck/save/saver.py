@@ -36,7 +36,7 @@ from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.deadline import Deadline, Pulse
-from deltacheck.store.lock.interrupts import Event, postponed, shielded
+from deltacheck.store.lock.interrupts import Flag, postponed, shielded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.roots.store import Store
 
@@ -80,7 +80,7 @@ class Saver:
         self._owner = os.getpid()
         self._closed = False
         # Clear while a save is planned on the encoder thread.
-        self._planned = Event()
+        self._planned = Flag()
         self._planned.set()
         # A remark on a lost base, for the report of the next save.
         self._loss = ""

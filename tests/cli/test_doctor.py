@@ -25,8 +25,8 @@ from deltacheck.cli.doctor.diagnosis import Line, diagnose
 from deltacheck.cli.doctor.environment import (
     Devices,
     Encoder,
-    Facts,
     FileSystem,
+    MachineFacts,
     Package,
     Steps,
     Trial,
@@ -34,7 +34,7 @@ from deltacheck.cli.doctor.environment import (
 from deltacheck.evaluate.machine import Mount, innermost_mount
 
 GIB = 1 << 30
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     python="3.12.1",
     packages=(
         Package("deltacheck", "0.1.0"),
@@ -138,7 +138,7 @@ def test_a_planted_fact_changes_the_line_of_its_check(
 
 
 def test_lines_that_depend_on_two_facts() -> None:
-    def line(facts: Facts, name: str) -> Line:
+    def line(facts: MachineFacts, name: str) -> Line:
         return next(line for line in diagnose(facts) if line.name == name)
 
     # A slow fsync is no surprise in memory, and the line of the file system has its cost.

@@ -13,7 +13,7 @@ import pytest
 from deltacheck.evaluate.demo import demonstration
 from deltacheck.evaluate.demo.demonstration import Demonstration
 from deltacheck.evaluate.demo.methods import METHODS, PEER
-from deltacheck.evaluate.demo.summary import Outcome, Way, judge
+from deltacheck.evaluate.demo.summary import DemoOutcome, Way, judge
 from deltacheck.evaluate.workloads import equality
 
 pytest.importorskip("torch")
@@ -153,7 +153,7 @@ WAY = Way(
     difference=0.05,
     different_leaves=3,
 )
-OUTCOME = Outcome(
+OUTCOME = DemoOutcome(
     seed=1,
     steps=8,
     every=4,
@@ -166,8 +166,8 @@ OUTCOME = Outcome(
     saved=[],
     ways=[replace(WAY, method=PEER), WAY],
     verdicts=[
-        equality.Verdict("losses", True, ""),
-        equality.Verdict("final state", False, "1 of 2 leaves differ"),
+        equality.EqualityVerdict("losses", True, ""),
+        equality.EqualityVerdict("final state", False, "1 of 2 leaves differ"),
     ],
     seconds=1.0,
 )

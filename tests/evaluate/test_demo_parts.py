@@ -23,7 +23,11 @@ torch = pytest.importorskip("torch")
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.torch_workloads import Workload, be_deterministic, pretraining
+from deltacheck.evaluate.workloads.torch_workloads import (
+    Workload,
+    be_deterministic,
+    pretraining,
+)
 
 SOURCE = '''
 def documented(x, *, y=1):

@@ -21,14 +21,14 @@ from deltacheck.evaluate import contract, snapshot, workload
 from deltacheck.evaluate import significance as stats
 from deltacheck.evaluate.judge import judge
 from deltacheck.evaluate.records import (
-    Chain,
     Ending,
+    EvaluationPlan,
     Evidence,
     Kill,
     LeafCheck,
-    Plan,
+    MeasuredSave,
     Recovery,
-    Saved,
+    RepeatedKills,
 )
 from deltacheck.evaluate.run import best_saves, evaluate
 from deltacheck.evaluate.session import kills
@@ -359,7 +359,7 @@ def test_a_snapshot_survives_the_disk(tmp_path: Path) -> None:
 
 # --- the judgement --------------------------------------------------------------------------------
 
-PLAN = Plan("f:g", "exact", steps=9, every=2, kills=1, seeds=2, noise_seeds=6)
+PLAN = EvaluationPlan("f:g", "exact", steps=9, every=2, kills=1, seeds=2, noise_seeds=6)
 
 
 def _ending(seed: int, first: int = 1, shift: float = 0.0, **digests: str) -> Ending:
@@ -373,7 +373,7 @@ def _recovery(seed: int, **changes: Any) -> Recovery:
 
 
 def _evidence(*recoveries: Recovery, **changes: Any) -> Evidence:
-    saves = tuple(Saved(step, 100, 50, 110, 0.2, 0.3, 0.4) for step in (2, 4, 6))
+    saves = tuple(MeasuredSave(step, 100, 50, 110, 0.2, 0.3, 0.4) for step in (2, 4, 6))
     unkilled = tuple(_ending(seed) for seed in range(1, 7))
     all_recoveries = recoveries or (_recovery(1), _recovery(2))
     return replace(
@@ -499,7 +499,7 @@ def _chain(shift: float, links: int, **changes: Any) -> Evidence:
     inexact = evidence.recoveries[0].inexact
     link = _recovery(1, **{"inexact": inexact, "missing_steps": 0.5, "ending": None} | changes)
     last = replace(link, ending=_ending(1, first=5, shift=shift))
-    chain = Chain(1, (link,) * (links - 1) + (last,))
+    chain = RepeatedKills(1, (link,) * (links - 1) + (last,))
     return replace(evidence, chains=(chain,), plan=replace(evidence.plan, chain=3))
 
 
@@ -527,7 +527,7 @@ def test_a_chain_of_kills_ends_within_the_noise_and_each_link_is_tested() -> Non
             "leaf 'm': too old",
         ),
         (
-            replace(_chain(1e-4, 3), chains=(Chain(1, (), "killed too early"),)),
+            replace(_chain(1e-4, 3), chains=(RepeatedKills(1, (), "killed too early"),)),
             "did not come to its end: killed too early",
         ),
     ):
@@ -729,7 +729,7 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
 def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
     tmp_path: Path,
 ) -> None:
-    plan = Plan("eval_workload.py:adam", "auto", 100, 5, 1, 1, 2, chain=1)
+    plan = EvaluationPlan("eval_workload.py:adam", "auto", 100, 5, 1, 1, 2, chain=1)
     evidence = evaluate(plan, tmp_path)
     judgement = judge(evidence)
     assert judgement.correctness.unexercised == ()

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.prepared import SIZES, Size
 from benchmarks.record import Cell, Result, Table
-from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS
+from benchmarks.rivals import EXACT, AUTO, RIVALS
 from deltacheck import SaveOptions
 from tests.gpu_kit.kernels import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step
@@ -188,7 +188,7 @@ def measure_waiting(context: Context) -> Result:
 def compare(context: Context) -> Result:
     """Measure saves of a real training beside Orbax."""
     size = SIZES["tiny"] if context.rehearse else _SIZE
-    ways = (_ORBAX, EXACT, POST_TRAINING)
+    ways = (_ORBAX, EXACT, AUTO)
     measured = {
         kind.name: measure(context, "jax", "adamw", size, kind)
         for kind in RIVALS["jax"]

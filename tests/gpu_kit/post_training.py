@@ -21,7 +21,7 @@ _NOISE_SEEDS = 5  # the fewest for a statement on quality
 def evaluate(context: Context, policy: str) -> Result:
     """Evaluate one policy, and raise if a restore was wrong."""
     from deltacheck.evaluate.judge import judge
-    from deltacheck.evaluate.records import MEASURED, Plan
+    from deltacheck.evaluate.records import MEASURED, EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
 
     if context.rehearse and policy == "auto":
@@ -29,7 +29,7 @@ def evaluate(context: Context, policy: str) -> Result:
     if not context.rehearse:
         require_device(context)
     steps, every = _QUICK if context.rehearse else _STEPS[policy]
-    plan = Plan(
+    plan = EvaluationPlan(
         factory=f"{_FACTORY}:{'on_processor' if context.rehearse else 'on_device'}",
         policy=policy.removesuffix(", profile"),
         profile=MEASURED if policy == PROFILED else "",

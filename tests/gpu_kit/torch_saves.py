@@ -15,12 +15,12 @@ from typing import Any
 
 from benchmarks.prepared import SIZES, Size, recipe_of, settle
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
-from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS, Rival
+from benchmarks.rivals import EXACT, AUTO, RIVALS, Rival
 from tests.gpu_kit.stand_in import accelerator, require_device
 from tests.gpu_kit.steps import Context, Skipped, Step
 
 BLOCKING_AT_MOST = 0.0005  # of torch.save
-_WAYS = ("torch.save", "torch DCP async_save", "torch_checkpointing", EXACT, POST_TRAINING)
+_WAYS = ("torch.save", "torch DCP async_save", "torch_checkpointing", EXACT, AUTO)
 # By decimal gigabytes of state: 14 bytes for each parameter. A save every few seconds, so that most
 # ways have ended before the next.
 _SIZES = {
@@ -191,5 +191,5 @@ STEPS = (
     _step(8, "adamw", 120, ("torch.save", "torch DCP async_save", "torch_checkpointing", EXACT)),
     _step(16, "adamw", 110, ("torch.save", EXACT)),
     Step("cost of the profiler", profile, needs=("torch",), seconds=20),
-    _step(2, "rl_like", 50, ("torch.save", EXACT, POST_TRAINING)),
+    _step(2, "rl_like", 50, ("torch.save", EXACT, AUTO)),
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deltacheck import errors
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.leaf.sharding import Before, Held, Holdings, Planned
+from deltacheck.leaf.sharding import Before, HeldShards, Holdings, Planned
 from deltacheck.leaf.tiles import Box
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def box(*edges: tuple[int, int]) -> Box:
 
 
 def planned(
-    held: Sequence[dict[str, Held]], before: dict[str, Before] | None = None
+    held: Sequence[dict[str, HeldShards]], before: dict[str, Before] | None = None
 ) -> dict[str, Planned]:
     holdings = [Holdings.of(one) for one in held]
     assert [one.held() for one in holdings] == list(held)
@@ -51,7 +51,7 @@ def loads(plan: dict[str, Planned], size: int) -> np.ndarray:
     return found
 
 
-def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, Held]]) -> None:
+def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, HeldShards]]) -> None:
     """Assert that each element is written once by a rank that holds it, and shares fit the plan."""
     for path, one in plan.items():
         covered = np.zeros(one.shape, int)
@@ -69,11 +69,11 @@ def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, Held]]) -> N
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> list[dict[str, Held]]:
+def holdings(draw: st.DrawFn) -> list[dict[str, HeldShards]]:
     """Draw grids of ranks that hold leaves cut along some axes and replicated along others."""
     grid = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     size = math.prod(grid)
-    held: list[dict[str, Held]] = [{} for _ in range(size)]
+    held: list[dict[str, HeldShards]] = [{} for _ in range(size)]
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         axes = [
@@ -89,14 +89,14 @@ def holdings(draw: st.DrawFn) -> list[dict[str, Held]]:
                     of[axis] = slice(
                         start + min(int(at) * part, width), start + min((int(at) + 1) * part, width)
                     )
-            held[rank][f"leaf{number}"] = Held(draw(st.just("float32")), shape, (tuple(of),))
+            held[rank][f"leaf{number}"] = HeldShards(draw(st.just("float32")), shape, (tuple(of),))
     return held
 
 
 @given(holdings(), st.integers(0, 1 << 30))
 @settings(max_examples=25)
 def test_every_element_has_one_writer_whatever_the_order_of_the_leaves(
-    held: list[dict[str, Held]], seed: int
+    held: list[dict[str, HeldShards]], seed: int
 ) -> None:
     plan = planned(held)
     assert_right(plan, held)
@@ -114,7 +114,7 @@ def test_every_element_has_one_writer_whatever_the_order_of_the_leaves(
 @given(holdings(), holdings())
 @settings(max_examples=25)
 def test_a_plan_after_another_is_right_too_and_the_same_where_nothing_changed(
-    held: list[dict[str, Held]], other: list[dict[str, Held]]
+    held: list[dict[str, HeldShards]], other: list[dict[str, HeldShards]]
 ) -> None:
     first = planned(held)
     before = {path: Before(one.cuts, one.owners) for path, one in first.items()}
@@ -130,7 +130,10 @@ def test_replicated_leaves_are_spread_evenly(seed: int) -> None:
     rng, size = random.Random(seed), 5
     shapes = {f"w{n}": (rng.randrange(1, 4000), rng.choice((64, 1024, 8192))) for n in range(40)}
     held = [
-        {path: Held("float32", shape, (sharding.whole(shape),)) for path, shape in shapes.items()}
+        {
+            path: HeldShards("float32", shape, (sharding.whole(shape),))
+            for path, shape in shapes.items()
+        }
     ] * size
     plan = planned(held)
     assert_right({p: one for p, one in plan.items() if math.prod(one.shape) < 100_000}, held)
@@ -143,8 +146,10 @@ def test_replicated_leaves_are_spread_evenly(seed: int) -> None:
 
 def test_what_a_rank_must_write_alone_counts_before_what_it_shares() -> None:
     big = (8 * MIB // 4,)
-    mine = {"own": Held("float32", big, (sharding.whole(big),))}
-    both = {f"shared{n}": Held("float32", (MIB,), (sharding.whole((MIB,)),)) for n in range(2)}
+    mine = {"own": HeldShards("float32", big, (sharding.whole(big),))}
+    both = {
+        f"shared{n}": HeldShards("float32", (MIB,), (sharding.whole((MIB,)),)) for n in range(2)
+    }
     plan = planned([mine | both, both])
     assert [plan[f"shared{n}"].owners.tolist() for n in range(2)] == [[1], [1]]
 
@@ -152,8 +157,8 @@ def test_what_a_rank_must_write_alone_counts_before_what_it_shares() -> None:
 def test_a_small_leaf_that_all_hold_stays_whole_and_a_large_one_is_shared() -> None:
     held = [
         {
-            "s": Held("float32", (100, 100), (sharding.whole((100, 100)),)),
-            "l": Held("uint8", (64, MIB), (sharding.whole((64, MIB)),)),
+            "s": HeldShards("float32", (100, 100), (sharding.whole((100, 100)),)),
+            "l": HeldShards("uint8", (64, MIB), (sharding.whole((64, MIB)),)),
         }
     ] * 4
     plan = planned(held)
@@ -162,10 +167,10 @@ def test_a_small_leaf_that_all_hold_stays_whole_and_a_large_one_is_shared() -> N
     assert sorted(plan["l"].owners.tolist()) == [0, 1, 2, 3]
 
 
-def rows(count: int, size: int, path: str = "w") -> list[dict[str, Held]]:
+def rows(count: int, size: int, path: str = "w") -> list[dict[str, HeldShards]]:
     edges = [count * rank // size for rank in range(size + 1)]
     return [
-        {path: Held("float32", (count, 8), (box((a, b), (0, 8)),))}
+        {path: HeldShards("float32", (count, 8), (box((a, b), (0, 8)),))}
         for a, b in itertools.pairwise(edges)
     ]
 
@@ -200,7 +205,7 @@ def test_old_cuts_of_another_shape_mean_nothing() -> None:
 
 
 def test_a_writer_stays_while_it_holds_its_tile() -> None:
-    held = [{f"w{n}": Held("float32", (64,), (sharding.whole((64,)),)) for n in range(6)}] * 3
+    held = [{f"w{n}": HeldShards("float32", (64,), (sharding.whole((64,)),)) for n in range(6)}] * 3
     before = {f"w{n}": Before(None, np.array([2])) for n in range(6)}
     assert {int(one.owners[0]) for one in planned(held, before).values()} == {2}
     gone = planned(held[:2], before)
@@ -211,7 +216,10 @@ def test_an_empty_shard_and_an_empty_leaf_are_somebodys() -> None:
     held = rows(2, 4)  # ranks 0 and 2 have nothing
     assert planned(held)["w"].owners.tolist() == [1, 3]
     none = [
-        {"e": Held("float32", (0, 4), (sharding.whole((0, 4)),)), "s": Held("float32", (), ((),))}
+        {
+            "e": HeldShards("float32", (0, 4), (sharding.whole((0, 4)),)),
+            "s": HeldShards("float32", (), ((),)),
+        }
     ] * 2
     plan = planned(none)
     assert (plan["e"].cuts, plan["s"].cuts) == (None, None)
@@ -223,38 +231,38 @@ def test_an_empty_shard_and_an_empty_leaf_are_somebodys() -> None:
         ([rows(8, 2)[0], {}], r"leaf 'w' of shape \[8, 8\]: no rank holds \[4:8, 0:8\] of it"),
         (
             [
-                {"w": Held("float32", (8,), (box((0, 8)),))},
-                {"w": Held("bfloat16", (8,), (box((0, 8)),))},
+                {"w": HeldShards("float32", (8,), (box((0, 8)),))},
+                {"w": HeldShards("bfloat16", (8,), (box((0, 8)),))},
             ],
             r"leaf 'w' is float32\[8\] on rank 0, bfloat16\[8\] on rank 1",
         ),
         (
             [
-                {"w": Held("float32", (8,), (box((0, 8)),))},
-                {"w": Held("float32", (9,), (box((0, 8)),))},
+                {"w": HeldShards("float32", (8,), (box((0, 8)),))},
+                {"w": HeldShards("float32", (9,), (box((0, 8)),))},
             ],
             r"leaf 'w' is float32\[8\] on rank 0, float32\[9\] on rank 1",
         ),
         (
             [
-                {"w": Held("float32", (8,), (box((0, 4)),))},
-                {"w": Held("float32", (8,), (box((4, 9)),))},
+                {"w": HeldShards("float32", (8,), (box((0, 4)),))},
+                {"w": HeldShards("float32", (8,), (box((4, 9)),))},
             ],
             r"leaf 'w' of shape \[8\]: the shard of rank 1 is \[4:9\], which is not in it",
         ),
         (
             [
-                {"w": Held("float32", (8, 8), (box((0, 8), (0, 4)),))},
-                {"w": Held("float32", (8, 8), (box((0, 4), (4, 8)),))},
+                {"w": HeldShards("float32", (8, 8), (box((0, 8), (0, 4)),))},
+                {"w": HeldShards("float32", (8, 8), (box((0, 4), (4, 8)),))},
             ],
             r"no rank holds \[4:8, 4:8\] of it",
         ),
-        ([{"w": Held("float32", (8,), (box((-1, 8)),))}], "rank 0 is.*not in it"),
-        ([{"w": Held("float32", (8,), (box((5, 3)),))}], "rank 0 is.*not in it"),
+        ([{"w": HeldShards("float32", (8,), (box((-1, 8)),))}], "rank 0 is.*not in it"),
+        ([{"w": HeldShards("float32", (8,), (box((5, 3)),))}], "rank 0 is.*not in it"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_naming_leaf_and_ranks(
-    held: list[dict[str, Held]], message: str
+    held: list[dict[str, HeldShards]], message: str
 ) -> None:
     with pytest.raises(errors.RankFailed, match=message):
         planned(held)

@@ -28,7 +28,7 @@ from deltacheck.cli.planning import verdict
 from deltacheck.policy.keyframes import staggered
 from deltacheck.profile import planner, probe
 from deltacheck.profile.interval import daly_interval, waste, young_interval
-from deltacheck.profile.planner import Machine, Run
+from deltacheck.profile.planner import Machine, PlannedRun
 from deltacheck.profile.rates import (
     LeafRate,
     Rates,
@@ -46,7 +46,7 @@ from tests.support.adam_run import AdamRun
 
 GB = 1e9
 DISK = Machine(write=0.5 * GB, read=1 * GB, encode=2 * GB, apply=4 * GB, copy=10 * GB)
-DAY = Run(step_seconds=1.0, mtbf_seconds=86400.0, restart_seconds=60.0)
+DAY = PlannedRun(step_seconds=1.0, mtbf_seconds=86400.0, restart_seconds=60.0)
 
 
 def sparse(density: float = 0.01, size: int = 10**10) -> Rates:

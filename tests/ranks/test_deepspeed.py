@@ -524,7 +524,7 @@ class Unknown:
 def troubles(rank: int, folder: Path) -> dict[str, Any]:
     from deltacheck.backends.torch.deepspeed import publishing
     from deltacheck.backends.torch.deepspeed.configuration import engine_options
-    from deltacheck.backends.torch.deepspeed.reading import Reading
+    from deltacheck.backends.torch.deepspeed.reading import CheckpointReading
     from deltacheck.save.job import save_job
     from deltacheck.save.root_writer import RootWriter
 
@@ -596,7 +596,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
         target = pointer.read(run / "slow" / path.name)
         pointer.write(path, target)
         checkpoints = engine.checkpoint_engine
-        checkpoints._reading = Reading()
+        checkpoints._reading = CheckpointReading()
         checkpoints.load(str(run / "good" / "zero_pp_rank_0_mp_rank_00_model_states.pt"))
         found["mixed files"] = message_of(lambda: checkpoints.load(str(path)))
         checkpoints._reading = None

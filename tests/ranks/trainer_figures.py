@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
-from deltacheck.backends.torch.trainer.callback import _Run
+from deltacheck.backends.torch.trainer.callback import _TrainCall
 
 SAVES, EVERY = 3, 2  # the first save, which writes whole leaves, is not counted
 
@@ -102,7 +102,7 @@ def run(folder: Path, ours: bool, steps: int, resume: bool) -> dict[str, Any]:
     begin = time.monotonic()
     # What saves, and the wait of the next step for it.
     saves = (
-        timed(_Run, "_log_save_evaluate", blocked, lambda: len(handles) > len(blocked))
+        timed(_TrainCall, "_log_save_evaluate", blocked, lambda: len(handles) > len(blocked))
         if ours
         else timed(one, "_save_checkpoint", blocked)
     )

@@ -34,7 +34,7 @@ from deltacheck.errors import Damaged
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import drawing, figures, page
-from deltacheck.report.data import METHODS, Held, Record, StepRecord, _held, collect
+from deltacheck.report.data import METHODS, HeldLeaves, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
 from deltacheck.store import documents
 from deltacheck.store.roots.opening import open_root
@@ -548,7 +548,7 @@ def long_run(steps: int) -> Record:
     def step(k: int) -> StepRecord:
         written = dict.fromkeys(METHODS, 0) | {"sparse": 1000 + k, "tables": 10}
         held = (
-            (Held("v", "bounded", "octaves", 3, 0.5, 0.1 + 0.3 * k / steps),)
+            (HeldLeaves("v", "bounded", "octaves", 3, 0.5, 0.1 + 0.3 * k / steps),)
             if k >= steps // 2
             else ()
         )
@@ -589,9 +589,9 @@ def test_every_kind_of_stage_contract_and_size_can_be_drawn(tmp_path: Path) -> N
         record.steps[-1],
         stage="degraded",
         held=(
-            Held("m", "reused", "octaves", 1, 0.1, math.inf, 7),
-            Held("w", "bounded", "lr", 1, 0.0, 0.0),
-            Held("名前", "bounded", "max", 1, 1e-3, 2e-3),
+            HeldLeaves("m", "reused", "octaves", 1, 0.1, math.inf, 7),
+            HeldLeaves("w", "bounded", "lr", 1, 0.0, 0.0),
+            HeldLeaves("名前", "bounded", "max", 1, 1e-3, 2e-3),
         ),
         raw_bytes=1 << 50,
     )

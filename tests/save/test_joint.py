@@ -20,7 +20,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.leaf import sharding, tiles, tree
-from deltacheck.leaf.sharding import Held, Holdings
+from deltacheck.leaf.sharding import HeldShards, Holdings
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import box_bytes, chunk_bytes
@@ -165,7 +165,8 @@ def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_colum
     """Of a leaf of the size that a large model has, told from its tables: 28672 x 8192 float32."""
     shape = (28672, 8192)
     held = [
-        {"w": Held("float32", shape, tuple(layout("w", shape, rank, size)))} for rank in range(size)
+        {"w": HeldShards("float32", shape, tuple(layout("w", shape, rank, size)))}
+        for rank in range(size)
     ]
     cuts = sharding.plan([Holdings.of(one) for one in held])["w"].cuts
     assert cuts is not None
@@ -347,7 +348,7 @@ def test_ranks_whose_trees_disagree_are_told_where(tmp_path: Path) -> None:
 
 
 def test_a_report_of_another_step_or_length_is_refused() -> None:
-    held = {"w": sharding.Held("float32", (4,), (sharding.whole((4,)),))}
+    held = {"w": sharding.HeldShards("float32", (4,), (sharding.whole((4,)),))}
     plan = sharding.plan([sharding.Holdings.of(held)] * 2)
     manifest = msgspec.convert(_body(), type=deltacheck.store.manifest.Manifest)
     good = [joint.Report(1, (), "0" * 32), joint.Report(1, (), "")]

@@ -14,8 +14,8 @@ import pytest
 
 from deltacheck.errors import SaveFailed
 from deltacheck.store.lock.interrupts import (
-    Change,
-    Event,
+    Condition,
+    Flag,
     Lock,
     Turn,
     join,
@@ -96,7 +96,7 @@ def test_the_error_of_a_handler_does_not_end_a_shielded_wait(handler: Install) -
         raise RuntimeError("worker is killed")
 
     handler(fail)
-    end = Event()
+    end = Flag()
 
     def interrupt() -> None:
         send()
@@ -111,7 +111,7 @@ def test_the_error_of_a_handler_does_not_end_a_shielded_wait(handler: Install) -
 
 
 def test_a_handler_may_wait_for_what_it_has_interrupted_the_wait_for(handler: Install) -> None:
-    end, states = Change(), ["begun"]
+    end, states = Condition(), ["begun"]
     waits: list[bool] = []
 
     def advance() -> None:
@@ -149,7 +149,7 @@ def test_a_forked_child_has_no_lock_of_its_parent(handler: Install) -> None:
 
 
 def test_a_wait_goes_on_if_its_notification_is_lost() -> None:
-    change, states = Change(), ["begun"]
+    change, states = Condition(), ["begun"]
     patience = iter([False, False])
 
     def condition() -> bool:
@@ -192,7 +192,7 @@ def test_an_interrupted_wait_for_a_thread_leaves_it_running(handler: Install) ->
 def test_a_turn_is_of_one_thread_and_refuses_the_handler_that_interrupts_it(
     handler: Install,
 ) -> None:
-    turn, is_taken, may_end = Turn(), Event(), Event()
+    turn, is_taken, may_end = Turn(), Flag(), Flag()
     order: list[str] = []
 
     def other() -> None:

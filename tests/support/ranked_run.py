@@ -15,7 +15,7 @@ from deltacheck import Keep, Policy
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.codec import default_codec
 from deltacheck.leaf import sharding, tiles, tree
-from deltacheck.leaf.sharding import Held
+from deltacheck.leaf.sharding import HeldShards
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
@@ -178,7 +178,7 @@ class RankedRun:
         self,
         rank: int,
         flat: tree.Flat,
-        held: Mapping[str, Held],
+        held: Mapping[str, HeldShards],
         skeleton: tree.Node,
         metrics: Mapping[str, float],
     ) -> HeldState:
@@ -191,13 +191,13 @@ class RankedRun:
 
         return HeldState.of(specs, skeleton, metrics, values)
 
-    def held(self, rank: int, flat: tree.Flat) -> dict[str, Held]:
+    def held(self, rank: int, flat: tree.Flat) -> dict[str, HeldShards]:
         found = {
             path: tuple(self.layout(path, leaf.shape, rank, self.size))
             for path, leaf in flat.leaves.items()
         }
         return {
-            path: Held(flat.leaves[path].dtype, flat.leaves[path].shape, boxes)
+            path: HeldShards(flat.leaves[path].dtype, flat.leaves[path].shape, boxes)
             for path, boxes in found.items()
             if boxes
         }

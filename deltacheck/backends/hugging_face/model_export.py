@@ -71,7 +71,7 @@ class ModelKeys(NamedTuple):
     files: dict[str, str]
 
 
-class Written(NamedTuple):
+class ExportedFiles(NamedTuple):
     """The result of ``write_model``.
 
     Attributes:
@@ -151,7 +151,7 @@ def write_model(
     files_from: Path | None = None,
     metadata: Mapping[str, str],
     progress: Progress | None = None,
-) -> Written:
+) -> ExportedFiles:
     """Write a model folder, which appears whole and durable, or not at all.
 
     Args:
@@ -203,7 +203,7 @@ def write_model(
                 file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
         described = write_description(folder, root, manifest, keys.files, copies)
         file_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Written(tuple(shards), described, file_bytes)
+    return ExportedFiles(tuple(shards), described, file_bytes)
 
 
 def files_of(folder: Path) -> dict[str, Path]:

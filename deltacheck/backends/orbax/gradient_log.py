@@ -25,10 +25,10 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore import replay
-from deltacheck.restore.replay import Limits
+from deltacheck.restore.replay import ReplayLimits
 from deltacheck.save import logbook
 from deltacheck.save.handle import SaveHandle, skipped
-from deltacheck.save.logbook import Base, Logbook, Plan, Update
+from deltacheck.save.logbook import Base, Logbook, LoggedUpdate, LogPlan
 from deltacheck.save.saver import Saver
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
@@ -88,7 +88,9 @@ class GradientLog:
         self._manager = manager
         self._update = update
         self._learner = learner
-        self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
+        self._book = Logbook(
+            ReplayLimits(max_replay_steps, max_steps_per_save), replica.digests, _read
+        )
         self._seconds = 0.0  # spent in recording since the last save
         self._saver: Saver | None = None
         self._handle: SaveHandle | None = None
@@ -213,7 +215,7 @@ class GradientLog:
 
     # --- what the handler calls -------------------------------------------------------------------
 
-    def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
+    def plan(self, state: Any, flat: Flat, saver: Saver) -> LogPlan:
         """Return the plan of a save of ``state``.
 
         The outcome of the saver's last save must be known.
@@ -235,7 +237,9 @@ class GradientLog:
         self._saving = learner, _flat(learner)
         return self._book.plan(flat, saver.standing(), lambda: self._saving[1])
 
-    def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
+    def saved(
+        self, plan: LogPlan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]
+    ) -> float:
         """Record that a save has begun.
 
         Args:
@@ -319,7 +323,7 @@ class GradientLog:
             )
             return None
         try:
-            twin = replica.Replica(self._update, replica.owned(learner))
+            twin = replica.ArrayReplica(self._update, replica.owned(learner))
         # The device may have no memory for a second learner. The log then stores states only.
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             log.warning(
@@ -345,7 +349,7 @@ def _flat(value: Any) -> Flat:
     return tree.flatten(value, leaves.describe, leaves.expand)
 
 
-def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
+def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> LoggedUpdate:
     """Return ``copies`` as the inputs of update ``number`` since the base."""
     specs = {}
     for name, value in copies.items():
@@ -354,7 +358,7 @@ def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
         # The number counts from the base, so an input keeps its path in all later saves. They refer
         # to what is stored already, and do not store it again.
         specs[name] = LeafSpec.of(replay.input_path(number, name), leaf.shape, leaf.dtype)
-    return Update(specs, copies, skeleton)
+    return LoggedUpdate(specs, copies, skeleton)
 
 
 def _copy(value: Any) -> Any:

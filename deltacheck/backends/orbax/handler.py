@@ -21,7 +21,7 @@ from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax import orbax_args
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Commit, Item, Log, Notes, require_json
+from deltacheck.backends.orbax.item import Commit, Item, ItemLog, Notes, require_json
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
@@ -33,7 +33,7 @@ from deltacheck.backends.orbax.state.load import restore_tree
 from deltacheck.backends.orbax.state.metadata import TreeMetadata, described, metadata_of
 from deltacheck.backends.orbax.state.repeated import KnownArrays
 from deltacheck.backends.orbax.state.saved_shardings import records_of
-from deltacheck.backends.orbax.state.targets import Part
+from deltacheck.backends.orbax.state.targets import WantedPart
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Policy
@@ -171,7 +171,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         restored = restore_tree(
             root,
             manifest,
-            Part(args.item, args.leaves, args.partial_restore, args.cast),
+            WantedPart(args.item, args.leaves, args.partial_restore, args.cast),
             shardings=args.shardings,
             contract=args.contract,
             max_bytes=args.max_bytes,
@@ -376,7 +376,7 @@ class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     item: Any
     metrics: Mapping[str, float] | None = None
-    log: Log | None = None
+    log: ItemLog | None = None
     custom_metadata: Any = None
 
 
@@ -430,7 +430,7 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     leaves: str | Iterable[str] | None = None
     contract: str | None = None
     max_bytes: int | None = None
-    log: Log | None = None
+    log: ItemLog | None = None
     expected_digest: str | None = None
     partial_restore: bool = False
     cast: bool = False

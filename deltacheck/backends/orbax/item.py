@@ -33,7 +33,7 @@ from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.source import LaterSources, Sources
-from deltacheck.save.logbook import Plan
+from deltacheck.save.logbook import LogPlan
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
@@ -45,7 +45,7 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
-from deltacheck.store.lock.interrupts import Event, Lock
+from deltacheck.store.lock.interrupts import Flag, Lock
 from deltacheck.store.manifest import Manifest, SavedSharding
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
 
@@ -61,14 +61,16 @@ _TREE_MARK = json.dumps(
 ).encode()
 
 
-class Log(load.Log, Protocol):
+class ItemLog(load.ReplayLog, Protocol):
     """An object that may keep an item as gradients: a ``GradientLog``."""
 
-    def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
+    def plan(self, state: Any, flat: Flat, saver: Saver) -> LogPlan:
         """Return what a save of ``state`` stores."""
         ...
 
-    def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
+    def saved(
+        self, plan: LogPlan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]
+    ) -> float:
         """Record that a save has begun as planned.
 
         Returns the seconds that training has lost to the log since the last save.
@@ -178,7 +180,7 @@ class Item:
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: Log | None = None,
+        log: ItemLog | None = None,
     ) -> Commit:
         """Begin a save, and return once all that is not read lazily is captured.
 
@@ -197,7 +199,7 @@ class Item:
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: Log | None,
+        log: ItemLog | None,
     ) -> Commit:
         step = place.step
         with leaves.own_rules():
@@ -211,7 +213,7 @@ class Item:
         # begun.
         epoch = saver.standing()[0]
         # Outside of ``own_rules``: a log calls the training's update under the training's settings.
-        plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
+        plan = LogPlan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         gate = Gate.of(place, self._settings, notes)
         with leaves.own_rules():
             handle = saver.save(
@@ -239,7 +241,7 @@ class Item:
         )
         return self._last
 
-    def _sources(self, plan: Plan) -> Sources:
+    def _sources(self, plan: LogPlan) -> Sources:
         sources = planned(plan.rest, self._is_eager, self._copies)
         if not plan.sources:
             return sources
@@ -253,7 +255,7 @@ class Item:
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: Log | None,
+        log: ItemLog | None,
     ) -> Commit:
         """Begin a save with the other processes.
 
@@ -496,7 +498,7 @@ class Gate:
         self.timeout_seconds = timeout_seconds
         # Orbax opens the gate on one of its threads, ``close`` and ``cancel`` abandon it on the
         # training thread, and the committer thread waits for the first of them.
-        self._changed = Event()
+        self._changed = Flag()
         self._lock = Lock()
         self._verdict = ""  # the first decision; "" until then
 

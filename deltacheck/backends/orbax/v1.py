@@ -39,7 +39,7 @@ from deltacheck.errors import DeltacheckError, UnsupportedLeaf
 from deltacheck.leaf import containers, tree
 from deltacheck.store.files import storage
 from deltacheck.store.lock.deadline import Deadline
-from deltacheck.store.lock.interrupts import Event, Lock
+from deltacheck.store.lock.interrupts import Flag, Lock
 
 __all__ = ["context"]
 
@@ -219,7 +219,7 @@ class _Save:
     commit: Commit
     directory: Any
     is_of_manager: bool
-    ended: Event = field(default_factory=Event)
+    ended: Flag = field(default_factory=Flag)
 
     def wait(self, timeout: float) -> None:
         """Wait until Orbax has committed the step or given it up, ``timeout`` seconds at most."""

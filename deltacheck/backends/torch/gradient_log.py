@@ -22,10 +22,10 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import replay
-from deltacheck.restore.replay import Limits
+from deltacheck.restore.replay import ReplayLimits
 from deltacheck.save import logbook
 from deltacheck.save.handle import SaveHandle, progress_of
-from deltacheck.save.logbook import Base, Logbook, Update
+from deltacheck.save.logbook import Base, Logbook, LoggedUpdate
 
 log = logging.getLogger("deltacheck")
 
@@ -84,7 +84,9 @@ class GradientLog:
             )
         self._engine = engine
         self._optimizer = optimizer
-        self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
+        self._book = Logbook(
+            ReplayLimits(max_replay_steps, max_steps_per_save), replica.digests, _read
+        )
         self._seconds = 0.0  # spent in the hook since the last save
         self._attributes = _attributes(optimizer)
         # Depth of nested steps: if a class calls its base's step, torch calls the hooks for both.
@@ -231,7 +233,7 @@ class GradientLog:
             return value.detach().clone()
 
         try:
-            twin = replica.Replica(self._optimizer, memory.skeleton, clone)
+            twin = replica.OptimizerReplica(self._optimizer, memory.skeleton, clone)
         # A device without memory left raises a RuntimeError.
         except (RuntimeError, MemoryError) as error:
             log.warning(
@@ -254,7 +256,7 @@ class GradientLog:
         )
 
 
-def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Update:
+def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> LoggedUpdate:
     """Return everything that the update about to be done depends on.
 
     Raises:
@@ -274,7 +276,7 @@ def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Upda
             # A copy, because ``zero_grad`` or the next backward pass overwrites the gradient. It is
             # contiguous, so that a save on the host can read it without a second copy.
             gradients[name] = weight.grad.detach().clone(memory_format=torch.contiguous_format)
-    return Update(specs, gradients, options)
+    return LoggedUpdate(specs, gradients, options)
 
 
 def _read(gradient: torch.Tensor) -> tuple[Any, bool]:

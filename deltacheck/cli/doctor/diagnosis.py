@@ -1,4 +1,4 @@
-"""Judgement of facts: each check is a pure function of ``Facts``, and returns one line."""
+"""Judgement of facts: each check is a pure function of ``MachineFacts``, and returns one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from deltacheck.cli.doctor.environment import Facts, FileSystem, Package
+from deltacheck.cli.doctor.environment import FileSystem, MachineFacts, Package
 from deltacheck.report.formatting import format_bytes
 from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
@@ -46,7 +46,7 @@ class Line:
     remedy: str = ""
 
 
-def diagnose(facts: Facts) -> list[Line]:
+def diagnose(facts: MachineFacts) -> list[Line]:
     """Return one line for each check, in the order in which they are printed."""
     lines = [Line("python", "ok", facts.python)]
     lines += [line for package in facts.packages if (line := package_line(package)) is not None]
@@ -81,7 +81,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[0].split("."))) if numbers is not None else ()
 
 
-def instruction_set(facts: Facts) -> Line:
+def instruction_set(facts: MachineFacts) -> Line:
     """Judge the kernels in use."""
     used, best = facts.encoder.instruction_set, facts.encoder.best_instruction_set
     if used != best:
@@ -102,7 +102,7 @@ def instruction_set(facts: Facts) -> Line:
     return Line("instruction set", "ok", used)
 
 
-def threads(facts: Facts) -> Line:
+def threads(facts: MachineFacts) -> Line:
     """Judge the threads of the encoder."""
     count, cores = facts.encoder.threads, facts.encoder.cores
     quota = facts.encoder.core_quota
@@ -130,7 +130,7 @@ def _cores(count: int) -> str:
     return f"{count} core{'' if count == 1 else 's'}"
 
 
-def jax_handlers(facts: Facts) -> Line:
+def jax_handlers(facts: MachineFacts) -> Line:
     """Judge the handlers of the Orbax backend."""
     has_jax = any(package.name == "jax" and package.installed for package in facts.packages)
     if facts.encoder.jax_handlers:
@@ -145,7 +145,7 @@ def jax_handlers(facts: Facts) -> Line:
     )
 
 
-def cuda(facts: Facts) -> Line:
+def cuda(facts: MachineFacts) -> Line:
     """Judge the CUDA encoder."""
     devices = facts.devices
     cost = "each save copies the whole state of a GPU to the host, and encodes it there"
@@ -200,7 +200,7 @@ def _gpus(count: int) -> str:
 # --- memory and clock -----------------------------------------------------------------------------
 
 
-def memory(facts: Facts) -> Line:
+def memory(facts: MachineFacts) -> Line:
     """Judge the memory for the shadow."""
     free = f"{format_bytes(facts.memory_bytes)} free"
     if facts.state_bytes is None:
@@ -235,7 +235,7 @@ def memory(facts: Facts) -> Line:
     )
 
 
-def clock(facts: Facts) -> Line:
+def clock(facts: MachineFacts) -> Line:
     """Judge the clock, against the newest step and against the file system."""
     lag_seconds = 0.0 if facts.steps.time is None else facts.steps.time - facts.now
     lead_seconds = 0.0 if facts.file_system is None else facts.file_system.trial.clock_ahead_seconds
@@ -263,7 +263,7 @@ def clock(facts: Facts) -> Line:
 # --- the root -------------------------------------------------------------------------------------
 
 
-def steps(facts: Facts) -> Line:
+def steps(facts: MachineFacts) -> Line:
     """Judge the root and its newest step."""
     steps = facts.steps
     if steps.problem:
@@ -282,7 +282,7 @@ def steps(facts: Facts) -> Line:
     return Line("root", "ok", f"{count}, the newest is {steps.newest}, a state of {size}")
 
 
-def access(facts: Facts, file_system: FileSystem) -> Line:
+def access(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge whether files can be created."""
     trial = file_system.trial
     if trial.error:
@@ -302,7 +302,7 @@ def access(facts: Facts, file_system: FileSystem) -> Line:
     return Line("write access", "ok", "files are created once and whole")
 
 
-def mount(facts: Facts, file_system: FileSystem) -> Line:
+def mount(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge the type of the file system."""
     if file_system.mount is None:
         return Line("file system", "ok", "unknown")
@@ -344,7 +344,7 @@ def mount(facts: Facts, file_system: FileSystem) -> Line:
     return Line("file system", "ok", kind)
 
 
-def sync(facts: Facts, file_system: FileSystem) -> Line:
+def sync(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge whether an fsync reaches the disk."""
     options = frozenset() if file_system.mount is None else file_system.mount.options
     cost = "a power cut may take acknowledged steps"
@@ -378,7 +378,7 @@ def sync(facts: Facts, file_system: FileSystem) -> Line:
     return Line("fsync", "ok", text)
 
 
-def locks(facts: Facts, file_system: FileSystem) -> Line:
+def locks(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge the locks that keep out a second writer and protect readers from collection."""
     cost = (
         "a second writer is noticed only at its first step, and gc protects readers only for its"
@@ -405,7 +405,7 @@ def locks(facts: Facts, file_system: FileSystem) -> Line:
     return Line("flock", "ok", "excludes a second writer")
 
 
-def space(facts: Facts, file_system: FileSystem) -> Line:
+def space(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge the free space against the newest step, or against the planned state."""
     free_bytes, state_bytes = file_system.free_bytes, facts.state_bytes
     text = f"{format_bytes(free_bytes)} free"
@@ -439,7 +439,7 @@ def space(facts: Facts, file_system: FileSystem) -> Line:
     return Line("space", "ok", text)
 
 
-_MACHINE: tuple[Callable[[Facts], Line], ...] = (
+_MACHINE: tuple[Callable[[MachineFacts], Line], ...] = (
     instruction_set,
     threads,
     jax_handlers,
@@ -447,7 +447,7 @@ _MACHINE: tuple[Callable[[Facts], Line], ...] = (
     memory,
     clock,
 )
-_FILE_SYSTEM: tuple[Callable[[Facts, FileSystem], Line], ...] = (
+_FILE_SYSTEM: tuple[Callable[[MachineFacts, FileSystem], Line], ...] = (
     access,
     mount,
     sync,

@@ -127,7 +127,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """All facts that ``doctor`` judges.
 
     Attributes:

@@ -22,8 +22,8 @@ import deltacheck
 from deltacheck.cli.doctor.environment import (
     Devices,
     Encoder,
-    Facts,
     FileSystem,
+    MachineFacts,
     Package,
     Steps,
     Trial,
@@ -54,7 +54,7 @@ def collect(
     state_bytes: int | None = None,
     *,
     may_hold_others: bool = False,
-) -> Facts:
+) -> MachineFacts:
     """Collect the facts about this machine and a root.
 
     Args:
@@ -71,7 +71,7 @@ def collect(
     steps = steps_of(place, item)
     if steps.kind == "none" and may_hold_others:
         steps = Steps(kind="none")
-    return Facts(
+    return MachineFacts(
         python=platform.python_version(),
         packages=packages(),
         encoder=encoder(),

@@ -137,7 +137,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     from deltacheck import __version__
     from deltacheck.evaluate import machine
     from deltacheck.evaluate.judge import judge
-    from deltacheck.evaluate.records import POLICIES, Plan
+    from deltacheck.evaluate.records import POLICIES, EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
 
     if policy not in POLICIES:
@@ -148,7 +148,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         raise typer.BadParameter("--profile goes with --policy auto")
     # A factory of the user has no tiny form, so ``--quick`` shortens its run only.
     tiny = "tiny_" if quick and factory is None else ""
-    plan = Plan(
+    plan = EvaluationPlan(
         factory or f"{_BUILT_IN}:{tiny}{workload}",
         policy,
         steps or (40 if policy == "exact" else 100),
@@ -358,7 +358,7 @@ def demo(
 
 
 def _profile_file(profile: str | None) -> str:
-    """Return the value of ``Plan.profile`` for an argument of the command."""
+    """Return the value of ``EvaluationPlan.profile`` for an argument of the command."""
     from deltacheck.evaluate.records import MEASURED
 
     if profile is None or profile == MEASURED:

@@ -26,7 +26,7 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
-    from deltacheck.report.history import Change, LeafState, Step
+    from deltacheck.report.history import ReportedLeaf, Step, StepSums
     from deltacheck.store.manifest import Manifest, Replay, Tag, Tiles
     from deltacheck.store.roots.root import Root
 
@@ -244,7 +244,7 @@ def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
     }
 
 
-def _change_row(change: Change | None) -> Row:
+def _change_row(change: StepSums | None) -> Row:
     if change is None:
         return dict.fromkeys(
             ("keyframes", "deltas", "unchanged", "words", "changed_words", "density")
@@ -255,7 +255,7 @@ def _change_row(change: Change | None) -> Row:
     return counts | {"density": change.density}
 
 
-def _class_rows(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
+def _class_rows(groups: dict[tuple[str, str], list[ReportedLeaf]]) -> list[Row]:
     from deltacheck.report import history
 
     rows: list[Row] = []
@@ -380,7 +380,7 @@ def _replay_row(replay: Replay) -> Row:
     }
 
 
-def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest) -> Row:
+def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manifest) -> Row:
     """Return the row of a leaf.
 
     Args:

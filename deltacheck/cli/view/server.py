@@ -91,7 +91,7 @@ class ViewServer(ThreadingHTTPServer):
 
     def __init__(self, queries: Queries, port: int = 0) -> None:
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__((LOOPBACK, port), _Connection)
         self._queries = queries
         self._prefix = f"/{secrets.token_urlsafe(18)}/"
         self._files = page_files()
@@ -226,7 +226,7 @@ class _TimedSocket(io.RawIOBase):
         return count
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Connection(BaseHTTPRequestHandler):
     """A connection."""
 
     server: ViewServer

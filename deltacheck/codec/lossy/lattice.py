@@ -19,7 +19,7 @@ LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 MOST_HALVINGS, MOST_SPARE_BITS = 31, 7
 
 
-class Coded(NamedTuple):
+class CodedTensor(NamedTuple):
     """The codes of a tensor and their errors.
 
     Attributes:
@@ -42,7 +42,7 @@ class CastErrors(NamedTuple):
     """The errors of bfloat16 weights that are cast from the codes of their masters.
 
     Attributes:
-        refused: Masters without a code, as in ``Coded``.
+        refused: Masters without a code, as in ``CodedTensor``.
         largest_error: Maximum of ``|x' - x|`` over the other masters, float64.
         sum_squared_error: Sum of ``(w' - w)^2`` over their weights, float64: ``w'`` is ``x'``
             rounded to bfloat16, to nearest, ties to even.
@@ -65,7 +65,7 @@ def codes(
     weights: NDArray[np.generic] | None = None,
     out: I32 | None = None,
     start: int = 0,
-) -> Coded:
+) -> CodedTensor:
     """Return the cells of a lattice of spacing ``step`` that float32 ``values`` lie in.
 
     A hash draws the phase of each element. Element ``i`` in C order has the phase
@@ -110,7 +110,7 @@ def codes(
     errors = native.lattice_codes(
         values.reshape(-1), cells, step, first, out.reshape(-1), halvings, spare_bits
     )
-    return Coded(out, *errors)
+    return CodedTensor(out, *errors)
 
 
 def values(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deltacheck.codec import memory
 from deltacheck.codec.extension import native
 from deltacheck.codec.lossy import lattice
-from deltacheck.codec.lossy.lattice import F32, Coded
+from deltacheck.codec.lossy.lattice import F32, CodedTensor
 
 Codes = NDArray[Any]  # uint8 or uint16
 Weights = NDArray[np.generic]
@@ -50,7 +50,7 @@ def codes(
     spare_bits: int = 0,
     out: Codes | None = None,
     start: int = 0,
-) -> Coded:
+) -> CodedTensor:
     """Return the cells of a lattice that ``values`` lie in, as many bits as the weights need.
 
     The lattice is that of ``lattice.codes``. A weight that is ``x`` rounded limits ``x`` to the
@@ -110,7 +110,7 @@ def codes(
         halvings,
         spare_bits,
     )
-    return Coded(out, *errors)
+    return CodedTensor(out, *errors)
 
 
 def values(

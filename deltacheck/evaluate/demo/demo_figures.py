@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from deltacheck.evaluate.demo import summary
 from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
-from deltacheck.evaluate.demo.summary import Outcome, Way
+from deltacheck.evaluate.demo.summary import DemoOutcome, Way
 from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 from deltacheck.report.drawing import (
     BLUE,
@@ -34,7 +34,7 @@ _COLOURS = {TORCH_SAVE: INK, DCP: GREY, EXACT: BLUE, DERIVED: SKY, AUTO: ORANGE,
 _MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", AUTO: "D", LOG: "^"}
 
 
-def facts(outcome: Outcome) -> dict[str, str]:
+def facts(outcome: DemoOutcome) -> dict[str, str]:
     """Return the facts at the head of the page."""
     kill = outcome.kill
     holds = all(verdict.holds for verdict in outcome.verdicts)
@@ -50,14 +50,14 @@ def facts(outcome: Outcome) -> dict[str, str]:
     }
 
 
-def draw(outcome: Outcome) -> tuple[Drawing, ...]:
+def draw(outcome: DemoOutcome) -> tuple[Drawing, ...]:
     """Draw all figures, in the order in which they are shown."""
     with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
         figures = (_overview, _bytes, _losses, _noise, _promises)
         return tuple(figure(outcome) for figure in figures)
 
 
-def _overview(outcome: Outcome) -> Drawing:
+def _overview(outcome: DemoOutcome) -> Drawing:
     """Draw bytes, waits and restore of each way as bars beside each other."""
     figure = Figure(figsize=(12.0, 2.9), layout="constrained", facecolor="white")
     peer = outcome.peer
@@ -117,7 +117,7 @@ def _share(value: float) -> str:
     return f"{value:.0%}" if value >= 0.0995 else f"{value:.1%}"
 
 
-def _bytes(outcome: Outcome) -> Drawing:
+def _bytes(outcome: DemoOutcome) -> Drawing:
     figure, (axes,) = make_figure(3.4)
     rows = []
     for way in outcome.ways:
@@ -150,7 +150,7 @@ def _bytes(outcome: Outcome) -> Drawing:
     return Drawing("bytes", "Bytes of each save", caption, figure, (), columns, tuple(rows))
 
 
-def _losses(outcome: Outcome) -> Drawing:
+def _losses(outcome: DemoOutcome) -> Drawing:
     figure, (axes,) = make_figure(3.0)
     steps = list(outcome.losses)
     axes.plot(steps, list(outcome.losses.values()), color=FAINT, linewidth=5, label="not killed")
@@ -188,7 +188,7 @@ def _losses(outcome: Outcome) -> Drawing:
     return Drawing("losses", "Kill and resume", caption, figure, (), columns, rows, 0)
 
 
-def _noise(outcome: Outcome) -> Drawing:
+def _noise(outcome: DemoOutcome) -> Drawing:
     figure, (axes,) = make_figure(2.6)
     first, *seed_losses = outcome.final_losses
     noise = stdev(outcome.final_losses)
@@ -214,7 +214,7 @@ def _noise(outcome: Outcome) -> Drawing:
     return Drawing("noise", "What was kept", caption, figure, (), columns, tuple(rows))
 
 
-def _draw_noise(axes: Axes, outcome: Outcome, noise: float, seed_losses: list[float]) -> None:
+def _draw_noise(axes: Axes, outcome: DemoOutcome, noise: float, seed_losses: list[float]) -> None:
     axes.axvspan(-noise, noise, color="#F0F0F0")
     places = range(len(outcome.ways))
     for place, way in zip(places, outcome.ways, strict=True):
@@ -232,7 +232,7 @@ def _draw_noise(axes: Axes, outcome: Outcome, noise: float, seed_losses: list[fl
     axes.set_xlabel("difference of the final held-out loss", fontsize=8)
 
 
-def _promises(outcome: Outcome) -> Drawing:
+def _promises(outcome: DemoOutcome) -> Drawing:
     """Draw the leaves of the restored step by their promise."""
     figure, (axes,) = make_figure(2.4)
     kinds = {"exact": BLUE, "bounded": ORANGE, "reused": PINK}

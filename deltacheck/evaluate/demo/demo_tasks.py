@@ -14,21 +14,21 @@ from typing import Any, cast
 
 from deltacheck.evaluate import contract, snapshot
 from deltacheck.evaluate.demo.methods import EXACT, METHODS, Method
-from deltacheck.evaluate.demo.savers import POLICIES, Saver, open_saver
+from deltacheck.evaluate.demo.savers import POLICIES, DemoSaver, open_saver
 from deltacheck.evaluate.processes import report
-from deltacheck.evaluate.records import Plan, Task
-from deltacheck.evaluate.worker import Run, live_file, main, report_saved, restore_and_check
+from deltacheck.evaluate.records import EvaluationPlan, WorkerTask
+from deltacheck.evaluate.worker import WorkerRun, live_file, main, report_saved, restore_and_check
 from deltacheck.evaluate.workload import Factory
 from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 
 
-def save(plan: Plan, folder: Path, factory: Factory) -> None:
+def save(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     """Train with checkpoints of every method, until the parent kills this process.
 
     The methods take turns: each save ends before that of the next method begins, except the last
     of a checkpoint, beside which training goes on. Another method is last at each checkpoint.
     """
-    run = Run(factory, plan.first_seed)
+    run = WorkerRun(factory, plan.first_seed)
     savers = {method.key: _open(method, folder, run) for method in METHODS}
     (folder / "live").mkdir()
     for method in METHODS:  # where ``restore_and_check`` looks for them
@@ -51,13 +51,13 @@ def save(plan: Plan, folder: Path, factory: Factory) -> None:
     time.sleep(60)  # a short run may end before the signal comes
 
 
-def restore(plan: Plan, folder: Path, factory: Factory) -> None:
+def restore(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     """Restore the newest step of every method, and report the seconds.
 
     Each is restored twice, and the second time counts: the first one imports modules and reads
     files that are not in memory.
     """
-    run, seconds = Run(factory, plan.first_seed), dict[str, float]()
+    run, seconds = WorkerRun(factory, plan.first_seed), dict[str, float]()
     for _ in range(2):
         for method in METHODS:
             saver = _open(method, folder, run)
@@ -68,9 +68,9 @@ def restore(plan: Plan, folder: Path, factory: Factory) -> None:
     report("restored_all", seconds=seconds)
 
 
-def resume(plan: Plan, folder: Path, factory: Factory, method: Method) -> None:
+def resume(plan: EvaluationPlan, folder: Path, factory: Factory, method: Method) -> None:
     """Restore the newest step of a method, compare it with the live state, and train to the end."""
-    run = Run(factory, plan.first_seed)
+    run = WorkerRun(factory, plan.first_seed)
     saver = _open(method, folder, run)
     if method.is_ours:
         policy = POLICIES[method.key]
@@ -87,7 +87,7 @@ def resume(plan: Plan, folder: Path, factory: Factory, method: Method) -> None:
     report("resumed", **resumed, ending=asdict(run.ending(plan.first_seed)))
 
 
-def _restore_peer(run: Run, saver: Saver, folder: Path) -> dict[str, Any]:
+def _restore_peer(run: WorkerRun, saver: DemoSaver, folder: Path) -> dict[str, Any]:
     """Restore as a peer does, and return the fields of the event that reports it."""
     step, state = saver.restore(run.workload.state())
     restored = snapshot.digests(run.snapshot(state))
@@ -103,12 +103,12 @@ def _restore_peer(run: Run, saver: Saver, folder: Path) -> dict[str, Any]:
     }
 
 
-def _open(method: Method, folder: Path, run: Run) -> Saver:
+def _open(method: Method, folder: Path, run: WorkerRun) -> DemoSaver:
     workload = cast(ProtocolWorkload, run.workload)
     return open_saver(method, folder / method.key, workload.optimizer)
 
 
-def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
+def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     if task.name == "resume":
         [method] = [method for method in METHODS if method.key == task.root]
         resume(plan, folder, factory, method)

@@ -33,11 +33,11 @@ import deltacheck
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate.demo import summary
 from deltacheck.evaluate.demo.methods import EXACT, METHODS, ROOT, Method, saved_steps
-from deltacheck.evaluate.demo.summary import KillOutcome, Outcome, Way
-from deltacheck.evaluate.records import FINAL_STATE, Ending, Kill, Plan, Task
-from deltacheck.evaluate.session import OnReport, Reports, Session, ending_of
+from deltacheck.evaluate.demo.summary import DemoOutcome, KillOutcome, Way
+from deltacheck.evaluate.records import FINAL_STATE, Ending, EvaluationPlan, Kill, WorkerTask
+from deltacheck.evaluate.session import OnReport, Reports, Workers, ending_of
 from deltacheck.evaluate.workloads import equality, text
-from deltacheck.evaluate.workloads.equality import Verdict
+from deltacheck.evaluate.workloads.equality import EqualityVerdict
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 _BUILTIN = "deltacheck.evaluate.workloads.builtin"
@@ -75,7 +75,7 @@ class Demonstration:
     """
 
     recipe: Recipe
-    plan: Plan
+    plan: EvaluationPlan
     other_seeds: tuple[int, ...]
     settle_steps: int
 
@@ -165,7 +165,7 @@ def main(
     return 0 if all(verdict.holds for verdict in outcome.verdicts) else 1
 
 
-def perform(demonstration: Demonstration, folder: Path, console: Console) -> Outcome:
+def perform(demonstration: Demonstration, folder: Path, console: Console) -> DemoOutcome:
     """Perform all tasks in ``folder``, in order."""
     # Not at the top: it imports TensorStore, which the command line does not wait for.
     from deltacheck.evaluate.demo.saves import describe_saves
@@ -181,7 +181,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
         pretrained = _prepare(demonstration, folder, shared, progress)
         reference, *unkilled = _train_all(demonstration, folder, shared, progress)
         before = Reports()
-        with closing(Session(plan, saving, shared, 2, _WORKER)) as session:
+        with closing(Workers(plan, saving, shared, 2, _WORKER)) as session:
             bar = _bar(progress, "fine-tuning, saved in 6 ways", plan.steps)
             kill = _run_until_killed(demonstration, session, before, bar)
             progress.stop_task(progress.task_ids[-1])  # its clock stops short of the end
@@ -189,7 +189,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
                 f"killed with SIGKILL {kill.seconds_after_call:.2f} s after the checkpoint of step"
                 f" {kill.saving_step} was begun, after step {kill.last_step}"
             )
-            restored = session.run(Task("restore")).other_events["restored_all"]["seconds"]
+            restored = session.run(WorkerTask("restore")).other_events["restored_all"]["seconds"]
         sizes = {method.key: _size(method, saving / method.key, before) for method in METHODS}
         resumed = _resume_all(plan, saving, shared, progress)
         expected = _load_final_state(folder / str(plan.first_seed))
@@ -204,7 +204,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
             *_compare_states(plan, expected, saving / EXACT / ROOT, progress),
         ]
     saved = [event for event in before.saved if event["method"] == EXACT]
-    return Outcome(
+    return DemoOutcome(
         seed=plan.first_seed,
         steps=plan.steps,
         every=plan.every,
@@ -233,23 +233,25 @@ def _train_all(
     def train(seed: int) -> Ending:
         own_folder = folder / str(seed)
         own_folder.mkdir()
-        with closing(Session(replace(plan, first_seed=seed), own_folder, shared, 1)) as session:
-            (ending,) = session.run(Task("train"), shares.add(seed)).unkilled
+        with closing(Workers(replace(plan, first_seed=seed), own_folder, shared, 1)) as session:
+            (ending,) = session.run(WorkerTask("train"), shares.add(seed)).unkilled
         return ending
 
     return _in_parallel([lambda seed=seed: train(seed) for seed in seeds])  # type: ignore[misc]
 
 
-def _resume_all(plan: Plan, saving: Path, shared: Path, progress: Progress) -> list[Reports]:
+def _resume_all(
+    plan: EvaluationPlan, saving: Path, shared: Path, progress: Progress
+) -> list[Reports]:
     """Resume the killed run from the newest step of each method."""
     # A session writes the plan, which the workers of the others read.
-    sessions = [Session(plan, saving, shared, 1, _WORKER) for _ in METHODS]
+    sessions = [Workers(plan, saving, shared, 1, _WORKER) for _ in METHODS]
     total = plan.steps * len(METHODS)
     shares = _Shares(_bar(progress, "resumed from each way", total))
 
-    def resume(session: Session, method: Method) -> Reports:
+    def resume(session: Workers, method: Method) -> Reports:
         with closing(session):
-            return session.run(Task("resume", root=method.key), shares.add(method.key))
+            return session.run(WorkerTask("resume", root=method.key), shares.add(method.key))
 
     jobs = [
         lambda session=session, method=method: resume(session, method)
@@ -323,9 +325,9 @@ def _way(
     )
 
 
-def _plan(factory: str, seed: int, steps: int, every: int) -> Plan:
+def _plan(factory: str, seed: int, steps: int, every: int) -> EvaluationPlan:
     """Plan one killed run of a built-in factory, whose last step is saved for the comparison."""
-    return Plan(
+    return EvaluationPlan(
         factory=f"{_BUILTIN}:{factory}",
         policy="exact",
         steps=steps,
@@ -365,21 +367,21 @@ def _prepare(
     return reports
 
 
-def _train(plan: Plan, folder: Path, target: Path, on_report: OnReport) -> Reports:
+def _train(plan: EvaluationPlan, folder: Path, target: Path, on_report: OnReport) -> Reports:
     """Train without checkpoints, and leave the final state in ``target``, for other runs."""
     folder.mkdir()
-    with closing(Session(plan, folder, target.parent, tasks=1)) as session:
-        reports = session.run(Task("train"), on_report)
+    with closing(Workers(plan, folder, target.parent, tasks=1)) as session:
+        reports = session.run(WorkerTask("train"), on_report)
     (folder / FINAL_STATE).rename(target)
     return reports
 
 
 def _run_until_killed(
-    demonstration: Demonstration, session: Session, reports: Reports, on_report: OnReport
+    demonstration: Demonstration, session: Workers, reports: Reports, on_report: OnReport
 ) -> KillOutcome:
     """Fine-tune with checkpoints of every method up to the kill, and return its moment."""
     kill = demonstration.kill()
-    delay = session.run_until_killed(Task("save"), kill, reports, on_report)
+    delay = session.run_until_killed(WorkerTask("save"), kill, reports, on_report)
     for method in METHODS:
         if not saved_steps(method, session.folder / method.key):
             raise DemoFailed(
@@ -399,20 +401,22 @@ def _load_final_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _compare_states(plan: Plan, expected: Any, root: Path, progress: Progress) -> Iterator[Verdict]:
+def _compare_states(
+    plan: EvaluationPlan, expected: Any, root: Path, progress: Progress
+) -> Iterator[EqualityVerdict]:
     """Compare the uninterrupted run's final state with the last checkpoint, read in every way."""
     from deltacheck.backends.torch import Engine
 
-    def in_torch() -> Verdict:
+    def in_torch() -> EqualityVerdict:
         with Engine(root) as engine:
             state = engine.restore(plan.steps)
         return equality.compare("final state in PyTorch", expected, state)
 
-    def in_numpy() -> Verdict:
+    def in_numpy() -> EqualityVerdict:
         state = deltacheck.open(root).restore(plan.steps)
         return equality.compare("final state in NumPy", expected, state)
 
-    comparisons: list[Callable[[], Verdict]] = [
+    comparisons: list[Callable[[], EqualityVerdict]] = [
         in_torch,
         in_numpy,
         lambda: equality.in_jax("final state as a JAX pytree", expected, root, plan.steps),
@@ -436,7 +440,7 @@ def _parameters(weights: Mapping[str, Any]) -> int:
 # --- files and progress ---------------------------------------------------------------------------
 
 
-def _write_figures(outcome: Outcome, html: Path | None, png: Path | None) -> list[Path]:
+def _write_figures(outcome: DemoOutcome, html: Path | None, png: Path | None) -> list[Path]:
     """Write the page and the images that were asked for, and return their files."""
     if html is None and png is None:
         return []

@@ -38,7 +38,7 @@ POLICIES = {
 _KEPT_FILES = 2  # of a peer, each of which is a whole state
 
 
-class Saver(Protocol):
+class DemoSaver(Protocol):
     """Saves the checkpoints of a run in sequence."""
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
@@ -54,7 +54,7 @@ class Saver(Protocol):
         """Release threads and files."""
 
 
-def open_saver(method: Method, folder: Path, optimizer: torch.optim.Optimizer) -> Saver:
+def open_saver(method: Method, folder: Path, optimizer: torch.optim.Optimizer) -> DemoSaver:
     """Open a method's saver on its own folder, which is created if needed.
 
     Args:

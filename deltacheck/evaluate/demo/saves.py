@@ -19,7 +19,7 @@ def describe_saves(root: Path, saved: list[Event]) -> list[dict[str, Any]]:
     records = []
     for event in saved:
         states = steps[event["step"]].states or {}
-        by_class: dict[str, list[history.LeafState]] = {}
+        by_class: dict[str, list[history.ReportedLeaf]] = {}
         for path, state in states.items():
             by_class.setdefault(leaf_class(path), []).append(state)
         records.append(
@@ -37,7 +37,7 @@ def describe_saves(root: Path, saved: list[Event]) -> list[dict[str, Any]]:
     return records
 
 
-def _change(leaves: list[history.LeafState]) -> dict[str, int]:
+def _change(leaves: list[history.ReportedLeaf]) -> dict[str, int]:
     """Sum up leaves; all words of a leaf that was written whole count as changed."""
     counts = [state.changed_words() for state in leaves]
     return {

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltacheck.evaluate.demo.methods import PEER, Method
-from deltacheck.evaluate.workloads.equality import Verdict
+from deltacheck.evaluate.workloads.equality import EqualityVerdict
 from deltacheck.evaluate.workloads.leaf_classes import CLASSES, leaf_class
 from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 
@@ -76,7 +76,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """All results of a demo; its fields are the keys of the demo's JSON.
 
     ``losses``: of the run that was not killed, by step. ``final_losses``: held-out losses of all
@@ -95,7 +95,7 @@ class Outcome:
     step_seconds: list[float]
     saved: list[dict[str, Any]]
     ways: list[Way]
-    verdicts: list[Verdict]
+    verdicts: list[EqualityVerdict]
     seconds: float
 
     @property
@@ -104,7 +104,7 @@ class Outcome:
         return next(way for way in self.ways if way.method == PEER)
 
 
-def judge(way: Way, final_losses: Sequence[float]) -> Verdict:
+def judge(way: Way, final_losses: Sequence[float]) -> EqualityVerdict:
     """Judge a resumed run by its promise.
 
     Args:
@@ -117,17 +117,19 @@ def judge(way: Way, final_losses: Sequence[float]) -> Verdict:
     claim = f"resumed from {way.method.title}"
     if way.broken:
         first = ", ".join(way.broken[:3])
-        return Verdict(claim, False, f"{len(way.broken)} leaves broke their promise: {first}")
+        return EqualityVerdict(
+            claim, False, f"{len(way.broken)} leaves broke their promise: {first}"
+        )
     if way.method.is_exact:
         if way.different_leaves:
-            return Verdict(claim, False, f"{way.different_leaves} leaves differ at the end")
-        return Verdict(claim, True, f"{kept(way)}; the final state has every bit")
+            return EqualityVerdict(claim, False, f"{way.different_leaves} leaves differ at the end")
+        return EqualityVerdict(claim, True, f"{kept(way)}; the final state has every bit")
     noise = stdev(final_losses)
     detail = (
         f"{kept(way)}; final loss {way.difference:+.1e}, between seeds {noise:.1e}"
         f" (sd of {len(final_losses)})"
     )
-    return Verdict(claim, way.difference <= noise, detail)
+    return EqualityVerdict(claim, way.difference <= noise, detail)
 
 
 def kept(way: Way) -> str:
@@ -139,7 +141,7 @@ def kept(way: Way) -> str:
     return ", ".join(words)
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: DemoOutcome, console: Console) -> None:
     """Print all tables and the verdict."""
     for table in (_costs(outcome), _promises(outcome), _classes(outcome), _verdicts(outcome)):
         console.print(table)
@@ -150,7 +152,7 @@ def show(outcome: Outcome, console: Console) -> None:
         console.print(f"[bold red]NOT as promised:[/] {failed}. Seed {outcome.seed}.")
 
 
-def costs(outcome: Outcome) -> list[tuple[str, ...]]:
+def costs(outcome: DemoOutcome) -> list[tuple[str, ...]]:
     """Return the costs of each way as a table's cells."""
     peer = outcome.peer
     rows: list[tuple[str, ...]] = []
@@ -171,7 +173,7 @@ def costs(outcome: Outcome) -> list[tuple[str, ...]]:
 COSTS = ("", "bytes a save", "ratio", "median", "training waits", "restore")
 
 
-def _costs(outcome: Outcome) -> Table:
+def _costs(outcome: DemoOutcome) -> Table:
     table = Table(
         title=(
             f"{outcome.parameters / 1e6:.1f} M parameters, {outcome.steps} steps, a checkpoint"
@@ -189,7 +191,7 @@ def _costs(outcome: Outcome) -> Table:
     return table
 
 
-def _promises(outcome: Outcome) -> Table:
+def _promises(outcome: DemoOutcome) -> Table:
     lost = {way.method.title: outcome.kill["last_step"] - way.restored_step for way in outcome.ways}
     table = Table(title="what each promises, and the steps lost to the kill")
     for heading in ("", "promise", "lost"):
@@ -199,7 +201,7 @@ def _promises(outcome: Outcome) -> Table:
     return table
 
 
-def _classes(outcome: Outcome) -> Table:
+def _classes(outcome: DemoOutcome) -> Table:
     deltas = [save["classes"] for save in outcome.saved if not save["keyframe"]]
     table = Table(title=f"changed in {outcome.every} steps, mean of {len(deltas)} saves")
     for heading in ("leaves", "in memory", "words changed"):
@@ -215,7 +217,7 @@ def _classes(outcome: Outcome) -> Table:
     return table
 
 
-def _verdicts(outcome: Outcome) -> Table:
+def _verdicts(outcome: DemoOutcome) -> Table:
     table = Table(title="against the run that was not killed")
     table.add_column("")
     table.add_column("")

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from deltacheck.errors import StepNotFound
-from deltacheck.evaluate.offline.policy_replay import Replay
+from deltacheck.evaluate.offline.policy_replay import PolicyReplay
 from deltacheck.evaluate.offline.recorded import steps_in
 from deltacheck.profile.rates import Rates
 from deltacheck.report.data import collect
@@ -43,7 +43,7 @@ def chosen_steps(
     return thinned(steps_in(source, item), interval_steps)
 
 
-def rates_under(result: Replay) -> Rates:
+def rates_under(result: PolicyReplay) -> Rates:
     """Return the rates that a policy showed in a replay.
 
     Raises:

@@ -21,7 +21,7 @@ from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.policy.stage import STABLE
 from deltacheck.profile import Profile
-from deltacheck.report.data import Held, StepRecord, collect
+from deltacheck.report.data import HeldLeaves, StepRecord, collect
 
 _PRESETS: dict[str, Callable[..., Policy]] = {
     "whole": lambda **options: Policy.exact(max_chain_depth=0, **options),
@@ -87,7 +87,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class PolicyReplay:
     """The recorded checkpoints under one policy.
 
     Attributes:
@@ -105,12 +105,12 @@ class Replay:
     stable_from: int | None
     sizes: Sizes
     steps: tuple[StepRecord, ...]
-    contracts: tuple[Held, ...]
+    contracts: tuple[HeldLeaves, ...]
 
 
 def replay(
     checkpoints: Iterable[Recorded], policies: Mapping[str, Policy], folder: Path
-) -> tuple[Replay, ...]:
+) -> tuple[PolicyReplay, ...]:
     """Save recorded checkpoints under several policies.
 
     Args:
@@ -155,11 +155,13 @@ def backend_of(state: object) -> Any:
     return import_module(f"deltacheck.backends.{framework}.files.evaluation")
 
 
-def replayed(text: str, root: Path) -> Replay:
+def replayed(text: str, root: Path) -> PolicyReplay:
     """Return what a policy wrote to a root."""
     steps = collect(root).steps
     stable = [step.step for step in steps if step.stage == STABLE]
-    return Replay(text, root, min(stable, default=None), sizes_of(steps), steps, _worst_of(steps))
+    return PolicyReplay(
+        text, root, min(stable, default=None), sizes_of(steps), steps, _worst_of(steps)
+    )
 
 
 def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -200,8 +202,8 @@ def sizes_of(steps: Sequence[StepRecord]) -> Sizes:
     )
 
 
-def _worst_of(steps: Sequence[StepRecord]) -> tuple[Held, ...]:
-    worst: dict[tuple[str, str, str], Held] = {}
+def _worst_of(steps: Sequence[StepRecord]) -> tuple[HeldLeaves, ...]:
+    worst: dict[tuple[str, str, str], HeldLeaves] = {}
     for contract in (contract for step in steps for contract in step.held):
         key = (contract.of, contract.contract, contract.norm)
         if key not in worst or contract.used > worst[key].used:

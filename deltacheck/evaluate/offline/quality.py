@@ -19,7 +19,7 @@ import numpy as np
 
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate import snapshot
-from deltacheck.evaluate.offline.policy_replay import Replay, backend_of
+from deltacheck.evaluate.offline.policy_replay import PolicyReplay, backend_of
 from deltacheck.evaluate.workload import FOLDER, Factory, NoWorkload, create_workload
 from deltacheck.policy import roles
 from deltacheck.policy.parameters import Roles, hyperparameters
@@ -131,7 +131,7 @@ class _View:
 
 
 def quality(
-    replays: Sequence[Replay], exact: Replay, trials: Trials, like: Any
+    replays: Sequence[PolicyReplay], exact: PolicyReplay, trials: Trials, like: Any
 ) -> tuple[int, tuple[Verdict, ...]]:
     """Try what each policy restores at the step at which most is weaker than exact.
 
@@ -154,7 +154,7 @@ def quality(
     return step, trials.measure(backend.load(exact.root, step, like), candidates)
 
 
-def hardest_step(replays: Sequence[Replay]) -> int:
+def hardest_step(replays: Sequence[PolicyReplay]) -> int:
     """Return the step at which reused leaves are oldest, else the newest that is not exact.
 
     Raises:

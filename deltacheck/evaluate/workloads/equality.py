@@ -17,7 +17,7 @@ import deltacheck
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EqualityVerdict:
     """The result of one comparison; ``detail`` is its extent or the first differences."""
 
     claim: str
@@ -25,25 +25,27 @@ class Verdict:
     detail: str
 
 
-def compare(claim: str, expected: Any, actual: Any) -> Verdict:
+def compare(claim: str, expected: Any, actual: Any) -> EqualityVerdict:
     """Compare the paths of two nested states and, leaf by leaf, shape, dtype and bits."""
     expected_leaves, actual_leaves = dict(_leaves(expected)), dict(_leaves(actual))
     # A path that only one side has is a difference too, so both sides are listed.
     paths = {**expected_leaves, **actual_leaves}
     wrong = [path for path in paths if expected_leaves.get(path) != actual_leaves.get(path)]
     if wrong:
-        return Verdict(
+        return EqualityVerdict(
             claim,
             False,
             f"{len(wrong)} of {len(expected_leaves)} leaves differ, first {', '.join(wrong[:3])}",
         )
     size = sum(len(leaf[-1]) for leaf in expected_leaves.values())
-    return Verdict(claim, True, f"{len(expected_leaves)} leaves, {size / 1e6:.1f} MB, equal")
+    return EqualityVerdict(
+        claim, True, f"{len(expected_leaves)} leaves, {size / 1e6:.1f} MB, equal"
+    )
 
 
 def compare_losses(
     claim: str, expected: Mapping[int, float], actual: Mapping[int, float]
-) -> Verdict:
+) -> EqualityVerdict:
     """Compare the bits of the losses in ``actual`` with those of the same steps in ``expected``."""
     wrong = [step for step, loss in actual.items() if expected.get(step) != loss]
     # Without any loss nothing was compared, which must not pass as equal.
@@ -51,14 +53,14 @@ def compare_losses(
         detail = (
             f"{len(wrong)} of {len(actual)} losses differ, first at step {min(wrong, default=0)}"
         )
-        return Verdict(claim, False, detail)
-    return Verdict(claim, True, f"steps {min(actual)} to {max(actual)}, equal")
+        return EqualityVerdict(claim, False, detail)
+    return EqualityVerdict(claim, True, f"steps {min(actual)} to {max(actual)}, equal")
 
 
-def in_jax(claim: str, expected: Any, root: Path, step: int) -> Verdict:
+def in_jax(claim: str, expected: Any, root: Path, step: int) -> EqualityVerdict:
     """Restore a step as a JAX pytree, on the CPU, and compare it."""
     if importlib.util.find_spec("orbax") is None:
-        return Verdict(claim, True, "not tried: jax and orbax are not installed")
+        return EqualityVerdict(claim, True, "not tried: jax and orbax are not installed")
     import jax
 
     from deltacheck.backends import orbax
@@ -68,7 +70,7 @@ def in_jax(claim: str, expected: Any, root: Path, step: int) -> Verdict:
         return compare(claim, expected, orbax.load(root, step))
 
 
-def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
+def in_plain_zarr(claim: str, root: Path, step: int) -> EqualityVerdict:
     """Open a root with zarr alone, and compare every array of its first step.
 
     Any warning of zarr is an error.
@@ -79,7 +81,7 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
         step: Its first step, all of whose leaves are keyframes: zarr alone reads no deltas.
     """
     if importlib.util.find_spec("zarr") is None:
-        return Verdict(claim, True, "not tried: zarr is not installed")
+        return EqualityVerdict(claim, True, "not tried: zarr is not installed")
     import zarr
 
     checkpoints = deltacheck.open(root)
@@ -106,9 +108,9 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
     ]
     if wrong or not arrays:
         first = f", first {wrong[0]}" if wrong else ""
-        return Verdict(claim, False, f"{len(wrong)} of {len(arrays)} arrays differ{first}")
+        return EqualityVerdict(claim, False, f"{len(wrong)} of {len(arrays)} arrays differ{first}")
     size = sum(array.nbytes for array in arrays.values())
-    return Verdict(claim, True, f"{len(arrays)} arrays, {size / 1e6:.1f} MB, equal")
+    return EqualityVerdict(claim, True, f"{len(arrays)} arrays, {size / 1e6:.1f} MB, equal")
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, tuple[str, tuple[int, ...], bytes]]]:

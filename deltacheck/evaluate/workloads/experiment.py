@@ -31,7 +31,7 @@ _HELD_OUT_PAIRS, _HELD_OUT_EVERY = 32, 8
 _QUICK_FILES = 30  # source files that a quick run reads its data from
 
 
-class Run(Protocol):
+class ExperimentRun(Protocol):
     """A training run of an experiment."""
 
     step: int
@@ -93,7 +93,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def create_run(self) -> Any:
-        """Create the run in its first state, a ``Run``."""
+        """Create the run in its first state, a ``ExperimentRun``."""
 
     @abstractmethod
     def held_out_loss(self, run: Any) -> float:
@@ -281,7 +281,7 @@ def policy_of(name: str, folder: Path) -> Policy:
 
 
 def train_to_checkpoints(
-    run: Run, options: argparse.Namespace, kill_in: int | None
+    run: ExperimentRun, options: argparse.Namespace, kill_in: int | None
 ) -> Iterator[dict[str, float]]:
     """Train, and yield the metrics at every step that is to be saved.
 

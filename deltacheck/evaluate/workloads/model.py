@@ -69,7 +69,7 @@ class FeedForward(nn.Module):
         return self.down(F.silu(gate) * value)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and feed-forward layer, each with its normalization and residual connection."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, recipe.width, dtype=torch.bfloat16)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.layers = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
+        self.layers = nn.ModuleList(TransformerBlock(recipe) for _ in range(recipe.layers))
         self.norm = RMSNorm(recipe.width)
         self.head = Linear(recipe.width, VOCABULARY)
         # Tied: two names of one tensor, so that checkpoints contain a tie.

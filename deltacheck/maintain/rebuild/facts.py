@@ -21,7 +21,7 @@ from deltacheck.store.manifest import (
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SegmentFacts:
     """Statements about the leaves of a segment.
 
     Attributes:
@@ -41,7 +41,7 @@ class Facts:
     @classmethod
     def of(
         cls, ref: SegmentRef, manifests: Sequence[Manifest], tables: Mapping[str, SegmentTable]
-    ) -> Facts:
+    ) -> SegmentFacts:
         """Return the facts about a segment; ``manifests`` ascend."""
         seq = layout.seq_of(ref.id)
         users = [manifest for manifest in manifests if ref in manifest.segments]

@@ -16,7 +16,7 @@ import numpy as np
 
 from deltacheck.codec.base import U32, U64
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.facts import SegmentFacts
 from deltacheck.maintain.rebuild.segment_arrays import ChunkDigests, SegmentArrays, digest_after
 from deltacheck.store import layout
 from deltacheck.store.manifest import LeafEntry, SegmentTable, segment_features
@@ -25,7 +25,7 @@ from deltacheck.store.manifest import LeafEntry, SegmentTable, segment_features
 _MOST_TRIED = 256
 
 
-class _Rows(NamedTuple):
+class _NumberedRows(NamedTuple):
     """The rows of a leaf, by their number only."""
 
     chunks: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 def merged_tables(
-    segment_id: str, arrays: SegmentArrays, facts: Facts, chunk_digests: ChunkDigests
+    segment_id: str, arrays: SegmentArrays, facts: SegmentFacts, chunk_digests: ChunkDigests
 ) -> Iterator[SegmentTable]:
     """Yield the tables of merged deltas that fit the arrays of a segment."""
     if arrays.natural or arrays.packed or arrays.digests is None or not arrays.indexes:
@@ -60,7 +60,7 @@ def merged_tables(
     for runs in arrays.runs().values():
         chunks = arrays.chunks(runs)
         digests = arrays.digests[first : first + chunks.size]
-        rows = _Rows(chunks, arrays.words(runs), digests)
+        rows = _NumberedRows(chunks, arrays.words(runs), digests)
         for path in paths:
             places[path] = _places(path, rows, facts, chunk_digests)
             if places[path]:
@@ -94,7 +94,9 @@ def merged_tables(
             )
 
 
-def _places(path: str, rows: _Rows, facts: Facts, chunk_digests: ChunkDigests) -> list[_Place]:
+def _places(
+    path: str, rows: _NumberedRows, facts: SegmentFacts, chunk_digests: ChunkDigests
+) -> list[_Place]:
     """Return the places where rows may be a delta of a leaf; none: they are of another leaf."""
     record = facts.records[path]
     spec = record.spec(path)
@@ -136,7 +138,7 @@ def _choices(places: Mapping[str, Sequence[_Place]]) -> Iterator[Mapping[str, _P
         yield dict(zip(places, combination, strict=True))
 
 
-def _has_words(spec: LeafSpec, rows: _Rows) -> bool:
+def _has_words(spec: LeafSpec, rows: _NumberedRows) -> bool:
     """Return whether a leaf has chunks of the sizes that rows say."""
     if int(rows.chunks.max()) >= spec.chunk_count:
         return False

@@ -10,7 +10,7 @@ from typing import Any
 from deltacheck.codec.base import U8
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.facts import SegmentFacts
 from deltacheck.maintain.rebuild.segment_arrays import SegmentArrays
 from deltacheck.store.manifest import LeafRecord
 from deltacheck.store.segment import is_packed
@@ -19,7 +19,7 @@ from deltacheck.store.segment import is_packed
 _MOST_PLACES = 4096
 
 
-def packed_sets(arrays: SegmentArrays, facts: Facts, others: Set[str]) -> Iterator[set[str]]:
+def packed_sets(arrays: SegmentArrays, facts: SegmentFacts, others: Set[str]) -> Iterator[set[str]]:
     """Yield the sets of small leaves that the packed arrays may hold, the likely ones first.
 
     Args:

@@ -17,7 +17,7 @@ from deltacheck.codec.base import PLANES, RAW, STREAMS, U8, U32, U64, has_ordere
 from deltacheck.errors import Damaged
 from deltacheck.leaf.digest import digest_of, leaf_digest
 from deltacheck.leaf.spec import LeafSpec, batches
-from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.facts import SegmentFacts
 from deltacheck.save.chains.merged_deltas import WINDOW_BYTES
 from deltacheck.save.job.part_writer import PART_BYTES
 from deltacheck.store import documents, layout
@@ -70,7 +70,7 @@ class SegmentArrays:
     _packed_content: dict[str, U8] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Place, facts: Facts) -> SegmentArrays:
+    def of(cls, folder: Place, facts: SegmentFacts) -> SegmentArrays:
         """Read the metadata of all arrays, the indexes and the chunk digests."""
         # An array that says more rows than all leaves together can have is damaged.
         most_rows = sum(record.spec(path).chunk_count for path, record in facts.records.items())
@@ -161,7 +161,7 @@ class SegmentArrays:
 class ChunkDigests:
     """The chunk digests of leaves after each segment, from the tables and arrays of segments."""
 
-    def __init__(self, segments: Place, facts: Facts) -> None:
+    def __init__(self, segments: Place, facts: SegmentFacts) -> None:
         self._segments, self._facts = segments, facts
         self._arrays: dict[Place, Any] = {}
         self._last: tuple[str, dict[str, U64]] = ("", {})
@@ -226,7 +226,7 @@ def digest_after(before: U64 | None, count: int, chunks: NDArray[np.int64], dige
     return leaf_digest(replaced(before, chunks, digests))
 
 
-def _natural(array: Place, facts: Facts) -> tuple[str, LeafRecord]:
+def _natural(array: Place, facts: SegmentFacts) -> tuple[str, LeafRecord]:
     """Return the leaf of an array and its record, with a digest of the content if none is known."""
     metadata = _metadata(array)
     attributes, shape = metadata["attributes"], tuple(map(int, metadata["shape"]))

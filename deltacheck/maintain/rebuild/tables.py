@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from deltacheck.leaf.digest import digest_of
-from deltacheck.maintain.rebuild.facts import Facts
+from deltacheck.maintain.rebuild.facts import SegmentFacts
 from deltacheck.maintain.rebuild.merged import merged_tables
 from deltacheck.maintain.rebuild.packed import packed_sets
 from deltacheck.maintain.rebuild.segment_arrays import (
@@ -64,7 +64,7 @@ def rebuilt_table(
     if not subdirectories(segments / ref.id):
         return None
     with suppress(*WRONG):
-        facts = Facts.of(ref, sorted(manifests, key=lambda manifest: manifest.seq), tables)
+        facts = SegmentFacts.of(ref, sorted(manifests, key=lambda manifest: manifest.seq), tables)
         arrays = SegmentArrays.of(segments / ref.id, facts)
         chunk_digests = ChunkDigests(segments, facts)
         for table in itertools.chain(
@@ -78,7 +78,7 @@ def rebuilt_table(
 
 
 def _saved_tables(
-    segment_id: str, arrays: SegmentArrays, facts: Facts, chunk_digests: ChunkDigests
+    segment_id: str, arrays: SegmentArrays, facts: SegmentFacts, chunk_digests: ChunkDigests
 ) -> Iterator[SegmentTable]:
     """Yield the tables of a save or a compaction that fit the arrays, the likely ones first."""
     numbered_runs, parts = arrays.runs(), arrays.parts()
@@ -110,7 +110,7 @@ def _saved_tables(
 def _table(
     segment_id: str,
     arrays: SegmentArrays,
-    facts: Facts,
+    facts: SegmentFacts,
     packed: set[str],
     runs: Mapping[str, Runs],
     keyframes: Set[str],

@@ -22,7 +22,7 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import Held
+from deltacheck.restore.chain import KnownContent
 from deltacheck.restore.follow.new_steps import NewSteps
 from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -224,7 +224,7 @@ class Follower:
         """Discard the copy, so that the next update delivers every leaf whole."""
         self._step: int | None = None
         self._leaves: dict[str, _Leaf] = {}
-        self._stored: dict[str, Held] = {}
+        self._stored: dict[str, KnownContent] = {}
         self._segments: list[Segment] = []
 
     def _update(self, manifest: Manifest) -> Update:
@@ -301,7 +301,8 @@ class Follower:
         chain_data: dict[str, NDArray[np.uint8]] = {}
         loaded = load_leaves(leaves, stored=chain_data)
         self._stored |= {
-            path: Held(data, manifest.stored[path].digest) for path, data in chain_data.items()
+            path: KnownContent(data, manifest.stored[path].digest)
+            for path, data in chain_data.items()
         }
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
@@ -335,7 +336,7 @@ class Follower:
             chains, {name: list(range(chain.spec.chunk_count)) for name, chain in chains.items()}
         )
         self._stored |= {
-            name: Held(data, manifest.stored[name].digest) for name, data in loaded.items()
+            name: KnownContent(data, manifest.stored[name].digest) for name, data in loaded.items()
         }
         changes: dict[str, LeafChange] = {}
         for path in paths:

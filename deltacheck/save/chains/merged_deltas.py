@@ -24,7 +24,7 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.whole_leaves import RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
-from deltacheck.save.job.part_writer import PartWriter, Piece, Span
+from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
@@ -178,7 +178,7 @@ def write_merged(
                 continue
             parts.make_room(window.size)
             digests = run.after.digests[encoded.rows[:, CHUNK].astype(np.int64)]
-            parts.add(Piece((Span(leaves[path], 0, 0),), encoded, digests))
+            parts.add(EncodedChunks((Span(leaves[path], 0, 0),), encoded, digests))
             del encoded
         # The next batch is read before these names get its content.
         del before, after

@@ -22,7 +22,7 @@ from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import keyframes
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
-from deltacheck.save.job.part_writer import PartWriter, Piece, Span
+from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.job.sampled_sizes import sampled_sizes
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import Coded, LeafSource
@@ -256,7 +256,7 @@ class LeafCapture:
                 encoded, _ = codec.encode(
                     current[low:high], state.base[low:high], window, word_bytes, ordered=ordered
                 )
-            self._parts.add(Piece((Span(leaf, 0, first),), encoded, None))
+            self._parts.add(EncodedChunks((Span(leaf, 0, first),), encoded, None))
 
     def _encode_whole(self, leaf: LeafSave, state: LeafState, content: U8, digests: U64) -> None:
         """Encode every chunk of a leaf without a base, run by run."""
@@ -266,7 +266,7 @@ class LeafCapture:
             self._parts.make_room(high - low)
             window = bounds[first : stop + 1] - bounds[first]
             encoded, _ = codec.encode(content[low:high], None, window, word_bytes)
-            self._parts.add(Piece((Span(leaf, 0, first),), encoded, digests[first:stop]))
+            self._parts.add(EncodedChunks((Span(leaf, 0, first),), encoded, digests[first:stop]))
 
     def _runs(self, codec: Codec[Any], bounds: U64, word_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield the first chunk and the end of each run that one call of the codec encodes."""
@@ -305,7 +305,7 @@ class LeafCapture:
                 Span(group[span.job].leaf, start, span.first_chunk)
                 for span, start in zip(batch.spans, starts, strict=False)
             ]
-            self._parts.add(Piece(spans, batch.encoded, batch.digests))
+            self._parts.add(EncodedChunks(spans, batch.encoded, batch.digests))
         # The bases are complete only now.
         for member in group:
             if member.source.check_content is not None and not member.is_coded:

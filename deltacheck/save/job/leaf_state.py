@@ -12,7 +12,7 @@ from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import needs_keyframe
-from deltacheck.policy.merging import Deltas, can_merge, is_dense
+from deltacheck.policy.merging import DeltasSinceKeyframe, can_merge, is_dense
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.manifest import LeafEntry
 
@@ -72,9 +72,9 @@ class LeafState:
         )
 
     @property
-    def deltas(self) -> Deltas:
+    def deltas(self) -> DeltasSinceKeyframe:
         """Return the sizes of the deltas since the keyframe."""
-        return Deltas(self.spec.raw_bytes, self.delta_bytes, self.merged_deltas)
+        return DeltasSinceKeyframe(self.spec.raw_bytes, self.delta_bytes, self.merged_deltas)
 
     def free_base(self, timeout: float) -> None:
         """Wait until no write reads the base any more.

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class EncodedChunks:
     """The result of one call of the codec: chunks of one leaf or of several.
 
     Args:
@@ -90,12 +90,12 @@ class PartWriter:
         self._io_timeout_seconds = io_timeout_seconds
         # True: what is captured may exceed the cache, because training waits for it.
         self.may_exceed = False
-        self._pieces: list[Piece] = []
+        self._pieces: list[EncodedChunks] = []
         self._unsealed_bytes = 0
         self._in_flight: deque[tuple[int, list[Pending]]] = deque()
         self._in_flight_bytes = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: EncodedChunks) -> None:
         """Append a piece to the open part, and seal the part if it is full."""
         if piece.encoded.rows.shape[0] == 0:
             return
@@ -174,13 +174,13 @@ class PartWriter:
             leaf.encoded_bytes += size
 
 
-def _key_segment(piece: Piece) -> str:
+def _key_segment(piece: EncodedChunks) -> str:
     """Return the name of the segment with the keyframe of a piece; names ascend with the saves."""
     state = piece.spans[0].leaf.state
     return "" if state is None else state.key_segment
 
 
-def _rows_of_spans(piece: Piece) -> Iterator[tuple[Span, int, int]]:
+def _rows_of_spans(piece: EncodedChunks) -> Iterator[tuple[Span, int, int]]:
     """Yield each span that has rows, its first row, and the row after its last one."""
     rows = piece.encoded.rows
     if len(piece.spans) == 1:

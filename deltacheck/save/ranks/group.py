@@ -1,8 +1,8 @@
 """Parts of a save with several ranks that are the same for every framework.
 
 ``Group`` is one rank's view of the ranks: how they agree, how a failure of one reaches all, and
-which segments of the newest step rank 0 must protect. ``Piece``, ``pieces_held`` and ``own_tiles``
-relate the parts of leaves in this process to the tiles that it writes.
+which segments of the newest step rank 0 must protect. ``DensePart``, ``pieces_held`` and
+``own_tiles`` relate the parts of leaves in this process to the tiles that it writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
-from deltacheck.leaf.sharding import Held
+from deltacheck.leaf.sharding import HeldShards
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.ranks.channel import Ranks
@@ -150,7 +150,7 @@ class Group:
         return make_all
 
 
-class Piece(NamedTuple):
+class DensePart(NamedTuple):
     """A dense part of a leaf in this process.
 
     ``values`` has the shape of the box. It is an array of the framework, or a NumPy array or
@@ -170,14 +170,16 @@ class Tile(NamedTuple):
 
     name: str
     box: Box
-    piece: Piece | None
+    piece: DensePart | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(s.stop - s.start for s in self.box)
 
 
-def pieces_held(flat: Flat, pieces_of: Callable[[str], Iterable[Piece]]) -> dict[str, Held]:
+def pieces_held(
+    flat: Flat, pieces_of: Callable[[str], Iterable[DensePart]]
+) -> dict[str, HeldShards]:
     """Return the boxes of each leaf that this process holds.
 
     Args:
@@ -185,7 +187,7 @@ def pieces_held(flat: Flat, pieces_of: Callable[[str], Iterable[Piece]]) -> dict
         pieces_of: Returns the pieces of the leaf at a path.
     """
     return {
-        path: Held(leaf.dtype, leaf.shape, tuple(piece.box for piece in pieces_of(path)))
+        path: HeldShards(leaf.dtype, leaf.shape, tuple(piece.box for piece in pieces_of(path)))
         for path, leaf in flat.leaves.items()
     }
 
@@ -193,7 +195,7 @@ def pieces_held(flat: Flat, pieces_of: Callable[[str], Iterable[Piece]]) -> dict
 def own_tiles(
     flat: Flat,
     own: Mapping[str, tuple[Cuts | None, list[int]]],
-    pieces_of: Callable[[str], Iterable[Piece]],
+    pieces_of: Callable[[str], Iterable[DensePart]],
 ) -> Iterator[tuple[str, Tile]]:
     """Yield the leaf path and the tile for each tile that this rank writes.
 
@@ -204,7 +206,7 @@ def own_tiles(
         pieces_of: Returns the pieces of the leaf at a path.
     """
     for path, (cuts, numbers) in own.items():
-        pieces: Sequence[Piece] = list(pieces_of(path))
+        pieces: Sequence[DensePart] = list(pieces_of(path))
         boxes = (
             [sharding.whole(flat.leaves[path].shape)]
             if cuts is None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.contracts import weakest_of
-from deltacheck.leaf.sharding import I64, Before, Copies, Held, Holdings, Plan, Share
+from deltacheck.leaf.sharding import I64, Before, Copies, HeldShards, Holdings, Plan, Share
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tiles import Cuts
@@ -288,7 +288,7 @@ class Joint:
         self,
         step: int,
         seq: int,
-        held: Mapping[str, Held],
+        held: Mapping[str, HeldShards],
         skeleton: Node,
         busy: bool,
         signals: Signals | None = None,
@@ -363,7 +363,7 @@ class Joint:
         payload = value if isinstance(value, BaseException) else encoded(value)
         return decoded(consult(self.ranks.begin, payload, answer, call), Any)
 
-    def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
+    def resume(self, manifest: Manifest, held: Mapping[str, HeldShards] | None) -> list[str]:
         """Go on from a step that all ranks have restored; later saves keep its cuts if they fit.
 
         Args:

@@ -35,7 +35,7 @@ class WeightCapture:
         weight.
         """
         group, weights = self._group, None
-        codes_of: Callable[..., lattice.Coded] = lattice.codes
+        codes_of: Callable[..., lattice.CodedTensor] = lattice.codes
         if decision.of:
             weights = group.live(decision.of)
             bits = nested.most_bits(weights, decision.spacing, decision.halvings)
@@ -53,7 +53,7 @@ class WeightCapture:
         )
         return self._bounded(path, decision, coded)
 
-    def _bounded(self, path: str, decision: Decision, coded: lattice.Coded) -> Any:
+    def _bounded(self, path: str, decision: Decision, coded: lattice.CodedTensor) -> Any:
         """Return the codes of a master, or its exact values if the codes break the contract."""
         group, save = self._group, self._group.save
         assert isinstance(decision.terms, Bounded)

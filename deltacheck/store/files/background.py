@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 
-from deltacheck.store.lock.interrupts import Change
+from deltacheck.store.lock.interrupts import Condition
 
 _MOST_NICENESS = 19
 # The longest wait without progress, at the end of the process, for tasks that nobody waits for.
@@ -20,7 +20,7 @@ _EXIT_SECONDS = 5.0
 
 # The tasks of this process that are not finished.
 _under_way: set[Task] = set()
-_ends = Change()
+_ends = Condition()
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
@@ -34,7 +34,7 @@ class Task:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
-        self._end = Change()
+        self._end = Condition()
 
     def done(self) -> bool:
         """Return true if the work has ended."""

@@ -7,7 +7,7 @@ package where a handler may run:
 
 * while it holds a ``Lock``, handlers are postponed;
 * ``postponed`` does the same for a block that must not be entered twice, such as a save;
-* it waits with ``Change``, ``Event`` and ``Turn``, which hold no lock.
+* it waits with ``Condition``, ``Flag`` and ``Turn``, which hold no lock.
 
 No wait trusts its notification: each looks again within a second.
 """
@@ -228,7 +228,7 @@ class Lock:
             _deliver()
 
 
-class Change:
+class Condition:
     """A change that threads wait for, as with a condition, without a lock."""
 
     def __init__(self) -> None:
@@ -281,12 +281,12 @@ def join(thread: threading.Thread, timeout: float | None = None) -> bool:
             return False
 
 
-class Event:
+class Flag:
     """A flag that threads wait for, as ``threading.Event``."""
 
     def __init__(self) -> None:
         self._flag = False
-        self._change = Change()
+        self._change = Condition()
 
     def is_set(self) -> bool:
         """Return the flag."""
@@ -312,7 +312,7 @@ class Turn:
     def __init__(self) -> None:
         # By process: the thread that has the turn may not live in a forked child.
         self._holder: dict[int, tuple[int, str]] = {}
-        self._change = Change()
+        self._change = Condition()
 
     @contextlib.contextmanager
     def of(self, action: str, *, postpones: bool = False) -> Iterator[None]:

@@ -205,7 +205,7 @@ def test_processes_compare_options_and_folders_before_their_first_save(
 
     results = at_once(2, open_group)
     if not difference:
-        assert results == [collective.Opened(7, True, False)] * 2
+        assert results == [collective.OpenAnswer(7, True, False)] * 2
         return
     for result in results:
         assert isinstance(result, RankFailed)

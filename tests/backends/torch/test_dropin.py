@@ -91,7 +91,7 @@ def test_files_of_one_number_but_different_names_do_not_meet(tmp_path: Path) -> 
     ],
 )
 def test_a_name_means_a_root_and_a_step(name: str, root: str, step: int | None) -> None:
-    assert dropin.series_of(Path("folder", name)) == dropin.Series(Path("folder", root), step)
+    assert dropin.series_of(Path("folder", name)) == dropin.FileSeries(Path("folder", root), step)
 
 
 def test_a_step_that_is_saved_again_is_what_its_file_shows(tmp_path: Path) -> None:

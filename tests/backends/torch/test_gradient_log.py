@@ -28,7 +28,7 @@ from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compaction import compact
 from deltacheck.restore import replay
-from deltacheck.restore.replay import Limits, Situation
+from deltacheck.restore.replay import LogSituation, ReplayLimits
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents
@@ -693,19 +693,19 @@ def test_diff_of_logged_steps_sees_what_changed(
 
 
 def test_the_reason_for_storing_the_state_itself() -> None:
-    limits = Limits(max_replay_steps=5, max_steps_per_save=2)
-    assert replay.why_direct(Situation(True, 3, 2), limits) is None
+    limits = ReplayLimits(max_replay_steps=5, max_steps_per_save=2)
+    assert replay.why_direct(LogSituation(True, 3, 2), limits) is None
     for situation, words in (
-        (Situation(False, 0, 1), "no checkpoint of this log"),
-        (Situation(True, 3, 0), "no step since"),
-        (Situation(True, 0, 3), "max_steps_per_save=2"),
-        (Situation(True, 4, 2), "max_replay_steps=5"),
-        (Situation(True, 0, 1, differed=3), "other bits"),
+        (LogSituation(False, 0, 1), "no checkpoint of this log"),
+        (LogSituation(True, 3, 0), "no step since"),
+        (LogSituation(True, 0, 3), "max_steps_per_save=2"),
+        (LogSituation(True, 4, 2), "max_replay_steps=5"),
+        (LogSituation(True, 0, 1, differed=3), "other bits"),
     ):
         assert words in (replay.why_direct(situation, limits) or "")
     for wrong in ({"max_replay_steps": 0}, {"max_steps_per_save": 0}):
         with pytest.raises(ValueError, match="at least 1"):
-            Limits(**wrong)
+            ReplayLimits(**wrong)
 
 
 def test_no_leaf_of_a_tree_can_be_called_like_a_gradient() -> None:

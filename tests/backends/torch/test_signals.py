@@ -19,7 +19,7 @@ from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.save import exits, pipeline, saver
 from deltacheck.save.job import early_copies, save_job
-from deltacheck.store.lock.interrupts import Event, Lock
+from deltacheck.store.lock.interrupts import Flag, Lock
 from tests.support.waiting import HANG_SECONDS, open_when_called
 
 
@@ -49,7 +49,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
     model, optimizer, step = trained
     original, capture = early_copies._copied, save_job.SaveJob.capture
     handled: list[int] = []
-    is_copying = Event()
+    is_copying = Flag()
 
     def copied(*arguments: Any) -> Any:
         if not is_copying.is_set():
@@ -83,7 +83,7 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
     tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[str] = []
-    waits, is_interrupted = Event(), Event()
+    waits, is_interrupted = Flag(), Flag()
     commit, shielded = pipeline.Pipeline._commit, exits.shielded
 
     def fail() -> None:
@@ -121,7 +121,7 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
 def test_close_waits_for_the_save_whatever_a_handler_raises(
     tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closes, is_interrupted, commit = Event(), Event(), pipeline.Pipeline._commit
+    closes, is_interrupted, commit = Flag(), Flag(), pipeline.Pipeline._commit
     is_shielded = saver.shielded
 
     def fail() -> None:
@@ -182,7 +182,7 @@ def test_load_state_dict_waits_for_the_save(
 
 def test_a_restore_of_another_thread_and_saves_follow_each_other(tmp_path: Path) -> None:
     errors: list[BaseException] = []
-    has_saved = Event()
+    has_saved = Flag()
     with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         engine.save(0, {"x": torch.zeros(1000)}).wait()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from deltacheck.backends.hugging_face.publish.version_folder import Tensor
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import batches
-from deltacheck.restore.chain import Held
+from deltacheck.restore.chain import KnownContent
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
@@ -36,7 +36,7 @@ class HeldWeights:
         """Discard the copy."""
         self.tensors: dict[str, Tensor] = {}
         self._marks: dict[str, object] = {}
-        self._chains: dict[str, Held] = {}
+        self._chains: dict[str, KnownContent] = {}
         self._segments: list[Segment] = []
 
     def read(
@@ -75,7 +75,8 @@ class HeldWeights:
             chains: dict[str, U8] = {}
             loaded = load_leaves(leaves, stored=chains)
             self._chains |= {
-                path: Held(data, manifest.stored[path].digest) for path, data in chains.items()
+                path: KnownContent(data, manifest.stored[path].digest)
+                for path, data in chains.items()
             }
             for owner in owners:
                 data = loaded[owner].data

@@ -14,7 +14,7 @@ from deltacheck.backends.hugging_face import model_export
 from deltacheck.backends.hugging_face.publish.held_weights import HeldWeights
 from deltacheck.backends.hugging_face.publish.receiver import Receiver
 from deltacheck.backends.hugging_face.publish.version_folder import Tensor, Version
-from deltacheck.backends.hugging_face.publish.version_series import Content, VersionSeries
+from deltacheck.backends.hugging_face.publish.version_series import VersionContent, VersionSeries
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.export import shapes
@@ -190,7 +190,7 @@ class Publisher:
         if is_full:
             held.tensors = {n: t for n, t in held.tensors.items() if types.get(n) == t[:2]}
         first = {owner: name for name, owner in reversed(keys.weights.items())}
-        content = Content(
+        content = VersionContent(
             manifest.step,
             manifest.seq,
             (

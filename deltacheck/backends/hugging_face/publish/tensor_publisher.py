@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deltacheck.backends.hugging_face import model_export
 from deltacheck.backends.hugging_face.publish.version_folder import Tensor, Version
-from deltacheck.backends.hugging_face.publish.version_series import Content, VersionSeries
+from deltacheck.backends.hugging_face.publish.version_series import VersionContent, VersionSeries
 from deltacheck.codec.base import U8
 from deltacheck.errors import DuplicatePath
 
@@ -93,7 +93,7 @@ class TensorPublisher:
                 yield name, None, tensor
 
         version = self._series.write(
-            Content(
+            VersionContent(
                 step,
                 self._series.newest + 1,
                 changes(),

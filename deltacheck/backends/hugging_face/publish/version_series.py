@@ -44,7 +44,7 @@ _KEPT_FULL = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class VersionContent:
     """The content of a version.
 
     Attributes:
@@ -140,7 +140,7 @@ class VersionSeries:
         newest = self._history[full]
         return newest is not None and delta_bytes > newest.file_bytes
 
-    def write(self, content: Content, *, full: bool) -> Version:
+    def write(self, content: VersionContent, *, full: bool) -> Version:
         """Write the next version, and remove those that are not needed any more.
 
         Args:

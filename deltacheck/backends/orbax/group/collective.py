@@ -35,7 +35,7 @@ class Opening(msgspec.Struct, frozen=True):
     alike: dict[str, str]
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenAnswer(msgspec.Struct, frozen=True):
     """The answer of process 0.
 
     ``seq`` is the sequence number of the save. ``is_committed`` is true if Orbax has committed the
@@ -48,7 +48,7 @@ class Opened(msgspec.Struct, frozen=True):
     resumes: bool
 
 
-inspect_types(Opening, Opened)
+inspect_types(Opening, OpenAnswer)
 
 
 class RankGroup(Group):
@@ -69,7 +69,7 @@ class RankGroup(Group):
         restored: str,
         take: Callable[[], tuple[int, bool]],
         first: tuple[Path, RankSetup] | None = None,
-    ) -> Opened:
+    ) -> OpenAnswer:
         """Agree that a save begins.
 
         Args:
@@ -95,7 +95,9 @@ class RankGroup(Group):
 
             return self._agreed(flat, restored, take_root)
 
-    def _agreed(self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]) -> Opened:
+    def _agreed(
+        self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]
+    ) -> OpenAnswer:
         """Agree that a save begins, as ``open``, after the setups were compared."""
 
         def decide(messages: list[Any]) -> Any:
@@ -107,10 +109,10 @@ class RankGroup(Group):
                 opening.restored == openings[0].restored for opening in openings
             )
             # The lease comes last, when nothing else can fail the opening.
-            return msgspec.to_builtins(Opened(*take(), resumes))
+            return msgspec.to_builtins(OpenAnswer(*take(), resumes))
 
         message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
-        opened: Opened = msgspec.convert(self.joint.agree(message, decide, "saves"), Opened)
+        opened: OpenAnswer = msgspec.convert(self.joint.agree(message, decide, "saves"), OpenAnswer)
         return opened
 
     def begin(self, step: int, seq: int, flat: Flat, signals: Signals | None = None) -> AgreedSave:

@@ -18,8 +18,8 @@ from deltacheck.backends.orbax.state.saved_shardings import concrete, saved_shar
 from deltacheck.backends.orbax.state.targets import (
     NUMPY_TAGS,
     ArrayRequest,
-    Part,
-    Selection,
+    TargetSelection,
+    WantedPart,
     array_as,
     as_saved,
     as_targeted,
@@ -103,7 +103,7 @@ def load(  # noqa: PLR0913 - one argument per option
     restored = restore_tree(
         opened,
         manifest,
-        Part(target, leaves, partial_restore, cast),
+        WantedPart(target, leaves, partial_restore, cast),
         shardings=shardings,
         contract=contract,
         max_bytes=max_bytes,
@@ -140,7 +140,7 @@ class Read(NamedTuple):
     stored: Mapping[str, U8]
 
 
-class Log(Protocol):
+class ReplayLog(Protocol):
     """Replays steps that are kept as gradients."""
 
     def replayed(self, root: Root, manifest: Manifest, target: Any, max_bytes: int | None) -> Read:
@@ -151,12 +151,12 @@ class Log(Protocol):
 def restore_tree(
     root: Root,
     manifest: Manifest,
-    part: Part,
+    part: WantedPart,
     *,
     shardings: Any,
     contract: str | None,
     max_bytes: int | None,
-    log: Log | None = None,
+    log: ReplayLog | None = None,
 ) -> Restored:
     """Restore a step, or a part of it.
 
@@ -175,7 +175,7 @@ def restore_tree(
         # Outside of own_rules, too: the mesh that is set is the training's.
         target = on_mesh(as_tree(part.target))
         placements = _shardings_by_path(shardings, places_of(manifest.tree), manifest.step)
-        selection = Selection.of(part._replace(target=target), manifest, contract)
+        selection = TargetSelection.of(part._replace(target=target), manifest, contract)
         if paths is not None:
             if target is not None:
                 raise ValueError("name leaves or give a target, not both")
@@ -237,7 +237,7 @@ def _restore_leaves(
 def _restore_tree(
     root: Root,
     manifest: Manifest,
-    selection: Selection,
+    selection: TargetSelection,
     placements: Mapping[str, Sharding],
     max_bytes: int | None,
     read: Read | None,

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import sharding
-from deltacheck.leaf.sharding import Held, whole
+from deltacheck.leaf.sharding import HeldShards, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.save.job.source import LeafSource, host_content_check
-from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
+from deltacheck.save.ranks.group import DensePart, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
 
 # Copies those of the values that lie on accelerators, and returns functions that return the copies.
@@ -46,7 +46,7 @@ def describe(value: object) -> ArrayLeaf | None:
     return leaf
 
 
-def pieces(value: object, shape: tuple[int, ...]) -> list[Piece]:
+def pieces(value: object, shape: tuple[int, ...]) -> list[DensePart]:
     """Return the parts of a leaf on this process's devices, each once.
 
     Args:
@@ -54,14 +54,14 @@ def pieces(value: object, shape: tuple[int, ...]) -> list[Piece]:
         shape: The shape of the stored leaf. Typed keys have one axis less.
     """
     if not isinstance(value, jax.Array):
-        return [Piece(whole(shape), value)]
-    by_box: dict[tuple[tuple[int, int], ...], Piece] = {}
+        return [DensePart(whole(shape), value)]
+    by_box: dict[tuple[tuple[int, int], ...], DensePart] = {}
     for shard in value.addressable_shards:
         box = _box(shard.index, shape)
         # A device may hold nothing of a leaf that does not divide evenly. A leaf without elements
         # keeps its empty piece, so that it has a holder.
         if all(s.start < s.stop for s in box) or 0 in shape:
-            by_box.setdefault(tuple((s.start, s.stop) for s in box), Piece(box, shard.data))
+            by_box.setdefault(tuple((s.start, s.stop) for s in box), DensePart(box, shard.data))
     return list(by_box.values())
 
 
@@ -71,7 +71,7 @@ def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     return (*(slice(start, stop) for start, stop in bounds), *whole(shape[len(index) :]))
 
 
-def held(flat: Flat) -> dict[str, Held]:
+def held(flat: Flat) -> dict[str, HeldShards]:
     """Return the boxes of each leaf that this process holds."""
     return pieces_held(flat, lambda path: pieces(flat.arrays[path], flat.leaves[path].shape))
 
@@ -122,13 +122,13 @@ def sources(
     for path, tile in tiles:
         spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)
         # Without a piece the leaf has no elements, else this process would not write the tile.
-        piece = tile.piece or Piece(tile.box, np.empty(spec.shape, spec.element.numpy))
+        piece = tile.piece or DensePart(tile.box, np.empty(spec.shape, spec.element.numpy))
         # A part of a shard is cut by JAX into a new array, so only a whole shard can be viewed.
         is_whole = copied is not None and piece.box == tile.box
         view = leaves.view_of(piece.values) if is_whole else None
         result[tile.name] = LeafSource(
             spec,
-            partial(_cut, piece if view is None else Piece(tile.box, view), tile.box),
+            partial(_cut, piece if view is None else DensePart(tile.box, view), tile.box),
             view is not None,
             check_content=None if view is None else host_content_check(tile.name, view, seed),
         )
@@ -140,7 +140,7 @@ def sources(
     return dict(sorted(result.items()))
 
 
-def _cut(piece: Piece, box: Box) -> Any:
+def _cut(piece: DensePart, box: Box) -> Any:
     """Return a tile, on the device that holds it."""
     if piece.box == box:
         return piece.values

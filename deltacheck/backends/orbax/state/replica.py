@@ -38,7 +38,7 @@ def name_of(update: Update) -> str:
     return f"{code.__module__}.{code.__qualname__} (jax {jax.__version__}, {jax.default_backend()})"
 
 
-class Replica:
+class ArrayReplica:
     """Applies ``update`` to arrays of its own.
 
     Args:
@@ -105,7 +105,7 @@ def replayed(
         raise TreeMismatch(
             f"step {manifest.step}: {error}. {replay.way_out(root, manifest)}"
         ) from None
-    replica = Replica(update, memory)
+    replica = ArrayReplica(update, memory)
     del memory  # so that an update that donates it frees it
     content = replay.replay_updates(
         root,

@@ -78,7 +78,7 @@ class ArrayRequest:
         return result
 
 
-class Part(NamedTuple):
+class WantedPart(NamedTuple):
     """The part of a step to restore.
 
     The fields are ``target``, ``leaves``, ``partial_restore`` and ``cast`` of ``load``.
@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TargetSelection:
     """The part of a step that a target asks for.
 
     Attributes:
@@ -110,7 +110,9 @@ class Selection:
     exact: bool = False
 
     @classmethod
-    def of(cls, part: Part, manifest: Manifest, contract: str | None = None) -> Selection:
+    def of(
+        cls, part: WantedPart, manifest: Manifest, contract: str | None = None
+    ) -> TargetSelection:
         """Return the selection of a part of a step.
 
         Args:
@@ -178,7 +180,7 @@ def as_targeted(
     places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
     placements: Mapping[str, Sharding],
-    selection: Selection,
+    selection: TargetSelection,
 ) -> dict[str, ArrayRequest]:
     """Return every array of the target in the form that the target has.
 
@@ -298,7 +300,7 @@ def in_saved_form(
     leaf: Any,
     places: Mapping[str, tuple[str, str | None]],
     manifest: Manifest,
-    selection: Selection,
+    selection: TargetSelection,
 ) -> Any:
     """Return a target's leaf, or the form of the saved leaf if a Python number meets a 0-d array.
 
@@ -331,7 +333,7 @@ def in_saved_form(
     return leaf
 
 
-def array_as(leaf: Any, array: Any, selection: Selection) -> Any:
+def array_as(leaf: Any, array: Any, selection: TargetSelection) -> Any:
     """Return a restored array, as a Python number if it is cast to the one of a target."""
     if isinstance(leaf, type):
         return leaf(array.item()) if leaf in _NUMBERS else array
@@ -344,7 +346,7 @@ def array_as(leaf: Any, array: Any, selection: Selection) -> Any:
     return array
 
 
-def is_number_cast(leaf: Any, element: np.dtype[Any], selection: Selection) -> bool:
+def is_number_cast(leaf: Any, element: np.dtype[Any], selection: TargetSelection) -> bool:
     """Return ``True`` if a Python number of a target is made of a saved 0-d array."""
     return selection.cast and (
         not selection.exact or bool(jnp.issubdtype(element, _NUMBERS[type(leaf)]))
@@ -422,7 +424,7 @@ def _fits(number: object, dtype: Any) -> bool:
     return array.item() == number or number != number
 
 
-def number_as(path: str, leaf: Any, number: Any, selection: Selection) -> Any:
+def number_as(path: str, leaf: Any, number: Any, selection: TargetSelection) -> Any:
     """Return a restored number in the form that the target has.
 
     Raises:

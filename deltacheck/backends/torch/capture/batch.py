@@ -38,7 +38,7 @@ from deltacheck.save.job.source import (
 
 
 @dataclass(slots=True)
-class _Leaf:
+class _CapturedLeaf:
     """One tensor that is read in its place.
 
     Args:
@@ -205,7 +205,7 @@ def planned(flat: KnownFlat, guarded: Guarded, memo: Placements) -> LaterSources
             contents.tolist(),
         )
         for path, tensor, version, address, size, storage, content in zip(*columns, strict=True):
-            leaf = _Leaf(path, tensor, version, address, size, storage, seed, content)
+            leaf = _CapturedLeaf(path, tensor, version, address, size, storage, seed, content)
             sources[path] = LeafSource(
                 flat.specs[path],
                 leaf.current,

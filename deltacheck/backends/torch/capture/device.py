@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None: ...
@@ -45,11 +45,11 @@ class Accelerator(Protocol):
         """Send the work of this thread to the side stream, and yield the stream's address."""
         ...
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """Return an event after the work on the side stream so far."""
         ...
 
-    def mark_read(self, tensors: Sequence[torch.Tensor]) -> Event:
+    def mark_read(self, tensors: Sequence[torch.Tensor]) -> StreamEvent:
         """Return the same after reads of tensors, for which ``hold`` waits.
 
         Their memory is not used again before, even if the training drops them.

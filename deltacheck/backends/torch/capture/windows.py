@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.capture.device import Accelerator, Event
+from deltacheck.backends.torch.capture.device import Accelerator, StreamEvent
 from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
 from deltacheck.codec import Encoded, EncodedGroup, GroupJob, GroupSpan, default_codec
 from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U64
@@ -35,14 +35,14 @@ def device_bytes(window_bytes: int) -> int:
     return 3 * WINDOWS * window_bytes
 
 
-class _Window(NamedTuple):
+class _EnqueuedCall(NamedTuple):
     """An enqueued call, with references to the memory that it uses until it is done."""
 
     spans: list[GroupSpan]
     chunks: int
     results: torch.Tensor  # head, rows, digests, in host memory once `computed`
     payload: torch.Tensor
-    computed: Event
+    computed: StreamEvent
     kept: tuple[object, ...]
 
 
@@ -65,7 +65,7 @@ def encode(
         all_read: Called after the last call was enqueued.
     """
     windows = deque(_cut(jobs, window_bytes))
-    running: deque[_Window] = deque()
+    running: deque[_EnqueuedCall] = deque()
     while windows or running:
         while windows and len(running) < WINDOWS:
             spans, table = windows.popleft()
@@ -146,7 +146,7 @@ def _enqueue(
     jobs: Sequence[GroupJob],
     spans: list[GroupSpan],
     table: NDArray[np.void],
-) -> _Window:
+) -> _EnqueuedCall:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
     chunks, total = table.size, int(sizes.sum())
     rows_at, digests_at, end = _places(chunks)
@@ -174,10 +174,14 @@ def _enqueue(
         host = device.pinned(end)
         host.copy_(results, non_blocking=True)
         computed = device.mark()
-    return _Window(spans, chunks, host, payload, computed, (host_table, copies, workspace, results))
+    return _EnqueuedCall(
+        spans, chunks, host, payload, computed, (host_table, copies, workspace, results)
+    )
 
 
-def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None]) -> EncodedGroup:
+def _fetch(
+    device: Accelerator, window: _EnqueuedCall, make_room: Callable[[int], None]
+) -> EncodedGroup:
     window.computed.synchronize()
     rows_at, digests_at, _ = _places(window.chunks)
     results = window.results.numpy()

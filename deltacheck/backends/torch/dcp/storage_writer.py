@@ -25,13 +25,19 @@ from torch.futures import Future
 from deltacheck.backends.torch.dcp import names, objects, stream
 from deltacheck.backends.torch.dcp.decisions import tree_of_numbers
 from deltacheck.backends.torch.dcp.foreign_options import refuse
-from deltacheck.backends.torch.dcp.stream import Intent, Part, Stream, Task, stream_of
+from deltacheck.backends.torch.dcp.stream import (
+    DurablePart,
+    Intent,
+    RootStream,
+    TileTask,
+    stream_of,
+)
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.instances import name_of
-from deltacheck.leaf.sharding import Held, Holdings
+from deltacheck.leaf.sharding import HeldShards, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Keep, Policy
@@ -310,7 +316,7 @@ class DeltaStorageWriter(StorageWriter):
                 f"the planner {type(planner).__name__} has lost the plan's storage_data, which"
                 " DeltaStorageWriter needs"
             )
-        task = msgspec.msgpack.decode(plan.storage_data, type=Task)
+        task = msgspec.msgpack.decode(plan.storage_data, type=TileTask)
         # The message of another save would let this rank write under a wrong number.
         if task.step != self._step:
             raise SaveFailed(
@@ -359,9 +365,11 @@ class DeltaStorageWriter(StorageWriter):
             raise SaveFailed(f"step {self._step} was finished, but not planned, by this writer")
         _check(planned_save.kinds, metadata, self._step)
         # A rank without items has no result that could carry its report.
-        empty_part = Part(Report(self._step, (), ""), {})
+        empty_part = DurablePart(Report(self._step, (), ""), {})
         parts = [
-            msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else empty_part
+            msgspec.msgpack.decode(of_rank[0].storage_data, type=DurablePart)
+            if of_rank
+            else empty_part
             for of_rank in results
         ]
         self._stream.commit(parts, planned_save.tree, planned_save.roots)
@@ -379,7 +387,7 @@ class DeltaStorageWriter(StorageWriter):
         return names.is_step(checkpoint_id)
 
     @property
-    def _stream(self) -> Stream:
+    def _stream(self) -> RootStream:
         return stream_of(self._path, self.settings)
 
 
@@ -417,7 +425,7 @@ def _made_usable(plans: list[SavePlan], before: list[weakref.ref[SavePlan]]) -> 
     return [plan for plan in usable if plan is not None]
 
 
-def _held(plan: SavePlan, kinds: dict[str, _Content]) -> dict[str, Held]:
+def _held(plan: SavePlan, kinds: dict[str, _Content]) -> dict[str, HeldShards]:
     """Return the boxes that a rank writes, by leaf path.
 
     Args:
@@ -438,7 +446,7 @@ def _held(plan: SavePlan, kinds: dict[str, _Content]) -> dict[str, Held]:
             raise ValueError(f"{fqn!r} is {expected} on one rank and {content} on another")
         boxes.setdefault(fqn, []).append(_box(item))
     return {
-        names.path_of(kinds[fqn].keys): Held(
+        names.path_of(kinds[fqn].keys): HeldShards(
             kinds[fqn].dtype, kinds[fqn].shape or (), tuple(own_boxes)
         )
         for fqn, own_boxes in boxes.items()
@@ -468,8 +476,8 @@ def _box(item: WriteItem) -> Box:
 
 
 def _copies(
-    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: Task
-) -> Iterator[shards.Copy]:
+    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: TileTask
+) -> Iterator[shards.ShardCopy]:
     """Return the tiles that this rank holds and others write."""
     tiles = task.share.copied_tiles()
     items = [
@@ -481,7 +489,7 @@ def _copies(
 
 
 def _local(
-    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: Task
+    held_items: Sequence[WriteItem], plan: SavePlan, planner: SavePlanner, task: TileTask
 ) -> Flat:
     """Return the tiles that this rank writes, as leaves.
 
@@ -540,7 +548,8 @@ def _flat(items: Sequence[WriteItem], planner_data: object, planner: SavePlanner
                     f"{item.index.fqn!r} was planned as bytes, but the planner gives a"
                     f" {type(data).__name__}"
                 )
-            # The size is known only now. The coordinator gets it with the report (``Part.sizes``).
+            # The size is known only now. The coordinator gets it with the report
+            # (``DurablePart.sizes``).
             pickled = data.getvalue()
             objects.require_readable(pickled, item.index.fqn)
             arrays[path] = np.frombuffer(pickled, np.uint8)

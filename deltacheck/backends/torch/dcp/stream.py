@@ -2,9 +2,10 @@
 
 A stream holds the process's saver across saves, and on the coordinator the plan and the commit.
 DCP's own collectives carry the messages: DCP's plan carries the coordinator's plan to each rank
-(``Task``), and DCP's results carry back what each rank has made durable (``Part``). Only the
-coordinator learns whether the step was committed. So each rank provisionally takes its last save
-as the base of the next one, and drops it if the next task says that the step was not committed.
+(``TileTask``), and DCP's results carry back what each rank has made durable (``DurablePart``).
+Only the coordinator learns whether the step was committed. So each rank provisionally takes its
+last save as the base of the next one, and drops it if the next task says that the step was not
+committed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deltacheck.backends.torch.dcp.turns import Turns
 from deltacheck.codec.base import U8
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.leaf import sharding
-from deltacheck.leaf.sharding import Before, Copies, Held, Holdings, Plan, Share
+from deltacheck.leaf.sharding import Before, Copies, HeldShards, Holdings, Plan, Share
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.maintain import compaction
@@ -54,7 +55,7 @@ from deltacheck.store.roots.root import Root
 log = logging.getLogger("deltacheck")
 
 
-class Task(msgspec.Struct, frozen=True):
+class TileTask(msgspec.Struct, frozen=True):
     """The coordinator's message to a rank: the tiles that it writes.
 
     ``seq``: the sequence number of the save. ``committed``: that of the newest step that this
@@ -86,7 +87,7 @@ class Intent(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
 
-class Part(msgspec.Struct, frozen=True):
+class DurablePart(msgspec.Struct, frozen=True):
     """A rank's message to the coordinator: the durable part of a save.
 
     ``sizes``: the bytes of its objects (``names.OBJECT``) by leaf path. They are not known before
@@ -98,7 +99,7 @@ class Part(msgspec.Struct, frozen=True):
     signals: Signals | None = None
 
 
-inspect_types(Task, Intent, Part)
+inspect_types(TileTask, Intent, DurablePart)
 
 
 class Restored(NamedTuple):
@@ -128,7 +129,7 @@ class _Planned(NamedTuple):
     signals: Signals | None = None
 
 
-class Stream:
+class RootStream:
     """The saves of one process to one root. ``stream_of`` makes one for each root.
 
     The calls of one save come one after the other, and saves take turns.
@@ -212,13 +213,13 @@ class Stream:
     def plan(
         self,
         step: int,
-        boxes_by_rank: Sequence[Mapping[str, Held]],
+        boxes_by_rank: Sequence[Mapping[str, HeldShards]],
         local_holdings: Mapping[int, Holdings],
         tree: Node,
         metrics: Mapping[str, float],
         *,
         overwrite: bool,
-    ) -> list[Task]:
+    ) -> list[TileTask]:
         """Take the root, and return the task of each rank. The coordinator calls this.
 
         ``boxes_by_rank``: the boxes that each rank saves of each leaf. ``local_holdings``: those
@@ -281,7 +282,9 @@ class Stream:
         signals, self._planned = previous.signals, self._planned._replace(signals=None)
         root = full_name(self.path)
         return [
-            Task(step, self._last_seq, self._committed, share, probe, root, signals, dict(metrics))
+            TileTask(
+                step, self._last_seq, self._committed, share, probe, root, signals, dict(metrics)
+            )
             for share in self._planned.shares
         ]
 
@@ -290,7 +293,9 @@ class Stream:
             self._probe.remove()
             self._probe = None
 
-    def save(self, task: Task, flat: Flat, copies: bytes, state: HeldState | None) -> Part:
+    def save(
+        self, task: TileTask, flat: Flat, copies: bytes, state: HeldState | None
+    ) -> DurablePart:
         """Write the tiles of this rank, and return once they are durable.
 
         ``flat``: the tiles as leaves. ``copies``: the digests of the tiles that other ranks write.
@@ -359,9 +364,9 @@ class Stream:
             tuple(compactions),
             manifest.merged_bytes,
         )
-        return Part(report, sizes, None if state is None else saver.measured(state))
+        return DurablePart(report, sizes, None if state is None else saver.measured(state))
 
-    def commit(self, parts: Sequence[Part], tree: Node, roots: Sequence[str]) -> None:
+    def commit(self, parts: Sequence[DurablePart], tree: Node, roots: Sequence[str]) -> None:
         """Make the step of all ranks exist. The coordinator calls this once all parts are durable.
 
         ``roots``: the address of the root on each rank.
@@ -426,7 +431,7 @@ class Stream:
 
 
 # By root. A restored step stays here until the next save to its root.
-_streams: dict[str, Stream] = {}
+_streams: dict[str, RootStream] = {}
 _restored: dict[str, Restored] = {}
 _courses: dict[str, str] = {}
 _turns: dict[str, Turns] = {}
@@ -450,13 +455,13 @@ def turns_of(path: Place) -> Turns:
         return _turns.setdefault(str(path), Turns())
 
 
-def stream_of(path: Place, settings: Settings) -> Stream:
+def stream_of(path: Place, settings: Settings) -> RootStream:
     """Return the stream of a root.
 
     Raises ``ValueError`` if this process writes to the root with other settings.
     """
     with _lock:
-        stream = _streams.setdefault(str(path), Stream(path, settings))
+        stream = _streams.setdefault(str(path), RootStream(path, settings))
     if stream.settings != settings:
         before, now = stream.settings.values(), settings.values()
         differing = [name for name in now if now[name] != before[name]]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from deltacheck.errors import SaveFailed
-from deltacheck.store.lock.interrupts import Change, Lock
+from deltacheck.store.lock.interrupts import Condition, Lock
 
 # A save without a call for so long has failed between two of them, in a planner or a collective.
 _IDLE_SECONDS = 60.0
@@ -22,7 +22,7 @@ class Turns:
     """The save whose turn it is. A save has it from its first call to its end."""
 
     def __init__(self) -> None:
-        self._lock, self._changed = Lock(), Change()
+        self._lock, self._changed = Lock(), Condition()
         self._save: object | None = None
         self._thread: threading.Thread | None = None
         self._is_in_call = False

@@ -33,7 +33,7 @@ from deltacheck.backends.torch.deepspeed.configuration import (
 )
 from deltacheck.backends.torch.deepspeed.loading import add_pointers, full_weights, load_file
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
-from deltacheck.backends.torch.deepspeed.reading import Reading
+from deltacheck.backends.torch.deepspeed.reading import CheckpointReading
 from deltacheck.backends.torch.deepspeed.saved_state import (
     TRAINER,
     PendingSave,
@@ -122,7 +122,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._root: Path | None = None
         self._engine: PublishingEngine | None = None
         self._saving: PendingSave | None = None  # while save_checkpoint runs
-        self._reading: Reading | None = None  # while load_checkpoint runs
+        self._reading: CheckpointReading | None = None  # while load_checkpoint runs
         self._read: StepReader | None = None  # what the next save continues from
         self._must_agree = False  # the ranks must agree on that before the next save
         self.trainer_part: TrainerPart | None = None  # what a trainer adds to the next save
@@ -203,7 +203,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             TreeMismatch: Another kind of engine has saved it; the message names the difference.
             Damaged, ChainBroken: The step is not whole; the message names step, leaf and file.
         """
-        reading = self._reading or Reading()
+        reading = self._reading or CheckpointReading()
         name = str(_local(path))
         if name not in reading.files:  # DeepSpeed reads the model's file twice
             reading.files[name] = load_file(self._deepspeed, Path(name), reading, map_location)
@@ -361,7 +361,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.wait()
         folder = _local(load_dir)
         add_pointers(self._deepspeed, folder, tag)
-        self._reading = reading = Reading()
+        self._reading = reading = CheckpointReading()
         runtime = deepspeed.runtime.engine
         # DeepSpeed calls this if only weights are loaded. It unpickles the files of all ranks.
         consolidate = runtime.get_fp32_state_dict_from_zero_checkpoint

@@ -12,7 +12,7 @@ import torch
 
 from deltacheck.backends.torch import plain
 from deltacheck.backends.torch.deepspeed import zero
-from deltacheck.backends.torch.deepspeed.reading import Reading, child, keys_of
+from deltacheck.backends.torch.deepspeed.reading import CheckpointReading, child, keys_of
 from deltacheck.backends.torch.deepspeed.saved_state import (
     ABOUT,
     ENGINE_ATTRIBUTES,
@@ -49,7 +49,9 @@ def add_pointers(engine: Any, folder: Path, tag: str | None) -> None:
             pointer.write(path, pointer.read(first))
 
 
-def load_file(engine: Any, path: Path, reading: Reading, map_location: MapLocation | None) -> Any:
+def load_file(
+    engine: Any, path: Path, reading: CheckpointReading, map_location: MapLocation | None
+) -> Any:
     """Return what DeepSpeed's file at ``path`` would hold for this rank.
 
     Args:
@@ -89,7 +91,7 @@ def load_file(engine: Any, path: Path, reading: Reading, map_location: MapLocati
         return _optimizer_file(engine, path, saved, reading)
 
 
-def full_weights(engine: Any, reading: Reading) -> dict[str, torch.Tensor]:
+def full_weights(engine: Any, reading: CheckpointReading) -> dict[str, torch.Tensor]:
     """Return the whole model in the precision of the optimizer.
 
     ZeRO 3 loads it like this if it does not load the optimizer's state.
@@ -149,7 +151,9 @@ def _matching_stage(engine: Any, path: Path, manifest: Manifest) -> int:
     return stage
 
 
-def _optimizer_file(engine: Any, path: Path, saved: Any, reading: Reading) -> dict[str, Any]:
+def _optimizer_file(
+    engine: Any, path: Path, saved: Any, reading: CheckpointReading
+) -> dict[str, Any]:
     """Return an optimizer's file, with flat tensors that hold the parts of this rank."""
     partitions = zero.partitions(engine)
     flats: dict[tuple[str, int], torch.Tensor] = {}
@@ -224,7 +228,7 @@ def _regrouped(engine: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_file(
-    engine: Any, content: dict[str, Any], module: Any, reading: Reading
+    engine: Any, content: dict[str, Any], module: Any, reading: CheckpointReading
 ) -> dict[str, Any]:
     """Return a model's file, with the module's tensors and the values of this engine.
 
@@ -258,7 +262,7 @@ def _model_file(
     return content
 
 
-def _frozen_fragments(engine: Any, reading: Reading) -> OrderedDict[str, torch.Tensor]:
+def _frozen_fragments(engine: Any, reading: CheckpointReading) -> OrderedDict[str, torch.Tensor]:
     parts = zero.frozen(engine, zero.partitions(engine))
     flats = {
         name: torch.zeros_like(part.parameter.ds_tensor, device="cpu")

@@ -20,7 +20,7 @@ from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 from deltacheck.restore.resolve import require_leaves
 
 
-class Reading:
+class CheckpointReading:
     """One ``load_checkpoint``: all its files are read from one step.
 
     ``files`` has what was loaded so far, by path. ``reader`` is ``None`` before the first file was
@@ -99,7 +99,7 @@ class Reading:
         loaded = reader.whole(sorted(set(tree.array_paths(part).values())))
         return leaves.tree_of(part, loaded, move, stored=reader.stored)
 
-    def put(self, parts: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
+    def put(self, parts: Iterable[tuple[str, torch.Tensor, zero.PartitionRun]]) -> None:
         """Read parts of leaves into flat tensors.
 
         Args:

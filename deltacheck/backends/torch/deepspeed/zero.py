@@ -31,7 +31,7 @@ def leaf_path(key: str, name: str) -> str:
     return prefix(key) + escape_key(name)
 
 
-class Part(NamedTuple):
+class PartitionRun(NamedTuple):
     """A run of elements of a parameter and its position in a partition.
 
     The elements ``begin`` to ``begin + size`` of the parameter lie at ``at`` in the partition.
@@ -70,7 +70,7 @@ class Partition(NamedTuple):
 
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
-    parts: tuple[Part, ...]
+    parts: tuple[PartitionRun, ...]
     group: int
     step: int | None
 
@@ -135,12 +135,14 @@ def parameter_groups(engine: Any, partitions: list[Partition]) -> list[dict[str,
     return groups
 
 
-def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> list[Part]:
+def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> list[PartitionRun]:
     parts, position = [], 0
     for parameter in group:
         begin, count = _own(optimizer, parameter)
         parts.append(
-            Part(names[parameter], tuple(parameter.ds_shape), parameter, begin, count, position)
+            PartitionRun(
+                names[parameter], tuple(parameter.ds_shape), parameter, begin, count, position
+            )
         )
         # The padding of each parameter is a part of its place.
         position += parameter.partition_numel()
@@ -155,7 +157,9 @@ def _own(optimizer: Any, parameter: Any) -> tuple[int, int]:
     return begin, max(0, min(parameter.ds_numel - begin, size))
 
 
-def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int) -> list[Part]:
+def _of_stage_2(
+    optimizer: Any, names: Mapping[Any, str], number: int, size: int
+) -> list[PartitionRun]:
     # A parameter may begin before the partition of this rank, or end behind it.
     first = size * dist.get_rank(group=optimizer.real_dp_process_group[number])
     parts = []
@@ -168,7 +172,7 @@ def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int
         begin = max(0, first - offset)
         count = max(0, min(parameter.numel(), first + size - offset) - begin)
         parts.append(
-            Part(
+            PartitionRun(
                 names[parameter],
                 tuple(parameter.shape),
                 parameter,
@@ -180,7 +184,7 @@ def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int
     return parts
 
 
-def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
+def _linked(names: Mapping[Any, str], group: list[Any]) -> list[PartitionRun]:
     """Return the parts of a group of the BF16 optimizer, which links parameters to fragments."""
     parts = []
     for parameter in group:
@@ -195,19 +199,21 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
             )
         )
         parts.append(
-            Part(names[parameter], tuple(parameter.shape), parameter, begin, count, position)
+            PartitionRun(
+                names[parameter], tuple(parameter.shape), parameter, begin, count, position
+            )
         )
     return parts
 
 
-def frozen(engine: Any, partitions: list[Partition]) -> dict[str, Part]:
+def frozen(engine: Any, partitions: list[Partition]) -> dict[str, PartitionRun]:
     """Return this rank's parts of parameters that no optimizer updates, under ZeRO 3."""
     trained = {id(part.parameter) for partition in partitions for part in partition.parts}
     parts = {}
     for parameter, name in engine.param_names.items():
         if id(parameter) not in trained and hasattr(parameter, "ds_tensor"):
             begin, count = _own(engine.optimizer, parameter)
-            parts[name] = Part(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
+            parts[name] = PartitionRun(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
     return parts
 
 

@@ -36,7 +36,7 @@ _open: dict[Path, Engine] = {}  # by root, in the order of their last use
 _lock = threading.RLock()
 
 
-class Series(NamedTuple):
+class FileSeries(NamedTuple):
     """The root and step that a file name stands for.
 
     ``step`` is ``None`` if the name has no number; the next step is then used.
@@ -46,16 +46,16 @@ class Series(NamedTuple):
     step: int | None
 
 
-def series_of(path: Path) -> Series:
+def series_of(path: Path) -> FileSeries:
     """Return the root and the step that a file name stands for.
 
     The result depends on the name alone, never on the files that exist.
     """
     number = _LAST_NUMBER.search(path.stem)
     if number is None or len(number[0]) > _MOST_DIGITS:
-        return Series(path.with_name(path.name + SUFFIX), None)
+        return FileSeries(path.with_name(path.name + SUFFIX), None)
     stem = f"{path.stem[: number.start()]}#{path.stem[number.end() :]}"
-    return Series(path.with_name(stem + path.suffix + SUFFIX), int(number[0]))
+    return FileSeries(path.with_name(stem + path.suffix + SUFFIX), int(number[0]))
 
 
 @typed

@@ -18,7 +18,7 @@ import torch
 
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.external_errors import typed
-from deltacheck.store.lock.interrupts import Event
+from deltacheck.store.lock.interrupts import Flag
 
 # The last overlapped restore into each optimizer.
 _newest: WeakKeyDictionary[torch.optim.Optimizer, Arrival] = WeakKeyDictionary()
@@ -38,7 +38,7 @@ class Arrival:
     ) -> None:
         self.step = step
         self._owner = os.getpid()
-        self._end = Event()
+        self._end = Flag()
         self._error: BaseException | None = None
         self._is_seen = False
         optimizers = list(optimizers)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Commit = Callable[[Manifest], Written]
 
 
-class Attempt(NamedTuple):
+class BegunSave(NamedTuple):
     """A save that may begin: the leaves that this process writes, and the call that commits it.
 
     ``agreed`` is the agreement with other ranks; ``None`` if there are none.
@@ -137,14 +137,14 @@ class Session:
 
     def begin(
         self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
-    ) -> Attempt | None:
+    ) -> BegunSave | None:
         """Begin a save, or return ``None`` if all ranks skip it.
 
         ``is_whole``: ``flat`` is the whole state, not the part that a gradient log leaves.
         """
         group, roots = self.group, self.roots
         if group is None:
-            return Attempt(flat, roots.commit)
+            return BegunSave(flat, roots.commit)
         assert is_whole, "a gradient log refuses ranks"
         make_room: Callable[[int, Flat], bool] | None = None
         if isinstance(roots, MemoryFirst):
@@ -157,7 +157,7 @@ class Session:
             return None
         tiles, attempt, agreed = begun
         make = group.maker(roots.commit, self.live.store.path)
-        return Attempt(tiles, partial(attempt.commit, make), agreed)
+        return BegunSave(tiles, partial(attempt.commit, make), agreed)
 
     def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
         """Wait until there is space for one more save, or return ``False`` to skip it."""

@@ -86,7 +86,7 @@ class Flattener:
 
     def __init__(self, is_host: Callable[[torch.Tensor], bool]) -> None:
         self._is_host = is_host
-        self._memory: _Known | None = None
+        self._memory: _KnownStructure | None = None
         self._misses = 0
 
     def __call__(self, state: object) -> Flat:
@@ -103,7 +103,7 @@ class Flattener:
         self._misses += 1
         # What is known of a state that changes at every save would be of no use.
         if self._misses <= _MISSES or self._misses % _MISSES == 0:
-            self._memory = _Known.of(state, flat_state, self._is_host)
+            self._memory = _KnownStructure.of(state, flat_state, self._is_host)
         return flat_state
 
 
@@ -138,7 +138,7 @@ class _Arrays(Mapping[str, object]):
 
 
 class _Seen(NamedTuple):
-    """The tensors of a state, in the order of ``_Known.tensors``.
+    """The tensors of a state, in the order of ``_KnownStructure.tensors``.
 
     ``addresses`` has those of the arrays after them. ``may_move``: as in ``Tensors``.
     """
@@ -202,7 +202,7 @@ class _PlainTensors:
         )
 
 
-class _Known:
+class _KnownStructure:
     """The structure and the forms of the leaves of the last save. ``of`` makes one."""
 
     def __init__(
@@ -259,7 +259,7 @@ class _Known:
     @classmethod
     def of(
         cls, state: object, flat_state: Flat, is_host: Callable[[torch.Tensor], bool]
-    ) -> _Known | None:
+    ) -> _KnownStructure | None:
         """Return what is known after a save; ``None`` if no later state can be compared with it.
 
         Args:

@@ -95,7 +95,7 @@ def name_of(optimizer: Optimizer) -> str:
     )
 
 
-class Replica:
+class OptimizerReplica:
     """A second instance of an optimizer, over tensors of its own.
 
     Args:
@@ -195,7 +195,7 @@ def replayed(
         root,
         manifest,
         plan,
-        Replica(optimizer, plan.memory, place),
+        OptimizerReplica(optimizer, plan.memory, place),
         lambda path: leaves.tensor_of(stored[path]),
         lambda memory: (memory, digests(memory)),
         name_of(optimizer),

@@ -18,12 +18,12 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.instances import name_of
-from deltacheck.leaf.sharding import Held, whole
+from deltacheck.leaf.sharding import HeldShards, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore.fill import leaf_of_box
-from deltacheck.save.ranks.group import Piece, own_tiles, pieces_held
+from deltacheck.save.ranks.group import DensePart, own_tiles, pieces_held
 from deltacheck.save.treatment.signals import HeldState
 
 
@@ -137,7 +137,7 @@ def describe(value: object) -> ArrayLeaf | None:
     return description._replace(shape=shape)
 
 
-def pieces(value: object) -> Iterator[Piece]:
+def pieces(value: object) -> Iterator[DensePart]:
     """Yield the parts of a leaf that this process holds.
 
     Raises:
@@ -162,11 +162,13 @@ def pieces(value: object) -> Iterator[Piece]:
             )
         # A rank has nothing of a leaf that is shorter than the mesh.
         if local.numel():
-            yield Piece(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local)
+            yield DensePart(
+                tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local
+            )
     elif isinstance(value, Shard | Shards):
         for part in (value,) if isinstance(value, Shard) else value.parts:
             if part.data.numel():
-                yield Piece(
+                yield DensePart(
                     tuple(
                         slice(o, o + n)
                         for o, n in zip(part.global_offset, part.data.shape, strict=True)
@@ -175,10 +177,10 @@ def pieces(value: object) -> Iterator[Piece]:
                 )
     else:
         shape = value.shape if isinstance(value, torch.Tensor | np.ndarray) else ()
-        yield Piece(whole(shape), value)
+        yield DensePart(whole(shape), value)
 
 
-def held(flat: Flat) -> dict[str, Held]:
+def held(flat: Flat) -> dict[str, HeldShards]:
     """Return the boxes of each leaf of a state that this process holds."""
     return pieces_held(flat, lambda path: pieces(flat.arrays[path]))
 
@@ -233,7 +235,7 @@ def local_flat(
     )
 
 
-class Copy(NamedTuple):
+class ShardCopy(NamedTuple):
     """A tile of a leaf that this rank holds and another one writes."""
 
     spec: LeafSpec
@@ -244,7 +246,7 @@ class Copy(NamedTuple):
         return leaves.bytes_of(self.values)
 
 
-def copies(flat: Flat, tiles: Mapping[str, tuple[Cuts | None, list[int]]]) -> Iterator[Copy]:
+def copies(flat: Flat, tiles: Mapping[str, tuple[Cuts | None, list[int]]]) -> Iterator[ShardCopy]:
     """Yield the tiles that this rank holds and other ranks write.
 
     Args:
@@ -255,7 +257,7 @@ def copies(flat: Flat, tiles: Mapping[str, tuple[Cuts | None, list[int]]]) -> It
         spec = LeafSpec.of(tile.name, tile.shape, flat.leaves[path].dtype)
         # A leaf without elements has no piece.
         value = _dense(flat.arrays[path]) if tile.piece is None else _cut(tile.piece, tile.box)
-        yield Copy(spec, value)
+        yield ShardCopy(spec, value)
 
 
 def _dense(value: object) -> object:
@@ -263,14 +265,14 @@ def _dense(value: object) -> object:
     return value.data if isinstance(value, Shard | Shards) else leaves.local_of(value)
 
 
-def _cut(piece: Piece, box: Box) -> object:
+def _cut(piece: DensePart, box: Box) -> object:
     if piece.box == box:
         return piece.values
     assert isinstance(piece.values, torch.Tensor | np.ndarray)  # scalars are never cut
     return piece.values[sharding.inside(box, piece.box)]
 
 
-def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
+def fill(piece: DensePart, spec: LeafSpec, array: NDArray[Any]) -> object:
     """Fill a piece in place with restored content, and return it.
 
     NumPy scalars cannot be filled, so a new one is returned for them.

@@ -102,7 +102,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         self._resume = resume
         self._file_limit_bytes = file_limit_bytes
         self._options = engine
-        self._run: _Run | None = None  # for as long as train() runs
+        self._run: _TrainCall | None = None  # for as long as train() runs
         # On the class, because a callback gets no reference to its trainer.
         install(DeltaCheckCallback)
 
@@ -168,7 +168,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             options["keep"] = replace(keep, last=limit)
         engine, zero = _opened(trainer, self._folder, options)
         with engine, tempfile.TemporaryDirectory() as folder:
-            run = _Run(engine, zero, trainer, self._file_limit_bytes, Path(folder))
+            run = _TrainCall(engine, zero, trainer, self._file_limit_bytes, Path(folder))
             try:
                 with run.joined(trainer):
                     path = run.resume_from(resume_from_checkpoint, newest=self._resume)
@@ -257,7 +257,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         return None if run is None or path != run.resumed_path else run.resumed
 
 
-class _Run:
+class _TrainCall:
     """One call of ``train``: its engine, its files, and the step that it resumes.
 
     Args:
