@@ -32,7 +32,7 @@ WIDE_CLASSES = {
     "Recipe",  # the hyperparameters of a run, written as one JSON object
     "RunState",  # all that a policy remembers between saves, each with its meaning
     "SaveOptions",  # one attribute per option of the public constructors
-    "_Run",  # one call of a trainer: what its hooks share
+    "_TrainCall",  # one call of a trainer: what its hooks share
     "StepRecord",  # a row of the report: one attribute per column
 }
 

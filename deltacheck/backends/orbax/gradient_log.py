@@ -111,10 +111,8 @@ class GradientLog:
         Raises:
             TypeError: JAX is tracing. Call this outside of ``jit``, ``grad`` and ``vmap``.
         """
-        if any(
-            isinstance(leaf, jax.core.Tracer)
-            for leaf in jax.tree_util.tree_leaves((learner, inputs))
-        ):
+        leaves = jax.tree_util.tree_leaves((learner, inputs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise TypeError(
                 "log.update was called inside of jit, grad or vmap, where arrays have no content to"
                 " record; jit the update"
@@ -163,10 +161,7 @@ class GradientLog:
         # must not be returned for this one.
         self._handle = None
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
-        handle = self._handle
-        if handle is None:
-            handle = skipped(step)
-        return handle
+        return skipped(step) if self._handle is None else self._handle
 
     @typed
     def restore(
