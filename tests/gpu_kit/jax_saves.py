@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.prepared import SIZES, Size
 from benchmarks.record import Cell, Result, Table
-from benchmarks.rivals import EXACT, AUTO, RIVALS
+from benchmarks.rivals import AUTO, EXACT, RIVALS
 from deltacheck import SaveOptions
 from tests.gpu_kit.kernels import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step

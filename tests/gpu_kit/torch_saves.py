@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.prepared import SIZES, Size, recipe_of, settle
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
-from benchmarks.rivals import EXACT, AUTO, RIVALS, Rival
+from benchmarks.rivals import AUTO, EXACT, RIVALS, Rival
 from tests.gpu_kit.stand_in import accelerator, require_device
 from tests.gpu_kit.steps import Context, Skipped, Step
 
