@@ -1681,6 +1681,13 @@ def test_some_leaves_can_be_restored_alone(tmp_path: Path) -> None:
 # --- several items, and neighbours ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{"max_pending": 2}, {"on_busy": "skip"}, {"shadow": "none"}])
+def test_options_that_orbax_decides_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"Orbax's interface has no {next(iter(options))}"):
+        manager(tmp_path / "run", save_options=SaveOptions(**options))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("instances", ["one", "two"])
 def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: str) -> None:
     if instances == "one":

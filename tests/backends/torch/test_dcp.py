@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlanner
 
 import deltacheck
-from deltacheck import Keep, SaveOptions
+from deltacheck import Keep, KeepBest, SaveOptions
 from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, Engine
 from deltacheck.backends.torch import dcp as storage
-from deltacheck.errors import RootBusy, UnsupportedLeaf
+from deltacheck.errors import LeafPruned, RootBusy, UnsupportedLeaf
 from deltacheck.leaf.tree import array_paths
 from deltacheck.restore import read
 from tests.support.wrappers import blocks, sharded_blocks
@@ -452,6 +452,28 @@ def test_only_the_chunks_that_an_item_needs_are_read(
     assert [len(numbers) for numbers in chunks_read.values()] == [1]
     assert deltacheck.open(root).manifest().leaves["w"].spec("w").chunk_count > 3
     assert torch.equal(target, torch.from_numpy(deltacheck.open(root).restore()["w"][700:702]))
+
+
+def test_every_rule_of_keep_holds(root: Path) -> None:
+    keep = Keep(last=1, best=KeepBest("loss"), full_last=1, leaves="w")
+    options = SaveOptions(grace_seconds=0)
+    for step, loss in enumerate((3.0, 1.0, 2.0)):
+        state = {"w": torch.full((3,), float(step)), "momentum": torch.full((3,), -float(step))}
+        save(state, step, root, keep=keep, options=options, metrics={"loss": loss})
+    opened = deltacheck.open(root)
+    assert opened.steps() == [1, 2]
+    assert opened.restore(1, leaves=["w"])["w"].tolist() == [1.0] * 3
+    with pytest.raises(LeafPruned, match="momentum"):
+        opened.restore(1)
+    assert opened.restore(2)["momentum"].tolist() == [-2.0] * 3
+
+
+@pytest.mark.parametrize("options", [{"max_pending": 2}, {"on_error": "log"}, {"capture": "eager"}])
+def test_options_that_dcp_leaves_no_choice_for_are_refused(
+    root: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"DeltaStorageWriter has no {next(iter(options))}"):
+        DeltaStorageWriter(root, options=SaveOptions(**options))
 
 
 def test_a_root_has_one_writer_with_one_set_of_options_until_it_is_closed(root: Path) -> None:
