@@ -382,7 +382,7 @@ inline begin(me, s) {
 
 /* --- sequences of transitions ---------------------------------------------------------------- */
 
-/* code: deltacheck.store.tags.lock */
+/* code: deltacheck.store.roots.tags.lock */
 inline take_tags_lock(me) {
 	if
 	:: d_step { !v_tags -> v_tags = 1; }
@@ -427,7 +427,7 @@ inline delete_checkpoint(s) {
 /* code: deltacheck.store.collect.collect
  * `protected`: segments that saves of this process need. `is_dead`: no save is under way. */
 inline collect(protected, is_dead) {
-	/* code: deltacheck.store.root.Store.segment_ids
+	/* code: deltacheck.store.roots.store.Store.segment_ids
 	 * The segments are listed before the manifests are read. */
 	d_step { todo = v_dir };
 	/* code: deltacheck.store.collect._needed */
@@ -526,7 +526,7 @@ active [WRITERS] proctype Writer() provided (dead == 0 || HAS(dead, _pid)) {
 			opened++;
 #endif
 			ADD(running, me);
-			/* code: deltacheck.store.root.Store.create */
+			/* code: deltacheck.store.roots.opening.create_store */
 			v_root = 1;
 #ifdef LOCKS
 			/* No two writers at a time. */
@@ -542,7 +542,7 @@ active [WRITERS] proctype Writer() provided (dead == 0 || HAS(dead, _pid)) {
 			 * state. */
 			d_root = SYNCS_DIRECTORIES;
 #endif
-			/* code: deltacheck.store.root.Root.next_seq */
+			/* code: deltacheck.store.roots.root.Root.next_seq */
 			i = 0;
 			do
 			:: i < fresh ->
@@ -561,7 +561,7 @@ active [WRITERS] proctype Writer() provided (dead == 0 || HAS(dead, _pid)) {
 			fi;
 #endif
 			UNLOCKED_STEP
-			/* code: deltacheck.backends.torch.group.single_process.SingleProcessSession.restore
+			/* code: deltacheck.backends.torch.group.restores.Restores.restore
 			 * The newest step, if it is whole. */
 			find_newest(x);
 #ifndef LOCKS
@@ -866,7 +866,7 @@ end:	atomic {
 #endif
 
 #ifdef WITH_TAGGER
-/* code: deltacheck.store.tags.put */
+/* code: deltacheck.store.roots.tagging.put */
 active proctype Tagger() provided (dead == 0 || HAS(dead, TAGGER)) {
 	byte x;
 end:	atomic { LISTED -> ADD(running, TAGGER) };
@@ -876,7 +876,7 @@ end:	atomic { LISTED -> ADD(running, TAGGER) };
 #else
 		d_step { v_tags = 1; d_tags = 1 };
 #endif
-		/* code: deltacheck.store.root.Root.afresh
+		/* code: deltacheck.store.roots.root.Root.afresh
 		 * The step is read under the lock. */
 		atomic { choose(x, LISTED) };
 		if
@@ -914,11 +914,11 @@ end:	atomic { LISTED -> ADD(running, TAGGER) };
 #endif
 
 #ifdef WITH_READER
-/* code: deltacheck.store.root.open_segments */
+/* code: deltacheck.store.roots.root.open_segments */
 active proctype Reader() provided (dead == 0 || HAS(dead, READER)) {
 	byte step, x, rest;
 	/* Any listed step.
-	 * code: deltacheck.store.root.Root.manifest */
+	 * code: deltacheck.store.roots.root.Root.manifest */
 end:	atomic { LISTED -> ADD(running, READER) };
 	{
 		atomic {
@@ -930,7 +930,7 @@ end:	atomic { LISTED -> ADD(running, READER) };
 		};
 		do
 		:: d_step { rest ->
-				/* code: deltacheck.store.root.Store.segment
+				/* code: deltacheck.store.roots.store.Store.segment
 				 * The pin comes before the table is read. No pin, without an error, while the
 				 * collector has the file locked. */
 				do

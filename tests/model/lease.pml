@@ -133,7 +133,7 @@ active [WRITERS] proctype Writer() provided (dying == 0 || dying == _pid + 1) {
 			pending[me] = 0;
 			ADD(holds, me)
 		};
-		/* code: deltacheck.store.root.Root.next_seq
+		/* code: deltacheck.store.roots.root.Root.next_seq
 		 * The committed number after the newest. */
 		atomic {
 			number = NUMBERS;

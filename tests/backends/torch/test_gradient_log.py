@@ -331,7 +331,7 @@ def test_where_there_is_no_memory_for_a_replica_the_state_itself_is_stored(
     def full(*arguments: object) -> object:
         raise torch.OutOfMemoryError("not enough memory")
 
-    monkeypatch.setattr(replica, "Replica", full)
+    monkeypatch.setattr(replica, "OptimizerReplica", full)
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         assert [report.replayed_steps for report in run.train_and_save(log, 3)] == [0, 0, 0]
         assert_same(run.saved[3], log.restore())
