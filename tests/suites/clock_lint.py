@@ -108,7 +108,6 @@ EXCEPTIONS = (
     Exemption("tests/support/s3_server.py", "_Faulty.__call__", "sleep", "a server that is late"),
     Exemption("tests/support/waiting.py", "*", "compare", _ENDS_A_HANG),
     Exemption("tests/support/waiting.py", "*", "sleep", "the one place that polls"),
-    Exemption("tests/cli/view_in_browser.py", "hostile", "sleep", "time for markup to act"),
 )
 
 
