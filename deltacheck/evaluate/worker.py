@@ -22,6 +22,7 @@ import deltacheck
 from deltacheck.backends import profiler
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import contract, snapshot
+from deltacheck.evaluate.offline.policy_replay import policy_of
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
     FINAL_STATE,
@@ -387,10 +388,8 @@ def _profile(run: WorkerRun, plan: EvaluationPlan) -> Profile:
 
 
 def _policy(plan: EvaluationPlan, folder: Path) -> Policy:
-    if plan.policy == "exact":
-        return Policy.exact()
     file = folder / PROFILE if plan.profile == MEASURED else plan.profile
-    return Policy.auto(Profile.read(file) if file else None)
+    return policy_of(plan.policy, Profile.read(file) if file else None)
 
 
 def _framework(state: Any) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,19 +60,6 @@ class Pruned:
     partial: tuple[Checkpoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """Checkpoints and segments that need no further look at the leaves that they have lost.
-
-    Attributes:
-        seqs: The sequence numbers of the checkpoints that have lost leaves, or have none to lose.
-        segments: The segments that were rewritten or have little to lose.
-    """
-
-    seqs: set[int] = field(default_factory=set)
-    segments: set[str] = field(default_factory=set)
-
-
 class RootWriter:
     """The right of this process to change which steps of a root exist.
 
@@ -111,7 +98,10 @@ class RootWriter:
         self._redate_after_seconds = redate_after_seconds
         self._redated = float("-inf")
         self._rewrite = rewrite
-        self._reduced = Reduced()
+        # The checkpoints that have lost leaves or have none to lose, and the segments that were
+        # rewritten or have little to lose: they need no further look.
+        self._reduced_seqs: set[int] = set()
+        self._examined: set[str] = set()
         self._steps_at_rewrite = 0
         self.after_commit: Callable[[Manifest], None] | None = None
         self._protected: list[Callable[[], Collection[str]]] = []
@@ -171,7 +161,7 @@ class RootWriter:
 
     def retain(self) -> None:
         """Delete what ``keep`` does not name, and collect the segments."""
-        prune(self.root, self.keep, reduced_seqs=self._reduced.seqs, still_ours=self.check)
+        prune(self.root, self.keep, reduced_seqs=self._reduced_seqs, still_ours=self.check)
         # Checked again, since deletions may take long and the lease may be lost meanwhile.
         self.check()
         if not self.keep.all_leaves:
@@ -181,12 +171,12 @@ class RootWriter:
     def _rewrite_segments(self) -> None:
         """Write segments again, once enough steps have lost leaves."""
         assert self._rewrite is not None, "such a keep needs a function that writes segments again"
-        count = len(self._reduced.seqs)
+        count = len(self._reduced_seqs)
         if count - self._steps_at_rewrite >= _STEPS_OF_REWRITE:
             self._steps_at_rewrite = count
             # The next save goes on from these, by their names.
             protected = {name for segments in self._protected for name in segments()}
-            self._rewrite(self.root, protected, self._reduced.segments)
+            self._rewrite(self.root, protected, self._examined)
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step. Raises as ``delete`` of this module does."""
@@ -275,12 +265,12 @@ def prune(
         reduced: frozenset[int] = frozenset()
         if not keep.all_leaves:
             kept = [checkpoint for checkpoint in saved if checkpoint.seq in stay]
-            older = partial_checkpoints(kept, keep, tagged) - (reduced_seqs or set())
+            reduced_seqs = set() if reduced_seqs is None else reduced_seqs
+            older = partial_checkpoints(kept, keep, tagged) - reduced_seqs
             reduced = partial_steps.remove_leaves(
                 root, older, keep.patterns, dry_run=dry_run, still_ours=still_ours
             )
-            if reduced_seqs is not None:
-                reduced_seqs |= older
+            reduced_seqs |= older
     return Pruned(
         _checkpoints(b for b in briefs if b.seq in stay),
         unneeded,

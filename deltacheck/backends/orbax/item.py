@@ -113,7 +113,6 @@ class Item:
         self.root = root
         self._name = name
         self._settings = settings
-        self._is_eager = settings.options.is_eager
         self._flatten = ArrayFlattener()
         self._copies = DeviceCopies()
         self._saver: Saver | None = None
@@ -242,7 +241,7 @@ class Item:
         return self._last
 
     def _sources(self, plan: LogPlan) -> Sources:
-        sources = planned(plan.rest, self._is_eager, self._copies)
+        sources = planned(plan.rest, self._settings.options.is_eager, self._copies)
         if not plan.sources:
             return sources
         made = sources.make() if isinstance(sources, LaterSources) else sources
@@ -317,13 +316,12 @@ class Item:
             make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
             agreed = Agreed(held, assignment.signals, cuts_of(assignment.tiles))
             attempt = Attempt(group.joint, contents=agreed.digests)
+            copy_of = None if self._settings.options.is_eager else self._copies.of
             try:
                 handle = saver.save(
                     place.step,
                     assignment.tree,
-                    pieces.sources(
-                        flat, assignment.tiles, None if self._is_eager else self._copies.of
-                    ),
+                    pieces.sources(flat, assignment.tiles, copy_of),
                     partial(attempt.commit, make),
                     metrics=notes.metrics,
                     agreed=replace(agreed, abandon=attempt.abandon),

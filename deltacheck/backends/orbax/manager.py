@@ -35,7 +35,6 @@ from deltacheck.policy import Policy
 from deltacheck.save import exits
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files import storage
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import postponed
 from deltacheck.store.roots.wording import describe_steps
@@ -102,25 +101,25 @@ def manager(
             "all processes of a run save together, and process 0 commits: give"
             " MultiprocessingOptions(primary_host=0) without active_processes"
         )
-    save_options = save_options or SaveOptions()
-    is_tolerant = save_options.on_error == "log"
-    if is_tolerant and jax.process_count() > 1:
-        raise ValueError(
-            "on_error='log' is of one process: Orbax's barriers do not survive a save that fails"
-        )
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,
         save_options=save_options,
         read_only=bool(options is not None and options.read_only),
     )
+    settings = handler._settings
+    is_tolerant = settings.options.on_error == "log"
+    if is_tolerant and jax.process_count() > 1:
+        raise ValueError(
+            "on_error='log' is of one process: Orbax's barriers do not survive a save that fails"
+        )
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
         # Orbax's own, too: training libraries call their manager with those.
         for args in (DeltaSaveArgs, DeltaRestoreArgs, *SAVE_ARGS, *RESTORE_ARGS):
             registry.add(item, args, handler)
     # Orbax renames without a sync, so a committed step could be gone after a power cut.
-    if Durability.of(save_options.durability).syncs:
+    if settings.durability.syncs:
         options = with_durable_steps(path, options)
     manager_class = _TolerantManager if is_tolerant else _Manager
     new_manager = manager_class(path, options=options, handler_registry=registry, metadata=metadata)
@@ -128,10 +127,10 @@ def manager(
     # After Orbax was imported: these callbacks run in reverse order, before those of the executors.
     _finish_at_exit()
     _open[new_manager] = handler
-    _last_saves[new_manager] = saves = LastSave(new_manager, save_options.exit_timeout_seconds)
+    _last_saves[new_manager] = saves = LastSave(new_manager, settings.options.exit_timeout_seconds)
     # For ``finish_on_signal``, which waits for all saves registered there. At an ordinary exit
     # ``_finish_all`` comes first and takes the entry out.
-    exits.finish_at_exit(saves, str(path), save_options.exit_timeout_seconds)
+    exits.finish_at_exit(saves, str(path), settings.options.exit_timeout_seconds)
     return new_manager
 
 

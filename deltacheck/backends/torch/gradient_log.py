@@ -75,7 +75,7 @@ class GradientLog:
                 "a gradient log needs an engine with Policy.exact(): a replay must begin with the"
                 " state itself"
             )
-        if engine._session.is_of_ranks:
+        if engine._session.group is not None:
             raise ValueError(
                 "a gradient log and process_group= cannot be given together: a replay computes the"
                 " whole state in one process, and each rank has only its shards and their"

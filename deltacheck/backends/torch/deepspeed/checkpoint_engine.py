@@ -85,8 +85,8 @@ def attach(engine: Any, **options: Any) -> DeltaCheckpointEngine:
         **options: Options of ``Engine``, and ``root``, the folder of the content. The default of
             ``root`` is ``deltacheck`` in the folder that is saved to. For folders
             ``checkpoint-N``, which a trainer creates and removes, it is ``checkpoint.deltacheck``
-            beside them. These options take precedence over the section ``"deltacheck"`` of
-            DeepSpeed's configuration, and that section over
+            beside them. Each of these, as a whole, takes precedence over that of the section
+            ``"deltacheck"`` of DeepSpeed's configuration, and the options of that section over
             ``"datastates_ckpt": {"host_cache_size": GiB}``.
 
     Returns:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo
-from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot
+from deltacheck.backends.torch.group.run_roots import RunRoots
 from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.errors import Damaged, RankFailed, TreeMismatch
@@ -180,7 +180,7 @@ class RankGroup(Group):
 
     def restore(
         self,
-        places: OneRoot | MemoryFirst,
+        places: RunRoots,
         saver: Saver,
         step: int | str | None,
         target: Flat | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,7 @@ from deltacheck.backends.torch.capture import tensor_codec
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group import memory_of_ranks
 from deltacheck.backends.torch.group.restores import Restores
-from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot
+from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot, RunRoots
 from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.errors import StepNotFound
 from deltacheck.leaf.spec import LeafSpec
@@ -114,7 +115,7 @@ class Session:
             # The saver of rank 0 does not know the segments of other ranks, which a collection
             # must spare.
             self.writer.protect(lambda: group.protected(self.root.store))
-        if isinstance(self.roots, MemoryFirst) and self.roots.tier is not None:
+        if self.roots.tier is not None:
             # The drain may remove segments, so it must know those that the savers build on.
             self.roots.tier.start(self._bases_in_memory)
 
@@ -123,11 +124,6 @@ class Session:
         if self.group is not None:
             segments |= self.group.protected(self.live.store)
         return segments
-
-    @property
-    def is_of_ranks(self) -> bool:
-        """True if other ranks save the same step."""
-        return self.group is not None
 
     # --- saves ------------------------------------------------------------------------------------
 
@@ -193,8 +189,7 @@ class Session:
         """Do what ``persist`` does, without other ranks, which may have ended."""
         deadline = Deadline.after(timeout)
         self.saver.wait(timeout)
-        if isinstance(self.roots, MemoryFirst):
-            self.roots.persist(deadline)
+        self.roots.persist(deadline)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -276,7 +271,8 @@ def _opened(
     if group is None:
         return open_alone(path, settings.durability)
     # An engine with another memory tier, or with none, is refused instead of waited for.
-    return group.open(path, settings, memory=memory_of_ranks.common_options(memory))
+    common = None if memory is None else replace(memory, path="")
+    return group.open(path, settings, memory=common)
 
 
 def _roots(
@@ -285,7 +281,7 @@ def _roots(
     options: SaveOptions,
     group: RankGroup | None,
     memory: MemoryTier | None,
-) -> OneRoot | MemoryFirst:
+) -> RunRoots:
     if memory is None:
         return OneRoot(root, writer)
     if group is not None:

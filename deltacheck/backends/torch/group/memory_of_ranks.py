@@ -33,13 +33,6 @@ _REMEDY = (
 _PATIENCE = 0.75
 
 
-def common_options(memory: MemoryTier | None) -> MemoryTier | None:
-    """Return the options of a memory tier that all ranks must have in common."""
-    if memory is None:
-        return None
-    return MemoryTier("", memory.memory_bytes, memory.persist_every, memory.keep, memory.on_stale)
-
-
 def open_memory(
     group: Group, durable: Root, writer: RootWriter, options: SaveOptions, memory: MemoryTier
 ) -> MemoryFirst:

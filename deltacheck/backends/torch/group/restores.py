@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group.arrival import Arrival
-from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot
+from deltacheck.backends.torch.group.run_roots import MemoryFirst, RunRoots
 from deltacheck.backends.torch.group.two_stages import TwoStages
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.backends.torch.state.classes import build
@@ -63,7 +63,7 @@ class Restores:
 
     def __init__(
         self,
-        roots: OneRoot | MemoryFirst,
+        roots: RunRoots,
         saver: Saver,
         settle_reads: Callable[[], None],
         group: RankGroup | None,
