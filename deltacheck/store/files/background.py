@@ -124,6 +124,9 @@ def _serve(tasks: SimpleQueue[Task | None], niceness: int) -> None:
         lower_priority(niceness)
     while (task := tasks.get()) is not None:
         task.carry_out()
+        # Its error has the frames of those who waited for it, and so the segments that they pinned,
+        # which an idle thread must not hold.
+        del task
     _end(tasks)
 
 
