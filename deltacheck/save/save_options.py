@@ -30,8 +30,9 @@ class SaveOptions:
     Args:
         host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
             a slow storage blocks training later; smaller: less memory. Default: half of the state,
-            at least 64 MiB and at most 8 GiB. While an optimizer step waits for a save, copies of
-            what is not encoded yet may take as much again. A saver also holds one *shadow*, a copy
+            at least 64 MiB and at most 8 GiB. Copies of leaves that may change at any time may take
+            as much again, and so may copies of what is not encoded yet while an optimizer step
+            waits for a save. A saver also holds one *shadow*, a copy
             of the state to compare with.
         device_cache_bytes: The most memory on each device for a copy of the state. With a copy the
             training waits for nothing. Larger: for larger states; smaller: more memory for the

@@ -255,6 +255,9 @@ class Saver:
 
     def signals(self, step: int, held: HeldState) -> Signals | None:
         """Return the signals that the ranks of a save agree on; ``None`` if there are none."""
+        # The captures of the last save measure what these tell.
+        for earlier in self.pending():
+            self._block_until(earlier, "encoded")
         return self._treatment.signals(step, held)
 
     def measured(self, state: HeldState) -> Signals | None:

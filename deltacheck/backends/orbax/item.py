@@ -241,7 +241,7 @@ class Item:
         return self._last
 
     def _sources(self, plan: LogPlan) -> Sources:
-        sources = planned(plan.rest, self._settings.options.is_eager, self._copies)
+        sources = planned(plan.rest, self._settings.options, self._copies)
         if not plan.sources:
             return sources
         made = sources.make() if isinstance(sources, LaterSources) else sources

@@ -8,13 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from functools import partial
-from typing import Any, NoReturn
 
-import numpy as np
-
-from deltacheck.codec import host_memory, memory
-from deltacheck.save.job.source import LeafSource, itself
+from deltacheck.codec import host_memory
+from deltacheck.save.job.source import LeafSource, ViewedLeaf
 
 
 class EarlyCopies:
@@ -37,7 +33,7 @@ class EarlyCopies:
         self._copying = threading.Lock()
 
     def make(self) -> None:
-        """Copy leaves until none is left, memory is used up, or one is no view of host memory.
+        """Copy leaves until none is left, memory is used up, or one is read from elsewhere.
 
         Do nothing if copies are being made already.
         """
@@ -60,30 +56,19 @@ class EarlyCopies:
     def _make_one(self) -> bool:
         try:
             source = self._sources[-1]
-            size = source.spec.raw_bytes
-            if not source.is_view or size > self._bytes_left:
+            views = source.views or ((ViewedLeaf(source),) if source.is_view else ())
+            size = sum(view.bytes_to_copy for view in views)
+            if not views or size > self._bytes_left:
                 return False
-            out = host_memory.empty(size)
+            memories = [host_memory.empty(view.bytes_to_copy) for view in views]
         except (IndexError, MemoryError):
             return False
         self._bytes_left -= size
+        for view, out in zip(views, memories, strict=True):
+            view.copy(out)
         # Copied before it leaves the queue: if Ctrl-C ends the copy, the encoder reads the leaf.
-        self._copies.appendleft(_copied(source, out))
+        self._copies.appendleft(source if source.views else views[0].source())
         # Empty if the encoder has taken the leaf meanwhile.
         with contextlib.suppress(IndexError):
             self._sources.pop()
         return True
-
-
-def _copied(source: LeafSource, out: np.ndarray[Any, np.dtype[np.uint8]]) -> LeafSource:
-    """Return the source of a copy of a leaf, or of the error that its check has raised."""
-    try:
-        content = memory.copied(source.current(), out)
-        source.check(content)
-    except Exception as error:  # noqa: BLE001 - the encoder raises it, and fails the save
-        return LeafSource(source.spec, partial(_fail, error), lazy=True)
-    return LeafSource(source.spec, partial(itself, content), lazy=True)
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

@@ -96,6 +96,7 @@ class LeafCapture:
         setup, codec = self._setup, self._setup.codec
         path = source.spec.path
         leaf, state = self._leaves[path], self._states.get(path)
+        leaf.is_captured = True
         if state is not None:
             # The last keyframe may still be written from the memory that is updated now.
             state.free_base(setup.options.io_timeout_seconds)

@@ -120,6 +120,7 @@ class LeafSave:
         live_digest: Digest of the captured content, if the save is read back.
         entry: The leaf's entry in the segment's table. ``None``: the leaf did not change.
         cause: Why it was written, see ``policy.causes``; empty if it was not.
+        is_captured: Whether its source was read, or is being read.
     """
 
     number: int
@@ -132,6 +133,7 @@ class LeafSave:
     live_digest: str = ""
     entry: LeafEntry | None = None
     cause: str = ""
+    is_captured: bool = False
 
 
 def await_write(pending: Pending, timeout: float) -> None:

@@ -150,12 +150,12 @@ class SaveJob:
     def take_copies(self) -> deque[LeafSource]:
         """Return the leaves that a waiting thread has copied; all other leaves are captured.
 
-        From here on the save holds none of the caller's memory.
+        From here on the save reads none of the caller's memory.
         """
         self.progress.while_awaited = None
         copies = self._copies.take()
         # The last leaf may have been copied and captured.
-        return deque(copy for copy in copies if self.leaves[copy.spec.path].state is None)
+        return deque(copy for copy in copies if not self.leaves[copy.spec.path].is_captured)
 
     def encode(self) -> None:
         """Hand everything that was captured to the disk, and make the segment's table."""

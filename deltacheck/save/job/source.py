@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import fingerprints
+from deltacheck.codec import fingerprints, memory
+from deltacheck.codec.base import U8
 from deltacheck.codec.fingerprints import fingerprint_of
 from deltacheck.errors import SnapshotTorn
 from deltacheck.leaf.spec import LeafSpec
-
-# The most bytes of leaves that a backend copies within ``save`` so that the rest can be planned
-# behind the training loop. The copy takes about a millisecond.
-MOST_COPIED_BYTES = 4 << 20
 
 
 class Coded(NamedTuple):
@@ -55,6 +52,8 @@ class LeafSource:
             training need not wait until it is read; false: it waits for ``captured``.
         is_view: True: ``current`` returns a view of host memory, in any order and on any thread, so
             that a training that waits may copy the leaf; false: only the encoder calls it.
+        views: All views of host memory that ``current`` reads, of this leaf and of others. A
+            training that waits may copy them. Empty: it reads other things, or is such a view.
     """
 
     spec: LeafSpec
@@ -65,6 +64,7 @@ class LeafSource:
     check_content: Callable[[Any], None] | None = None
     is_view: bool = False
     is_own: bool = False
+    views: tuple[ViewedLeaf, ...] = ()
 
     def check(self, content: Any) -> None:
         """Raise ``SnapshotTorn`` if ``content``, a copy of what was read, is not that of the save.
@@ -76,6 +76,75 @@ class LeafSource:
             self.recheck()
         if self.check_content is not None:
             self.check_content(content)
+
+
+class ViewedLeaf:
+    """A leaf that is read in its place until it is copied, and from the copy from then on.
+
+    One thread reads it, for one leaf that is stored or for several. Another one may copy it.
+
+    Args:
+        source: The leaf, a view of host memory.
+    """
+
+    def __init__(self, source: LeafSource) -> None:
+        self._source = source
+        self._copy: U8 | None = None
+        self._error: Exception | None = None
+        self._was_read_in_place = False
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """The bytes that a copy takes; 0 if there is one."""
+        return 0 if self._is_copied else self._source.spec.raw_bytes
+
+    @property
+    def _is_copied(self) -> bool:
+        return self._copy is not None or self._error is not None
+
+    def copy(self, out: U8) -> None:
+        """Copy the leaf to ``out``, unless that was done before.
+
+        If it is no longer that of the save, whoever reads it next raises the error, which fails the
+        save.
+        """
+        if self._is_copied:
+            return
+        try:
+            content = memory.copied(self._source.current(), out)
+            self._source.check(content)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._error = error
+        else:
+            self._copy = content
+
+    def source(self) -> LeafSource:
+        """Return the source that reads the leaf here."""
+        return replace(
+            self._source,
+            current=self._current,
+            recheck=self._recheck,
+            check_content=self._check_content,
+            is_view=False,
+            views=(self,),
+        )
+
+    def _current(self) -> U8:
+        if self._error is not None:
+            raise self._error
+        copy = self._copy  # one may be made meanwhile
+        self._was_read_in_place = copy is None
+        content: U8 = self._source.current() if copy is None else copy
+        return content
+
+    def _recheck(self) -> None:
+        # A copy was checked when it was made, and the leaf may have changed since.
+        if self._was_read_in_place and self._source.recheck is not None:
+            self._source.recheck()
+
+    def _check_content(self, content: Any) -> None:
+        if self._was_read_in_place and self._source.check_content is not None:
+            self._source.check_content(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,12 +175,14 @@ def read_together(
     It is read as early as the first of them must be read.
     """
     # If one of them were read later, training could change it between the two reads.
+    views = {id(view): view for member in group for view in member.views}
     return replace(
         source,
         current=current,
         lazy=all(member.lazy for member in group),
         is_own=all(member.is_own for member in group),
-        is_view=False,
+        # Without all of them, nothing is gained by a copy.
+        views=tuple(views.values()) if all(member.views for member in group) else (),
     )
 
 

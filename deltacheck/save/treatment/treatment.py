@@ -34,7 +34,7 @@ from deltacheck.policy.parameters import (
 )
 from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance, explain
 from deltacheck.save.job.manifest_builder import Terms
-from deltacheck.save.job.source import LeafSource
+from deltacheck.save.job.source import LeafSource, ViewedLeaf
 from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
@@ -166,6 +166,11 @@ class Treatment:
         # The common case must not read a single leaf on the training thread.
         if self._policy.is_exact:
             return dict(sources), Terms
+        # A leaf is read for others, too, so that all of them read the copy that a training makes.
+        sources = {
+            path: ViewedLeaf(source).source() if source.is_view else source
+            for path, source in sources.items()
+        }
         agreed = agreed or Agreed()
         state = agreed.held or self._held(sources, tree, metrics)
         leaf_roles, rates, numbers = self._roles_and_rates(state)

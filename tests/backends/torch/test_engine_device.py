@@ -358,7 +358,7 @@ def test_a_large_leaf_of_the_host_delays_no_training_and_a_read_in_save_is_still
     optimizer = torch.optim.SGD([weight])
     state = {"w": weight, "rows": np.zeros(5 << 20, np.uint8)}
     slow_encoder.set()
-    with Engine(tmp_path) as engine:
+    with Engine(tmp_path, options=SaveOptions(host_cache_bytes=4 << 20)) as engine:
         engine.guard(optimizer)
         engine.save(0, state).result(60)
         slow_encoder.clear()

@@ -18,7 +18,8 @@ import deltacheck
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.save import exits, pipeline, saver
-from deltacheck.save.job import early_copies, save_job
+from deltacheck.save.job import save_job
+from deltacheck.save.job.source import ViewedLeaf
 from deltacheck.store.lock.interrupts import Flag, Lock
 from tests.support.waiting import HANG_SECONDS, open_when_called
 
@@ -47,15 +48,15 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
     tmp_path: Path, trained: Any, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer, step = trained
-    original, capture = early_copies._copied, save_job.SaveJob.capture
+    original, capture = ViewedLeaf.copy, save_job.SaveJob.capture
     handled: list[int] = []
     is_copying = Flag()
 
-    def copied(*arguments: Any) -> Any:
+    def copy(*arguments: Any) -> None:
         if not is_copying.is_set():
             is_copying.set()
             os.kill(os.getpid(), signal.SIGUSR1)
-        return original(*arguments)
+        original(*arguments)
 
     def capture_late(job: Any, sources: Any) -> None:
         if job.request.step == 1:
@@ -65,7 +66,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
     with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         engine.save(0, state).wait()
-        monkeypatch.setattr(early_copies, "_copied", copied)
+        monkeypatch.setattr(ViewedLeaf, "copy", copy)
         monkeypatch.setattr(save_job.SaveJob, "capture", capture_late)
 
         def handle() -> None:

@@ -15,20 +15,21 @@ from deltacheck.backends.numpy_leaves import numpy_bytes, specs_of
 from deltacheck.backends.orbax.capture.device_copies import DeviceCopies
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.repeated import KnownArrays
+from deltacheck.codec import host_memory
 from deltacheck.codec.fingerprints import fingerprints
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import (
-    MOST_COPIED_BYTES,
     LaterSources,
     LeafSource,
     Sources,
     itself,
     require_fingerprint,
 )
+from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
 
-def planned(flat: Flat, is_eager: bool, copies: DeviceCopies) -> Sources:
+def planned(flat: Flat, options: SaveOptions, copies: DeviceCopies) -> Sources:
     """Plan the reads of a state.
 
     Arrays that lie whole in host memory are read behind the training. JAX neither changes nor frees
@@ -40,13 +41,15 @@ def planned(flat: Flat, is_eager: bool, copies: DeviceCopies) -> Sources:
 
     Args:
         flat: The state.
-        is_eager: Read every leaf before ``save`` returns.
+        options: Tell whether every leaf is read before ``save`` returns, and how much may be
+            copied.
         copies: Makes the copies on accelerators.
 
     Returns:
         The sources of all leaves by path, ascending. They are made behind the training loop unless
         something must be read before.
     """
+    is_eager = options.is_eager
     # By path, as in the torch backend: equal states then give equal segments in both.
     if isinstance(flat, KnownArrays):
         specs: Mapping[str, LeafSpec] = flat.specs
@@ -69,7 +72,8 @@ def planned(flat: Flat, is_eager: bool, copies: DeviceCopies) -> Sources:
             for path, current in copies.of(flat.arrays).items()
         }
     rest = [path for path in specs if path not in views and path not in unviewed]
-    is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= MOST_COPIED_BYTES
+    most_bytes = cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), options)
+    is_later = not is_eager and sum(specs[path].raw_bytes for path in rest) <= most_bytes
     unviewed |= {path: _other(specs[path], flat.arrays[path], is_later) for path in rest}
     seed = secrets.randbits(62)
     contents = fingerprints(
@@ -111,5 +115,5 @@ class _Copy:
 def _other(spec: LeafSpec, value: object, is_later: bool) -> LeafSource:
     """Return the source of a leaf that cannot be viewed; ``is_later``: of a copy of it."""
     if is_later:
-        return LeafSource(spec, partial(itself, leaves.bytes_of(value).copy()), True)
+        return LeafSource(spec, partial(itself, host_memory.copied(leaves.bytes_of(value))), True)
     return LeafSource(spec, partial(itself, value))

@@ -1,7 +1,7 @@
 """Plan the reads of all tensors of a state in host memory together, if its forms are known.
 
 ``save`` takes what must be taken at once: addresses, version counters, fingerprints, and copies of
-small leaves that may change at any time. The leaves are read from it behind the training loop.
+leaves that may change at any time. The leaves are read from it behind the training loop.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from deltacheck.backends.torch.capture.guard import (
 )
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat, Tensors
+from deltacheck.codec import host_memory
 from deltacheck.codec.base import U64
 from deltacheck.codec.fingerprints import WHOLE_BYTES, Memory, fingerprints
 from deltacheck.leaf.outline import chosen
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.source import (
-    MOST_COPIED_BYTES,
     LaterSources,
     LeafSource,
     host_content_check,
     itself,
     require_fingerprint,
 )
+from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
 
 @dataclass(slots=True)
@@ -157,13 +158,16 @@ class Placements:
         return self._last
 
 
-def planned(flat: KnownFlat, guarded: Guarded, memo: Placements) -> LaterSources | None:
+def planned(
+    flat: KnownFlat, guarded: Guarded, memo: Placements, options: SaveOptions
+) -> LaterSources | None:
     """Plan the reads of a state.
 
     Args:
         flat: The state.
         guarded: The tensors that may be read after ``save`` has returned.
         memo: The placements of the saves of this engine.
+        options: Tell how many bytes may be copied of leaves that may change at any time.
 
     Returns:
         The sources of all leaves, by path, ascending; ``None`` if one is on a device, or too much
@@ -178,7 +182,8 @@ def planned(flat: KnownFlat, guarded: Guarded, memo: Placements) -> LaterSources
     else:
         paths = [path for path in flat.arrays if path not in placement.owned_paths]
         rest = {path: flat.arrays[path] for path in paths}
-    sources = _others(rest, flat.specs, guarded)
+    most_bytes = cache_bytes_of(int(tensors.sizes.sum()), options)
+    sources = _others(rest, flat.specs, guarded, most_bytes)
     if sources is None:
         return None
     places = placement.places
@@ -220,7 +225,10 @@ def planned(flat: KnownFlat, guarded: Guarded, memo: Placements) -> LaterSources
 
 
 def _others(
-    values: Mapping[str, object], specs: Mapping[str, LeafSpec], guarded: Guarded
+    values: Mapping[str, object],
+    specs: Mapping[str, LeafSpec],
+    guarded: Guarded,
+    most_bytes: int,
 ) -> dict[str, LeafSource] | None:
     """Return the sources of leaves that are looked at one by one.
 
@@ -228,12 +236,13 @@ def _others(
         values: The leaves by path.
         specs: The specs of all leaves.
         guarded: As in ``planned``.
+        most_bytes: The most bytes of copies.
 
     Returns:
-        The sources; ``None`` if more than ``MOST_COPIED_BYTES`` would have to be copied.
+        The sources; ``None`` if more than ``most_bytes`` would have to be copied.
     """
     aliases = {path: guarded.watched(value) for path, value in values.items()}
-    if sum(specs[path].raw_bytes for path in values if not aliases[path]) > MOST_COPIED_BYTES:
+    if sum(specs[path].raw_bytes for path in values if not aliases[path]) > most_bytes:
         return None
     seed = secrets.randbits(62)
     sources = {}
@@ -241,6 +250,6 @@ def _others(
         if aliases[path]:
             sources[path] = in_place(specs[path], aliases[path], seed)
         else:
-            copy = leaves.bytes_of(value).copy()
+            copy = host_memory.copied(leaves.bytes_of(value))
             sources[path] = LeafSource(specs[path], partial(itself, copy), True, is_view=True)
     return sources

@@ -19,11 +19,10 @@ from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import KnownFlat
-from deltacheck.codec import fingerprints
+from deltacheck.codec import fingerprints, host_memory
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.job.source import (
-    MOST_COPIED_BYTES,
     LaterSources,
     LeafSource,
     Sources,
@@ -63,7 +62,7 @@ class Capture:
             The source of each leaf, by path, ascending: the order in which they must be read.
         """
         if may_be_later and isinstance(flat, KnownFlat):
-            sources = planned(flat, guarded, self._placements)
+            sources = planned(flat, guarded, self._placements, self._options)
             if sources is not None:
                 return sources
         specs = flat.specs if isinstance(flat, KnownFlat) else dict(sorted(specs_of(flat).items()))
@@ -93,25 +92,27 @@ class Capture:
     ) -> dict[str, LeafSource]:
         """Return the sources of the leaves in host memory.
 
-        Beside leaves on devices they are copied if they are small. Otherwise the training would
+        Beside leaves on devices they are copied. Otherwise the training would
         wait for the step counter of an optimizer, which lies on the host, until all is encoded.
         """
         paths = [path for path in specs if path not in on_devices]
-        is_copied = (
-            bool(on_devices) and sum(specs[path].raw_bytes for path in paths) <= MOST_COPIED_BYTES
-        )
+        bytes_to_copy = sum(specs[path].raw_bytes for path in paths)
+        is_copied = bool(on_devices) and bytes_to_copy <= self._most_copied_bytes(specs)
         seed = secrets.randbits(62)
         sources = {}
         for path in paths:
             value, spec = flat.arrays[path], specs[path]
             if is_copied:
-                content = leaves.bytes_of(value).copy()
+                content = host_memory.copied(leaves.bytes_of(value))
                 sources[path] = LeafSource(spec, partial(itself, content), lazy=True, is_own=True)
             elif aliases := guarded.watched(value):
                 sources[path] = in_place(spec, aliases, seed)
             else:
                 sources[path] = LeafSource(spec, partial(leaves.bytes_of, value))
         return sources
+
+    def _most_copied_bytes(self, specs: Mapping[str, LeafSpec]) -> int:
+        return cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), self._options)
 
     def _made(
         self,
@@ -128,7 +129,7 @@ class Capture:
         # Staging serves its leaves in one order only.
         staging = Staging(
             staged if self._in_order else {},
-            cache_bytes_of(sum(spec.raw_bytes for spec in specs.values()), self._options),
+            self._most_copied_bytes(specs),
         )
         # Other places at every save, so that a write that one save misses is met by another.
         seed = secrets.randbits(62)
