@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from deltacheck import SaveOptions
+from deltacheck import Policy, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SnapshotTorn
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.save.job.early_copies import EarlyCopies
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.save_job import SaveJob
-from deltacheck.save.job.source import LeafSource, itself
+from deltacheck.save.job.source import LeafSource, ViewedLeaf, itself
+from deltacheck.save.treatment.lossy_save import read_together
 
 
 def source_of(path: str, array: np.ndarray, **fields: Any) -> LeafSource:
@@ -73,6 +74,58 @@ def test_a_leaf_whose_copy_is_interrupted_is_read_by_the_encoder() -> None:
     assert not copies.take()
 
 
+def test_leaves_that_are_read_for_another_are_copied_once() -> None:
+    arrays = {name: np.full(100, number, np.uint8) for number, name in enumerate("abc")}
+    viewed = {path: ViewedLeaf(source_of(path, array)) for path, array in arrays.items()}
+    members = [viewed["a"].source(), viewed["b"].source()]
+    both = read_together(
+        members[0], lambda: np.concatenate([member.current() for member in members]), members
+    )
+    # There is room for three copies, not for four.
+    copies = EarlyCopies(deque([viewed["c"].source(), both, members[1]]), 300)
+    copies.make()
+    for array in arrays.values():
+        array[:] = 9
+    assert [source.current().tolist() for source in copies.take()] == [
+        [2] * 100,
+        [0] * 100 + [1] * 100,
+        [1] * 100,
+    ]
+
+
+def test_a_leaf_that_also_reads_what_is_no_view_is_left_to_the_encoder() -> None:
+    view = ViewedLeaf(source_of("a", np.zeros(10, np.uint8))).source()
+    other = source_of("b", np.zeros(10, np.uint8), is_view=False)
+    copies = EarlyCopies(deque([read_together(view, view.current, [view, other])]), 100)
+    copies.make()
+    assert not copies.take()
+
+
+def test_a_leaf_is_checked_where_it_was_read() -> None:
+    """A copy was checked when it was made: later the training may write to the leaf."""
+    array = np.zeros(10, np.uint8)
+
+    def changed(content: np.ndarray) -> None:
+        if content.any():
+            raise SnapshotTorn("leaf 'a' was written to")
+
+    def rechecked() -> None:
+        changed(array)
+
+    viewed = ViewedLeaf(source_of("a", array, check_content=changed, recheck=rechecked))
+    source = viewed.source()
+    source.check(source.current())
+    array[:] = 1
+    with pytest.raises(SnapshotTorn):
+        source.check(source.current())
+    array[:] = 0
+    viewed.copy(np.empty(10, np.uint8))
+    array[:] = 1
+    content = source.current()
+    source.check(content)
+    assert not content.any()
+
+
 # --- whole saves ----------------------------------------------------------------------------------
 
 
@@ -118,10 +171,10 @@ class Held:
         self._made.clear()
 
 
-def saved(root: Path, held: Held | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def saved(root: Path, held: Held | None, policy: Policy) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save two steps of a training, and return the second state and what is restored of it."""
     model, optimizer = state_of(0)
-    with Engine(root) as engine:
+    with Engine(root, policy=policy) as engine:
         engine.guard(model)
         engine.guard(optimizer)
         for step in range(2):
@@ -141,13 +194,14 @@ def saved(root: Path, held: Held | None) -> tuple[dict[str, Any], dict[str, Any]
         return expected, engine.restore(1)
 
 
+@pytest.mark.parametrize("policy", [Policy.exact(), Policy.auto()], ids=["exact", "auto"])
 def test_the_step_overwrites_the_state_at_once_and_the_save_has_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    saved(tmp_path / "plain", None)
+    saved(tmp_path / "plain", None, policy)
     with monkeypatch.context() as patch:
         held = Held(patch)
-        expected, restored = saved(tmp_path / "held", held)
+        expected, restored = saved(tmp_path / "held", held, policy)
     assert held.copied[-1] > 20
     for name, tensor in expected["model"].items():
         assert torch.equal(restored["model"][name], tensor), name
@@ -157,6 +211,19 @@ def test_the_step_overwrites_the_state_at_once_and_the_save_has_what_was_there(
         for name, tensor in live.items():
             assert torch.equal(kept[name], tensor), name
     # The files do not depend on where a leaf was read.
+    assert data_of(tmp_path / "held") == data_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("moments", ["bounded", "reused", "dropped"])
+def test_files_of_a_lossy_save_do_not_depend_on_where_a_leaf_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
+) -> None:
+    policy = Policy.auto(moments=moments, stable_from=0)
+    saved(tmp_path / "plain", None, policy)
+    with monkeypatch.context() as patch:
+        held = Held(patch)
+        saved(tmp_path / "held", held, policy)
+    assert held.copied[-1] > 20
     assert data_of(tmp_path / "held") == data_of(tmp_path / "plain")
 
 
