@@ -94,6 +94,18 @@ def bias_correction(step: int, beta2: float) -> float:
     return -math.expm1(step * math.log(beta2))
 
 
+def update_unit(step: int, beta1: float, beta2: float) -> float:
+    """Return the change of m, in units of sqrt(v), that changes an update by one learning rate.
+
+    An update is m / (1 - b1^t) / sqrt(v / (1 - b2^t)), so this is (1 - b1^t) / sqrt(1 - b2^t).
+
+    Raises:
+        ValueError: If ``step`` is below 1.
+    """
+    share_of_mean = bias_correction(step, beta1) if beta1 else 1.0
+    return share_of_mean / math.sqrt(bias_correction(step, beta2))
+
+
 def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     """Return the factor (1 - b2^t) / (1 - b2^s) that scales a v of ``stored_step`` to ``step``.
 

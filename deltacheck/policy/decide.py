@@ -17,15 +17,13 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.parameters import Hyperparameters, Parameter
 from deltacheck.policy.presets import Hidden, Policy
-from deltacheck.policy.stage import STABLE
+from deltacheck.policy.stage import DEGRADED, STABLE
 
 # Smaller leaves and leaves of one axis are always exact: they take hardly any bytes, and norms are
 # sensitive (law 6).
 LEAST_ELEMENTS = 1024
-# Largest error of first moments that are stored at every save, as a sign and an exponent.
-_MEAN_ERROR_OCTAVES = 0.6
-# Spacing of reused first moments, in learning rates of the update m / sqrt(v) that they cause. They
-# are fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
+# Spacing of first moments, in learning rates of the update m / sqrt(v) that they cause. They are
+# fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
 # costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
 # "Precision of a reused first moment"), and at twice this spacing one more.
 _MEAN_SPACING = 0.5
@@ -53,8 +51,8 @@ class Decision:
     """The form in which one leaf is stored.
 
     Attributes:
-        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves``, ``ratio``
-            or ``zeros``. Field names are those of the manifest.
+        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves`` or
+            ``ratio``. Field names are those of the manifest.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, whose cells bound a lattice, or whose root is
             the unit of ratios.
@@ -62,10 +60,8 @@ class Decision:
             root of the second moment without its bias.
         seed: The seed of a lattice's phases.
         fraction_bits: The number of mantissa bits of an octave code.
-        signed: If True, octave codes have a sign.
         dead_band: The distance, in octaves of the bit pattern, within which a stored code stays.
-        first: The first moment that bounds this second moment from below.
-        limit: C of ``adam.moment_limit`` for that bound, and for ratios.
+        limit: C of ``adam.moment_limit`` for ratios.
         halvings: The number of times that the spacing of a lattice was halved.
         spare_bits: The number of halvings that the codes of a lattice have bits for.
     """
@@ -76,9 +72,7 @@ class Decision:
     spacing: float = 0.0
     seed: int = 0
     fraction_bits: int = 0
-    signed: bool = False
     dead_band: float = 0.0
-    first: str = ""
     limit: float = 0.0
     halvings: int = 0
     spare_bits: int = 0
@@ -146,7 +140,8 @@ def decide(
     """Return the decisions for the leaves of one parameter, by path.
 
     Leaves that are not in the result are stored exactly. Weights are never reused (law 1). The
-    moments of an optimizer that is not known to be Adam stay exact (law 7).
+    moments of an optimizer that is not known to be Adam stay exact (law 7). After an event, the
+    same leaves are derived as before and after it, and everything is exact.
 
     Args:
         policy: The policy of the save.
@@ -155,19 +150,34 @@ def decide(
         specs: The specs of all leaves.
         situation: The numbers that the decision depends on.
     """
-    master = (
-        parameter.master if is_treatable(specs.get(parameter.master or ""), "float32") else None
-    )
-    narrow = _narrow_weight(parameter, specs) if master is not None else None
+    master = parameter.master if _is_float32_matrix(parameter.master, specs) else None
+    narrow = None if master is None else _narrow_weight(parameter, specs)
     hidden = policy.hidden
     decisions: dict[str, Decision] = {}
     if policy.derive and narrow is not None and master is not None:
         decisions[narrow] = Decision("cast", None, of=master)
     # The unit of a master's error is the size of an update, which is the rate for Adam only.
-    if hidden is None or stage != STABLE or not parameter.adam:
+    if hidden is None or not parameter.adam:
         return decisions
-    if not parameter.paired:
-        return decisions | _moments(hidden, parameter, specs, situation)
+    decisions |= _moments(hidden, parameter, specs, situation, may_be_reused=stage == STABLE)
+    if parameter.paired:
+        decisions = _with_weights(hidden, parameter, specs, situation, decisions)
+    if stage == DEGRADED:
+        return {path: decision for path, decision in decisions.items() if decision.terms is None}
+    return decisions
+
+
+def _with_weights(
+    hidden: Hidden,
+    parameter: Parameter,
+    specs: Mapping[str, LeafSpec],
+    situation: Situation,
+    given: Mapping[str, Decision],
+) -> dict[str, Decision]:
+    """Return the given decisions with those for the weight and the master of one parameter."""
+    decisions = dict(given)
+    master = parameter.master if _is_float32_matrix(parameter.master, specs) else None
+    narrow = None if master is None else _narrow_weight(parameter, specs)
     weight = narrow if narrow is not None and specs[narrow].dtype == "bfloat16" else None
     if hidden.float32_weights == "bounded" and weight is None:
         wide = _wide_weight(hidden, parameter, specs, situation)
@@ -187,7 +197,11 @@ def decide(
                 decisions.pop(weight, None)
             else:
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
-    return decisions | _moments(hidden, parameter, specs, situation)
+    return decisions
+
+
+def _is_float32_matrix(path: str | None, specs: Mapping[str, LeafSpec]) -> bool:
+    return is_treatable(specs.get(path or ""), "float32")
 
 
 def _narrow_weight(parameter: Parameter, specs: Mapping[str, LeafSpec]) -> str | None:
@@ -381,27 +395,29 @@ def _spread(master: str) -> float:
 
 
 def _moments(
-    hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec], situation: Situation
+    hidden: Hidden,
+    parameter: Parameter,
+    specs: Mapping[str, LeafSpec],
+    situation: Situation,
+    *,
+    may_be_reused: bool,
 ) -> dict[str, Decision]:
     """Return the decisions for both moments, by laws 3 to 5.
 
-    m is disposable, v needs little precision but is at least m^2 / C, and both are reused as a pair
-    or not at all.
+    v needs little precision, m is a multiple of its root, and both are reused as a pair or not at
+    all.
     """
     first, second = parameter.first, parameter.second
-    if not (
-        parameter.adam
-        and is_treatable(specs.get(first or ""), "float32")
-        and is_treatable(specs.get(second or ""), "float32")
-    ):
+    if not (_is_float32_matrix(first, specs) and _is_float32_matrix(second, specs)):
         return {}
     assert first is not None  # is_treatable() is False for a missing leaf
     assert second is not None
     if hidden.moments == "exact" or (hidden.leaves is not None and second not in hidden.leaves):
         return {}
     constants = betas(hidden, situation.hyperparameters)
-    # Outside this range the moments obey no law, see adam.moment_limit.
-    if constants is None or not 0 <= constants[0] ** 2 < constants[1] < 1:
+    # Outside this range the moments obey no law, see adam.moment_limit. Before the first update
+    # there are none.
+    if constants is None or not 0 <= constants[0] ** 2 < constants[1] < 1 or situation.step is None:
         return {}
     dead_band = _dead_band(hidden.moment_error_octaves)
     # A code errs by half of its cell. A quarter of the dead band is left for changes of the value
@@ -409,24 +425,28 @@ def _moments(
     fraction_bits = next((bits for bits in range(7) if 0.5 ** (bits + 1) <= 0.75 * dead_band), 7)
     tolerance = Bounded(hidden.moment_error_octaves, "octaves")
     coarse = Decision("octaves", tolerance, fraction_bits=fraction_bits, dead_band=dead_band)
-    if hidden.moments == "dropped":
-        return {first: Decision("zeros", Bounded(1.0, "l2")), second: coarse}
-    limit = adam.moment_limit(*constants)
-    if hidden.moments == "bounded":
-        # An m whose code would raise v too far has the next lower one (``MomentCodes``). It then
-        # errs by an octave less than half of what v may be raised by.
-        least_error = 1 - hidden.moment_error_octaves / 2
-        mean = Bounded(max(_MEAN_ERROR_OCTAVES, least_error), "octaves")
-        return {
-            first: Decision("octaves", mean, signed=True, dead_band=0.5),
-            second: replace(coarse, first=first, limit=limit),
-        }
     age = reusable_steps(hidden, situation.step, constants[1])
-    if age == 0:
-        return {}
-    terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
-    ratio = Decision("ratio", Reused(age), of=second, spacing=_MEAN_SPACING, limit=limit)
-    return {first: ratio, second: replace(coarse, terms=terms)}
+    is_reused = hidden.moments == "reused" and may_be_reused and age > 0
+    ratio = Decision(
+        "ratio",
+        Reused(age) if is_reused else Bounded(_mean_error(hidden), "updates"),
+        of=second,
+        spacing=_MEAN_SPACING,
+        limit=adam.moment_limit(*constants),
+    )
+    if is_reused:
+        terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
+        coarse = replace(coarse, terms=terms)
+    return {first: ratio, second: coarse}
+
+
+def _mean_error(hidden: Hidden) -> float:
+    """Return the largest error of a first moment that is written at every save, in updates.
+
+    A code errs by at most half a spacing, in units of the root of v as it is restored.
+    """
+    error = 0.5 * _MEAN_SPACING * math.exp2(hidden.moment_error_octaves / 2)
+    return (math.floor(100 * error) + 1) / 100
 
 
 def reusable_steps(hidden: Hidden, step: int | None, beta2: float) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltacheck.profile.record import Profile
 
-MOMENTS = ("exact", "bounded", "reused", "dropped")
+MOMENTS = ("exact", "bounded", "reused")
 WEIGHTS = ("exact", "bounded")
 
 # The largest error of a bounded master. Runs that were killed and resumed with it stayed within the
@@ -39,7 +39,7 @@ class Hidden:
         moment_error_octaves: The largest error of a second moment, in octaves.
         max_drift_octaves: The largest drift of a reused second moment, in octaves.
         max_age_steps: The largest age of reused moments in updates; 0: only v's memory limits it.
-        stable_from: The first step that may be inexact, ``None`` to detect it.
+        stable_from: The first step at which moments may be reused, ``None`` to detect it.
         steady_from: The step from which a profile found the moments stable, ``None`` without one.
         leaves: Paths of the leaves that may be inexact, ``None`` for all.
         betas: The constants of Adam if the state does not hold them.
@@ -155,12 +155,12 @@ class Policy:
         """Return the stage-aware policy: exact weights, and optimizer state bounded or reused.
 
         The forward pass after a restore is bit for bit that of the save. Optimizer state that it
-        does not see is bounded or reused once the run is stable. Until then, and after every event
-        that makes the run unstable (a jump of loss, gradient norm or learning rate, a NaN, a
-        resume), everything is exact. The following leaves are always exact: weights, step counts,
-        schedules, generators, everything small or of one axis, and all moments that are not known
-        to be Adam's. ``docs/explanation/policy.md`` gives the reasons. ``deltacheck log`` and
-        ``deltacheck report`` show the reason of each decision.
+        does not see is bounded from the first save on: its error is measured at every save. Moments
+        are reused once the run is stable. A save after an event (a jump of loss, gradient norm or
+        learning rate, a NaN, a new optimizer) is exact. The following leaves are always exact:
+        weights, step counts, schedules, generators, everything small or of one axis, and all
+        moments that are not known to be Adam's. ``docs/explanation/policy.md`` gives the reasons.
+        ``deltacheck log`` and ``deltacheck report`` show the reason of each decision.
 
         Saves take the learning rate from the state, or from ``metrics={"learning_rate": ...}``.
         Without it masters stay exact.
@@ -190,14 +190,12 @@ class Policy:
                 a typical bfloat16 weight, or 8 learning rates.
             moments: The treatment of Adam's moments m and v:
 
-                - ``"reused"`` (default): m and v are written as a pair when they have drifted, and
-                  at least every ``max_age_steps``. In between, a restore gives the earlier pair.
-                  Its m is right to within a quarter of the update ``m / sqrt(v)``, about 0.3 with
-                  the error of v.
                 - ``"bounded"``: both are written at every save, v within ``moment_error_octaves``
-                  and m within 0.6 octaves: the largest files, the closest resume.
-                - ``"dropped"``: v is bounded, and m is zero after a restore. This costs a resumed
-                  run about 1 / (1 - beta1) steps of progress, once.
+                  and m so that the update ``m / sqrt(v)`` errs by at most 0.3 learning rates: the
+                  closest resume.
+                - ``"reused"`` (default): the same until the run is stable. From then on m and v are
+                  written as a pair when they have drifted, and at least every ``max_age_steps``. In
+                  between, a restore gives the earlier pair: the smallest files.
                 - ``"exact"``: only master weights are bounded.
             master_error_lr: The largest error of a float32 master weight, in units of the learning
                 rate (default: 32). A master never leaves the cell of its exact bfloat16 weight.
@@ -215,8 +213,8 @@ class Policy:
             max_age_steps: The largest age of a reused pair in updates (default: 200), as the
                 optimizer counts them, else in steps. Larger: fewer bytes, an older state; smaller:
                 the opposite. 0: only Adam's memory limits the age.
-            stable_from: The first step at which anything may be inexact. Earlier: fewer bytes, but
-                a larger risk while v still changes; later: the opposite. ``None`` (default): it is
+            stable_from: The first step at which moments may be reused. Earlier: fewer bytes, but
+                older moments while v still changes; later: the opposite. ``None`` (default): it is
                 detected from the drift of v.
             betas: The constants of Adam if the state does not hold them, as with optax. ``None``
                 (default): those of the profile; moments without known betas stay exact.

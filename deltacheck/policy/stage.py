@@ -1,8 +1,9 @@
 """The stages of a run: warm, stable and degraded.
 
-In the warm and the degraded stage everything is written bit for bit. In the stable stage the hidden
-state is bounded or reused. ``advance`` is a pure fold over the observations of the saves, so every
-process and every replay of the same observations decides alike.
+In the warm stage the hidden state is bounded: its error is measured at every save, which needs no
+stability. In the stable stage moments may also be reused. A degraded save follows an event and is
+exact. ``advance`` is a pure fold over the observations of the saves, so every process and every
+replay of the same observations decides alike.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def advance(
     """Return the stage of the save that made ``observation``.
 
     The stable stage begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning
-    rate that does not rise and with a drift within the tolerance. An event ends it at once.
+    rate that does not rise and with a drift within the tolerance. A save with an event is degraded,
+    and the next one without is warm.
 
     Args:
         stage: The stage of the previous save.
@@ -82,8 +84,7 @@ def advance(
     ) or (steady_from is not None and observation.step >= steady_from)
     successor = replace(stage, learning_rate=observation.learning_rate)
     if observation.events:
-        # A run that was never stable has nothing to degrade from.
-        return replace(successor, name=WARM if stage.name == WARM else DEGRADED, quiet=0)
+        return replace(successor, name=DEGRADED, quiet=0)
     if stage.name == STABLE:
         # Drift does not end the stable stage. From then on each reused leaf is guarded by itself,
         # and the leaves that are still written exactly would speak for the others.
@@ -91,7 +92,7 @@ def advance(
     quiet = stage.quiet + 1 if within_drift and not rising else 0
     if quiet >= QUIET_WINDOWS and (stable_from is None or observation.step >= stable_from):
         return replace(successor, name=STABLE, quiet=quiet)
-    return replace(successor, quiet=quiet)
+    return replace(successor, name=WARM, quiet=quiet)
 
 
 def explain(
@@ -111,20 +112,20 @@ def explain(
         stable_from: As in ``advance``.
     """
     if observation.events:
-        return f"exact: {', '.join(observation.events)}; {QUIET_WINDOWS} quiet saves must follow"
+        return f"exact: {', '.join(observation.events)}"
     if after.name == STABLE:
         beginning = (
             "" if before.name == STABLE else f", from this save on ({after.quiet} quiet saves)"
         )
-        return f"stable: moments and masters by their contracts, each under its guard{beginning}"
+        return f"stable: moments may be reused, each under its guard{beginning}"
     rate, last = observation.learning_rate, before.learning_rate
     drift = observation.drift_octaves
     if after.quiet >= QUIET_WINDOWS:
-        return f"exact: the run may be inexact from step {stable_from} on"
+        return f"bounded: moments may be reused from step {stable_from} on"
     if after.quiet:
-        return f"exact: {after.quiet} of {QUIET_WINDOWS} quiet saves"
+        return f"bounded: {after.quiet} of {QUIET_WINDOWS} quiet saves"
     if rate is not None and last is not None and rate > RISING * last:
-        return f"exact: the learning rate rises, from {last:.3g} to {rate:.3g}"
+        return f"bounded: the learning rate rises, from {last:.3g} to {rate:.3g}"
     if drift is None:
-        return "exact: no second moment of an Adam was compared with the save before yet"
-    return f"exact: second moments drift by {drift:.2g} octaves, at most {tolerance_octaves:g}"
+        return "bounded: no second moment of an Adam was compared with the save before yet"
+    return f"bounded: second moments drift by {drift:.2g} octaves, at most {tolerance_octaves:g}"

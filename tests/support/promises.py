@@ -17,7 +17,7 @@ SLACK = 1 + 1e-5
 TINY = 2.0**-100  # first moments below count as zero
 # Reused first moments, in roots of their second moments without bias: half a step of 0.5, and a
 # second moment that is coded within half an octave.
-MEAN_ERROR, BETA2 = 0.25 * 2**0.25, 0.999
+MEAN_ERROR, BETA1, BETA2 = 0.25 * 2**0.25, 0.9, 0.999
 SAMPLED = 1.15  # a drift is the median of a sample, here that of every element is compared
 
 
@@ -96,6 +96,7 @@ def _problem(
             # Equal bits have no error: the elements of an exact tile may be NaN.
             "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / unit,
             "octaves": lambda: _octaves(a, b).max(),
+            "updates": lambda: _update_changes(path, a, b, before).max(),
             "l2": lambda: np.linalg.norm(a - b) / np.linalg.norm(a),
         }[terms.norm]()
         if not error <= terms.limit * SLACK:
@@ -159,6 +160,19 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
     is_clipped = (np.abs(restored[box]) < np.abs(mean)) & (_octaves(mean, restored[box]) <= 0.6)
     is_tiny = (restored[box] == 0) & (np.abs(mean) < 2.0**-60) & (variance < 2.0**-125)
     return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)
+
+
+def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any]) -> Any:
+    """Return by how many learning rates an update of Adam changes if b replaces a."""
+    variance = np.asarray(before[path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")])
+    counts = (path.replace("exp_avg", "step"), path.partition("/mu/")[0] + "/count")
+    count = next((float(before[p]) for p in counts if p in before), np.inf)
+    roots = np.sqrt(variance.astype(np.float64) / (1 - BETA2**count))
+    is_tiny = (np.maximum(np.abs(a), np.abs(b)) < 2.0**-60) & (variance < 2.0**-126)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changes = np.abs(b - a) / (1 - BETA1**count) / roots
+    # Equal bits have no error: the elements of an exact tile may be NaN.
+    return np.where(is_tiny | (a == b) | (np.isnan(a) & np.isnan(b)), 0, changes)
 
 
 def _equal(old: Any, new: Any) -> Any:

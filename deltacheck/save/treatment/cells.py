@@ -62,11 +62,7 @@ class Cell:
             for path in pair
         }
         return {
-            self.names[path]: replace(
-                decision,
-                of=self.names.get(decision.of, decision.of),
-                first=self.names.get(decision.first, decision.first),
-            )
+            self.names[path]: replace(decision, of=self.names.get(decision.of, decision.of))
             for path, decision in decisions.items()
             if path in complete
         }

@@ -10,8 +10,9 @@ import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# First moments below count as zero (``deltacheck.leaf.contracts``).
-ZERO_MEAN = 2.0**-100
+# First moments below the first count as zero beside second moments below the second
+# (``deltacheck.leaf.contracts``).
+_ZERO_MEAN, _ZERO_SECOND = 2.0**-60, 2.0**-126
 # Drift is measured on this many blocks of a leaf, evenly spread, of this many elements each.
 SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64
 
@@ -53,6 +54,22 @@ def largest_octaves(live: Array, restored: Array, zero: float) -> float:
     ratios[sizes[0] == sizes[1]] = 1.0
     ratios[flipped] = math.inf
     return math.log2(float(ratios.max(initial=1.0)))
+
+
+def largest_update_change(live: Array, restored: Array, second: Array) -> float:
+    """Return the largest ``|restored - live| / sqrt(second)`` of first moments, NaN if one is NaN.
+
+    Args:
+        live: The first moments, 1-D.
+        restored: What a restore returns of them, of the same length.
+        second: The live second moments, of the same length.
+    """
+    errors = np.abs(restored.astype(np.float64) - live)
+    has_root = second >= _ZERO_SECOND
+    ignored = ~has_root & (np.maximum(np.abs(live), np.abs(restored)) < _ZERO_MEAN)
+    roots = np.sqrt(np.where(has_root, second, 0.0).astype(np.float64))
+    with np.errstate(divide="ignore"):
+        return float(np.max(errors[~ignored] / roots[~ignored], initial=0.0))
 
 
 @dataclass(slots=True)

@@ -21,6 +21,10 @@ from deltacheck.save.treatment.error_measures import Array, octaves_apart, sampl
 from deltacheck.save.treatment.run_state import LeafReader, RunState
 from deltacheck.store.manifest import Derived
 
+# The share of the elements of a sample that drift is measured on: the median over all second
+# moments needs few of each, and they are kept between saves.
+_DRIFT_STRIDE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class LossySave:
@@ -109,21 +113,31 @@ class LossySave:
 
         Args:
             source: The second moment.
-            rescale: The factor by which reuse would multiply the stored moment. Without it, the
-                growth from zero of a young moment would look like drift.
+            rescale: As in ``note_drift``.
         """
         return read_together(source, partial(self._capture_watched, source, rescale), [source])
 
     def _capture_watched(self, source: LeafSource, rescale: float) -> Any:
-        spec = source.spec
-        shadow_values = self.reader.stored(spec.path, spec)
-        if shadow_values is not None and spec.dtype == "float32":
-            drift = octaves_apart(
-                sample(self.reader.live(source)), sample(shadow_values) * np.float32(rescale)
-            )
-            if drift is not None:
-                self.run.drifts.append(drift)
+        if source.spec.dtype == "float32":
+            self.note_drift(source.spec.path, self.reader.live(source), rescale)
         return source.current()
+
+    def note_drift(self, path: str, values: Array, rescale: float) -> None:
+        """Measure the drift of a second moment since the last save, on a few elements.
+
+        Args:
+            path: Its path.
+            values: Its values, 1-D.
+            rescale: The factor by which reuse would multiply the moment of the last save. Without
+                it, the growth from zero of a young moment would look like drift.
+        """
+        few = sample(values)[::_DRIFT_STRIDE].copy()
+        last, self.run.seconds[path] = self.run.seconds.get(path), few
+        if last is None or last.size != few.size:
+            return
+        drift = octaves_apart(few, last * np.float32(rescale))
+        if drift is not None:
+            self.run.drifts.append(drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +174,7 @@ class ParameterSave:
         """Return how a restore computes a leaf that is kept as decided, with further fields."""
         spec = self.spec(path)
         names = (
-            *("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit"),
+            *("of", "spacing", "seed", "fraction_bits", "limit"),
             *("halvings", "spare_bits"),
         )
         decided = {name: getattr(decision, name) for name in names}

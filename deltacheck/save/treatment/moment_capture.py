@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.leaf.contracts import Bounded, Promise, Reused
+from deltacheck.leaf.contracts import Promise, Reused
 from deltacheck.policy import adam
-from deltacheck.policy.decide import Decision, betas
-from deltacheck.save.job.source import Coded
-from deltacheck.save.treatment.error_measures import (
-    Array,
-    RelativeError,
-    octaves_apart,
-    sample,
-)
+from deltacheck.policy.decide import betas
+from deltacheck.save.job.source import Coded, LeafSource
+from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.lossy_save import ParameterSave
 from deltacheck.save.treatment.moment_codes import MomentCodes
 from deltacheck.save.treatment.run_state import StoredPair
@@ -30,10 +25,16 @@ class MomentCapture:
     """The first and the second moment of one parameter.
 
     Both are decided on when the first of them is captured, since their contracts hold together.
+
+    Args:
+        group: The leaves of the parameter.
+        is_watched: If True, the drift of the second moment is measured (``LossySave.note_drift``).
     """
 
-    def __init__(self, group: ParameterSave) -> None:
+    def __init__(self, group: ParameterSave, *, is_watched: bool) -> None:
         self._group = group
+        self._rescale = self._rescale_since_last()
+        self._is_watched = is_watched
         self._captured: dict[str, Any] | None = None
         self._live: dict[str, Array] = {}  # copies during a capture, which reads a moment often
         self._coded = {  # the moments that are stored as codes
@@ -41,17 +42,6 @@ class MomentCapture:
             for path, decision in group.decisions.items()
             if decision.how in ("octaves", "ratio")
         }
-
-    def capture_zeros(self, path: str, decision: Decision) -> Any:
-        """Store nothing of a moment that a restore gives as zeros; exactly, if it is not finite."""
-        assert isinstance(decision.terms, Bounded)
-        live, error = self._group.live(path), RelativeError()
-        error.add(live, np.zeros_like(live))
-        if not error.l2 <= decision.terms.limit:
-            return self._group.exactly(path)
-        promise = Promise(decision.terms, error.l2)
-        self._group.save.promise(path, self._group.derived(path, decision), promise)
-        return Coded(None, None)
 
     def capture(self, path: str) -> Any:
         """Capture one moment, and the other one with it."""
@@ -72,6 +62,9 @@ class MomentCapture:
         group, decisions = self._group, self._coded
         # If either moment breaks its contract, both are exact: an update mixes the two.
         exactly = {path: group.exactly(path) for path in decisions}
+        second = str(group.parameter.second)
+        if self._is_watched:
+            group.save.note_drift(group.spec(second).path, self._values(second), self._rescale)
         if self._breaks_adam_law():
             return exactly
         forms = self._forms()
@@ -86,9 +79,6 @@ class MomentCapture:
             if coded is None:
                 return exactly
             codes[path] = coded
-            follower = next((p for p, d in decisions.items() if d.first == path), None)
-            if follower is not None:
-                forms.lower_at_limit(path, coded, follower, self._values(follower))
         errors = forms.largest_errors(codes, self._values)
         if errors is None:
             return exactly
@@ -208,7 +198,11 @@ class MomentCapture:
         if codes is not None and sample(codes).any():
             group.save.run.zeroed.add(group.parameter.name)
 
-    def rescale_since_last(self) -> float:
+    def watched(self, source: LeafSource) -> LeafSource:
+        """Return the source of a second moment that is stored exactly, with its drift measured."""
+        return self._group.save.watch(source, self._rescale)
+
+    def _rescale_since_last(self) -> float:
         """Return the factor from the second moment of the last save to one of now."""
         counts, name = self._group.save.run.counts, self._group.parameter.name
         last_step, step = counts.get(name), self._group.situation.step
@@ -224,13 +218,13 @@ class MomentCapture:
     def _forms(self) -> MomentCodes:
         """Return the forms of both moments at this save."""
         coefficients, step = self._betas(), self._group.situation.step
-        correction = (
-            1.0
-            if coefficients is None or step is None
-            else adam.bias_correction(step, coefficients[1])
-        )
+        correction = unit = 1.0
+        if coefficients is not None and step is not None:
+            correction = adam.bias_correction(step, coefficients[1])
+            if self._group.parameter.count is not None:
+                unit = adam.update_unit(step, *coefficients)
         specs = {path: self._group.spec(path) for path in self._coded}
-        return MomentCodes(self._coded, specs, correction, self._group.derived)
+        return MomentCodes(self._coded, specs, correction, unit, self._group.derived)
 
     def _sampled_error(self, forms: MomentCodes, path: str, codes: Mapping[str, Array]) -> float:
         """Return the median error in octaves of the decoded codes, on a sample."""

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltacheck.codec.lossy import octaves, ratios
-from deltacheck.leaf.contracts import Bounded
+from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision
 from deltacheck.restore import derive
-from deltacheck.save.treatment.error_measures import ZERO_MEAN, Array, largest_octaves
+from deltacheck.save.treatment.error_measures import Array, largest_octaves, largest_update_change
 from deltacheck.store.manifest import Derived
 
 _ROUNDING = 1e-6  # of a step, since values are float32
 _MOST_CLIPPED = 0.2  # of a limit, by which a value may exceed it
-_MAGNITUDE = np.uint8(0x7F)  # of a signed octave code without fraction bits
 _BLOCK = 1 << 15  # elements that are measured at a time, in the cache
 
 
@@ -34,12 +32,15 @@ class MomentCodes:
             is unknown. Codes of a second moment are of what it would be without that growth from
             zero. So a young moment does not cross cells by growing, and a reused one stands for the
             present (law 5).
+        unit: The change of m, in units of the root of v, that changes an update by one learning
+            rate (``adam.update_unit``).
         derived: Returns how a restore computes a leaf that is kept as decided, with further fields.
     """
 
     decisions: Mapping[str, Decision]
     specs: Mapping[str, LeafSpec]
     correction: float
+    unit: float
     derived: Callable[..., Derived]
 
     def spec(self, path: str) -> LeafSpec:
@@ -53,10 +54,12 @@ class MomentCodes:
     def rule(self, path: str) -> Derived:
         """Return how a restore computes a moment."""
         decision = self.decisions[path]
-        if decision.how == "ratio":
-            # The root of a second moment grows as its bias vanishes, and the first moment must not.
-            return self.derived(path, decision, spacing=decision.spacing / self.correction**0.5)
-        return self.derived(path, decision, scale=self._scale(decision))
+        if decision.how == "octaves":
+            return self.derived(path, decision, scale=self.correction)
+        # The root of a second moment grows as its bias vanishes, and a reused first moment must
+        # not.
+        unit = self.correction**-0.5 if isinstance(decision.terms, Reused) else self.unit
+        return self.derived(path, decision, spacing=decision.spacing * unit)
 
     def in_order(self) -> list[str]:
         """Return the paths of the moments, a moment that another one follows from first."""
@@ -91,51 +94,26 @@ class MomentCodes:
             if ratio.refused or ratio.largest_error > largest:
                 return None
             return ratio.codes
-        scale = self._scale(decision)
+        scale = self.correction
         encoding = octaves.codes(
             live if scale == 1.0 else live * np.float32(1 / scale),
             fraction_bits=decision.fraction_bits,
-            signed=decision.signed,
             base=base,
             dead_band=decision.dead_band,
         )
         return None if encoding.refused else encoding.codes
 
-    def lower_at_limit(self, path: str, codes: Array, second: str, live: Array) -> None:
-        """Lower codes of a first moment that would raise the restored second moment too far.
-
-        A restore raises v to m^2 / C. Near that limit, an m that is coded too large would raise v
-        by more octaves than its contract permits. The next lower code is still within the contract
-        of m, which ``policy.decide`` chooses so.
-
-        Args:
-            path: The path of the first moment.
-            codes: Its codes, which are changed.
-            second: The path of the second moment.
-            live: The values of the second moment.
-        """
-        terms, limit = self.decisions[second].terms, self.decisions[second].limit
-        if not limit or not isinstance(terms, Bounded):
-            return
-        limit_ratio = np.float32((1 - _ROUNDING) * 2.0**terms.limit)
-        for block in _blocks(codes.size):
-            means = self.restored({path: codes[block]})[path]
-            least = adam.repair(np.zeros_like(means), means, limit)
-            # A magnitude of 1 is the least one.
-            is_lower = (least > limit_ratio * live[block]) & (codes[block] & _MAGNITUDE > 1)
-            codes[block] -= is_lower.astype(codes.dtype)
-
     def largest_errors(
         self, codes: Mapping[str, Array], live: Callable[[str], Array]
     ) -> dict[str, float] | None:
-        """Return the largest error of each bounded moment, in octaves, as a restore computes it.
+        """Return the largest error of each bounded moment, as a restore computes it.
 
         Args:
             codes: The codes of all moments, by path.
             live: Returns the live values of a moment.
 
         Returns:
-            Leaf path -> error; ``None`` if one breaks its contract.
+            Leaf path -> error in the norm of its contract; ``None`` if one breaks its contract.
         """
         limits = {
             path: decision.terms.limit
@@ -147,8 +125,12 @@ class MomentCodes:
         for block in _blocks(min((v.size for v in values.values()), default=0)):
             restored = self.restored({path: codes[path][block] for path in codes})
             for path in limits:
-                zero = ZERO_MEAN if self.decisions[path].signed else 0.0
-                error = largest_octaves(values[path][block], restored[path], zero)
+                before, second = values[path][block], self.decisions[path].of
+                error = (
+                    largest_update_change(before, restored[path], values[second][block]) / self.unit
+                    if second
+                    else largest_octaves(before, restored[path], 0.0)
+                )
                 # "not <=" and not ">", which a NaN would pass.
                 if not error <= limits[path]:
                     return None
@@ -164,10 +146,6 @@ class MomentCodes:
         for path in (path for path in self.in_order() if path in codes):
             values[path] = derive.compute(self.rule(path), codes[path], values, 0, codes[path].size)
         return values
-
-    def _scale(self, decision: Decision) -> float:
-        """Return the factor by which the values of octave codes are multiplied."""
-        return 1.0 if decision.signed else self.correction
 
 
 def _blocks(size: int) -> Iterator[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from deltacheck.restore import derive
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.error_measures import sample
-from deltacheck.save.treatment.run_state import LeafReader, RunState
+from deltacheck.save.treatment.run_state import LeafReader, Pairs, RunState
 
+# Saves at which leaves are compared with those of the save before, while one has no state.
+_TRIES = 8
 # A state whose rate is so many times smaller or larger than a leaf's change shows does not move it.
 _RATE_FACTOR = 2.0
 
@@ -35,7 +38,8 @@ def paired(
 
     A step moves a weight by ``lr m / sqrt(v)``, so a leaf has changed since the last save as the
     state of its optimizer says. Leaves that are not stored as they are show no change, so what was
-    found is kept until the run leaves the stable stage.
+    found is kept until an event. A state that is only guessed is paired with nothing before its
+    leaf could be compared.
 
     Args:
         run: Keeps what was found, and the step counts of the last save.
@@ -46,8 +50,13 @@ def paired(
         counts: The step count of each parameter, by name.
         with_weights: True if weights without a narrow copy may be bounded, too.
     """
-    if run.pairs is not None and run.pairs[0] == leaf_roles:
-        return run.pairs[1]
+    known = run.pairs
+    if known is None or known.given != leaf_roles:
+        known = Pairs(leaf_roles, leaf_roles)
+    open_names = {p.name for p in known.found.parameters if p.adam and (p.rivals or not p.paired)}
+    if not open_names or known.tries == _TRIES:
+        run.pairs = known
+        return known.found
     certain = {p.wide_weight for p in leaf_roles.parameters if p.paired and not p.rivals}
     leaves: dict[tuple[int, ...], list[str]] = {}
     for path in leaf_roles.others:
@@ -62,20 +71,27 @@ def paired(
     for p in leaf_roles.parameters:
         moments = (sources.get(p.first or ""), sources.get(p.second or ""))
         if (
-            p.adam
-            and (p.rivals or not p.paired)
+            p.name in open_names
             and all(m is not None and is_treatable(m.spec, "float32") for m in moments)
         ):
             states.setdefault(sources[str(p.first)].spec.shape, []).append(p)
-    evidence: dict[tuple[str, str], float] = {}
-    for shape in states.keys() & leaves.keys():
+    shapes = states.keys() & leaves.keys()
+    candidates = [sources[path] for shape in shapes for path in leaves[shape]]
+    if candidates and not any(reader.stored(s.spec.path, s.spec) is not None for s in candidates):
+        return replace(
+            known.found,
+            parameters=tuple(
+                replace(p, paired=False) if p.rivals else p for p in known.found.parameters
+            ),
+        )
+    evidence = dict(known.evidence)
+    for shape in shapes:
         changes = {path: _change(reader, sources[path]) for path in leaves[shape]}
         moving = {path: change for path, change in changes.items() if change is not None}
         for p in states[shape] if moving else ():
             evidence |= _evidence(run, reader, sources, p, moving, rates[p.group or ""], counts)
-    result = roles.pair(leaf_roles, evidence)
-    run.pairs = (leaf_roles, result)
-    return result
+    run.pairs = Pairs(leaf_roles, roles.pair(leaf_roles, evidence), evidence, known.tries + 1)
+    return run.pairs.found
 
 
 def _change(reader: LeafReader, source: LeafSource) -> Any:

@@ -86,6 +86,23 @@ class StoredPair:
         return count - self.count if count >= self.count else None
 
 
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The states of an optimizer, paired with leaves by content.
+
+    Attributes:
+        given: The roles as names and shapes give them.
+        found: The roles with what content has shown.
+        evidence: What it has shown, as ``policy.roles.pair`` takes it.
+        tries: The number of saves that were compared with the one before.
+    """
+
+    given: Roles
+    found: Roles
+    evidence: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    tries: int = 0
+
+
 @dataclass(slots=True)
 class RunState:
     """The knowledge of a run between its saves.
@@ -108,7 +125,9 @@ class RunState:
         turns: The roles of the leaves, and the places of their pairs (``refresh.turns``).
         proof: The roles before and after a proof by content that no capture has contradicted.
         doubts: What was not known of master weights at the last save, for people.
-        pairs: The roles before and after states were paired with leaves, in the stable stage.
+        pairs: The pairs of states and leaves since the last event, ``None`` before the first try.
+        saves: The number of saves since the run began or was resumed.
+        seconds: A few elements of the second moment of each parameter at the last save, by path.
     """
 
     stage: Stage = field(default_factory=Stage)
@@ -127,7 +146,9 @@ class RunState:
     turns: tuple[Roles, dict[str, float]] | None = None
     phases: int | None = 0
     proof: tuple[Roles, Roles] | None = None
-    pairs: tuple[Roles, Roles] | None = None
+    pairs: Pairs | None = None
+    saves: int = 0
+    seconds: dict[str, Array] = field(default_factory=dict)
 
     def keep_lattice(self, path: str, decision: Decision) -> None:
         """Keep the lattice of a master for the next saves."""
@@ -156,7 +177,8 @@ class RunState:
         self.stored_pairs.clear()
         self.clocks.clear()
         self.counts.clear()
-        self.phases, self.pairs = None, None
+        self.seconds.clear()
+        self.phases, self.pairs, self.saves = None, None, 0
         self.peaks = dict(rates)
 
     def turns_of(self, leaf_roles: Roles, specs: Mapping[str, LeafSpec]) -> dict[str, float]:

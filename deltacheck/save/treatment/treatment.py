@@ -32,7 +32,7 @@ from deltacheck.policy.parameters import (
     hyperparameters,
     peak_rates,
 )
-from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance, explain
+from deltacheck.policy.stage import DEGRADED, STABLE, SaveObservation, Stage, advance, explain
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource, ViewedLeaf
 from deltacheck.save.treatment.cells import Layout
@@ -93,10 +93,15 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
+        scales = self._scales(self._roles_and_rates(state)[0], state)
+        return msgspec.structs.replace(self._signals(step, state), scales=scales)
+
+    def _signals(self, step: int, state: HeldState) -> Signals:
+        """Return the signals of a process that saves alone: without scales."""
         leaf_roles, rates, numbers = self._roles_and_rates(state)
         metrics, run = state.metrics, self._run
         constants = tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items())
-        signals = Signals(
+        return Signals(
             loss=metrics.get("loss"),
             gradient_norm=next((metrics[name] for name in _NORMS if name in metrics), None),
             learning_rates=tuple(rate.lr for rate in rates.values() if rate.lr is not None),
@@ -108,11 +113,6 @@ class Treatment:
                 for event in _count(run, step, leaf_roles, numbers, state)[1]
             ),
         )
-        # Ranks may hold other leaves each, so that only the combined text can be compared.
-        expected = msgspec.structs.replace(signals, optimizer="")
-        if self._advanced(step, expected)[1].name != STABLE and run.stage.name != STABLE:
-            return signals
-        return msgspec.structs.replace(signals, scales=self._scales(leaf_roles, state))
 
     def measured(self, state: HeldState) -> Signals | None:
         """Return what the last save of this process has shown, for ranks that agree before a save.
@@ -125,21 +125,20 @@ class Treatment:
         if self._policy.hidden is None:
             return None
         run, leaf_roles = self._run, self._roles_and_rates(state)[0]
-        # The next save may be the first one that needs the scales.
-        is_near = run.stage.name == STABLE or run.stage.quiet > 0
         return Signals(
             drifts=tuple(run.drifts),
             events=(("optimizer", 0.0),) if run.zeroed else (),
-            scales=self._scales(leaf_roles, state) if is_near else {},
+            scales=self._scales(leaf_roles, state),
         )
 
     def _scales(self, leaf_roles: Roles, state: HeldState) -> dict[str, tuple[float, int]]:
-        """Return the scales of masters that are not known yet."""
-        # Sampled once and not before it is needed, because a master may begin as zeros.
+        """Return the scales of masters that are not known, or may have grown since."""
+        # A master may begin as zeros, as one of LoRA's two matrices does, and grows ever slower.
+        is_due = self._run.saves & (self._run.saves - 1) == 0
         return {
             path: scale_of(state.values(path))
             for path in map(self._wide_weight, leaf_roles.parameters)
-            if path in state.specs and path not in self._run.scales
+            if path in state.specs and (is_due or not self._run.scales.get(path))
         }
 
     def plan(
@@ -179,7 +178,9 @@ class Treatment:
             self._run.turns_of(leaf_roles, state.specs),
         )
         # Before any decision: an event of this very step must already end the stable stage.
-        signals = agreed.signals or self.signals(step, state)
+        signals = agreed.signals
+        if signals is None and self._policy.hidden is not None:
+            signals = self._signals(step, state)
         if signals is not None:
             is_resumed = self._run.detector.last is None
             events = tuple(event.what for event in self._observe(step, signals))
@@ -188,13 +189,17 @@ class Treatment:
             self._run.zeroed.clear()
         stage = self._run.stage.name
         layout = Layout({name: source.spec for name, source in sources.items()}, agreed.cuts)
-        if stage == STABLE:
-            leaf_roles = self._settled(leaf_roles, layout, sources, rates, counts, agreed)
-            if agreed.signals is None:
-                self._keep_scales(self._scales(leaf_roles, state))
-        else:
+        if stage == DEGRADED:
             self._run.pairs = None
-        doubts = self._doubts(leaf_roles, state.specs) if stage == STABLE else ""
+        else:
+            leaf_roles = self._settled(leaf_roles, layout, sources, rates, counts, agreed)
+        if signals is not None and agreed.signals is None:
+            self._keep_scales(self._scales(leaf_roles, state))
+        if stage == STABLE:
+            self._run.seconds.clear()
+        # A first save shows nothing of what is not named.
+        is_first = self._run.pairs is None and agreed.signals is None
+        doubts = "" if is_first else self._doubts(leaf_roles, state.specs)
         if doubts and doubts != self._run.doubts:
             log.warning("step %d: %s", step, doubts)
         self._run.doubts = doubts
@@ -224,7 +229,7 @@ class Treatment:
                 self._run.lattices.get(wide_weight),
                 self._run.scales.get(wide_weight, 0.0),
                 parameter.name in turns,
-                self._run.phases_at(step) if stage == STABLE else 0,
+                self._run.phases_at(step),
                 self._peak(slowest),
                 bool(parameter.rivals),
             )
@@ -344,23 +349,19 @@ class Treatment:
         """Return the sources of those leaves of one parameter that are not simply stored."""
         group_sources = {path: sources[path] for path in parameter.leaves}
         group = ParameterSave(save, parameter, situation, decisions, group_sources)
-        weights, moments = WeightCapture(group), MomentCapture(group)
+        is_watched = self._policy.hidden is not None and save.stage != STABLE
+        weights = WeightCapture(group)
+        # Made at every save, since it remembers the step count for the next one.
+        moments = MomentCapture(group, is_watched=is_watched)
         members = list(group_sources.values())
         replacements = {}
         for path, decision in decisions.items():
             capture = _capture_of(path, decision, weights, moments)
             replacements[path] = read_together(group_sources[path], capture, members)
         second = parameter.second
-        # Called at every save, since it remembers the step count for the next one.
-        rescale = moments.rescale_since_last()
         # Before the stable stage the drift of second moments decides when that stage begins.
-        if (
-            second is not None
-            and parameter.adam
-            and self._policy.hidden is not None
-            and save.stage != STABLE
-        ):
-            replacements[second] = save.watch(sources[second], rescale)
+        if is_watched and second is not None and parameter.adam and second not in decisions:
+            replacements[second] = moments.watched(sources[second])
         return replacements
 
     def _observe(self, step: int, signals: Signals) -> tuple[Event, ...]:
@@ -376,13 +377,14 @@ class Treatment:
             log.info("step %d: stage %s: %s", step, run.stage.name, run.reason)
         for event in run_events:
             log.info(
-                "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again",
+                "step %d: %s (%.3g): every leaf is saved exactly once",
                 step,
                 event.what,
                 event.size,
             )
         # Each drift counts once.
         run.drifts = []
+        run.saves += 1
         self._keep_scales(signals.scales)
         return run_events
 
@@ -438,8 +440,6 @@ def _capture_of(
             return partial(weights.capture_cast, path, decision)
         case "lattice":
             return partial(weights.capture_master, path, decision)
-        case "zeros":
-            return partial(moments.capture_zeros, path, decision)
     return partial(moments.capture, path)
 
 
