@@ -27,7 +27,9 @@ from deltacheck.store.manifest import Manifest, Tiles
 _Part: TypeAlias = slice | NDArray[np.bool_]  # of the elements of a leaf, in one dimension
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
-_ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
+_ZERO_MOMENT = 2.0**-100  # smaller moments count as zero (deltacheck.leaf.contracts)
+# So do first moments below the first of these beside a second moment below the second.
+_ZERO_MEAN, _LEAST_SECOND = 2.0**-60, 2.0**-126
 # Errors of a reused first moment as it is stored (``Policy.auto``): in updates, for codes in
 # steps of half an update, beside a second moment that errs by up to half an octave; and in octaves,
 # if the law between both moments limits it.
@@ -106,6 +108,7 @@ def check(
                     before_values,
                     values,
                     (rates.get(owner), units.get(owner, 0.0)),
+                    _roots(owner_of.get(owner), live),
                 )
             else:
                 from_step = step if promise.from_step is None else promise.from_step
@@ -218,6 +221,7 @@ def _bounded(
     live: Array,
     restored: Array,
     known_rates: tuple[float | None, float],
+    roots: NDArray[np.float64] | None,
 ) -> LeafCheck:
     """Check a bounded leaf.
 
@@ -227,6 +231,7 @@ def _bounded(
         live: The saved values.
         restored: The restored values.
         known_rates: The live learning rate, and the largest that may be the unit of the contract.
+        roots: Of a first moment, the changes that change an update by one learning rate.
     """
     rate, most = known_rates
     if terms.rate and not terms.rate <= most * (1 + _SLACK):
@@ -244,7 +249,10 @@ def _bounded(
             " rate"
         )
         return LeafCheck(path, "bounded", problem)
-    measured = _error(terms.norm, live, restored, rate or 0.0)
+    if terms.norm == "updates" and roots is None:
+        problem = "its error is promised in updates, and it is no first moment of an Adam"
+        return LeafCheck(path, "bounded", problem)
+    measured = _error(terms.norm, live, restored, rate or 0.0, roots)
     problem = (
         ""
         if measured <= terms.limit * (1 + _SLACK)
@@ -447,6 +455,25 @@ def _second_moment(
     )
 
 
+def _roots(parameter: Parameter | None, live: Snapshot) -> NDArray[np.float64] | None:
+    """Return the changes of a first moment that change an update by one learning rate.
+
+    They are (1 - b1^t) sqrt(v / (1 - b2^t)), and 0 where v is below the normal numbers.
+
+    Args:
+        parameter: The parameter of the first moment, ``None`` if the leaf is another one.
+        live: The saved state.
+    """
+    if parameter is None:
+        return None
+    beta1, beta2 = _constants(parameter, live) or _DEFAULT_BETAS
+    count = step_counts(live).get(str(parameter.first), math.inf)
+    second = live.arrays[str(parameter.second)].astype(np.float64)
+    variance = np.where(second >= _LEAST_SECOND, second, 0.0) / (1 - beta2**count)
+    roots: NDArray[np.float64] = (1 - beta1**count) * np.sqrt(variance)
+    return roots
+
+
 def _constants(parameter: Parameter, live: Snapshot) -> tuple[float, float] | None:
     groups = hyperparameters(roles.find(live.specs, live.numbers), live.numbers)
     group = groups.get(parameter.group or "")
@@ -470,7 +497,9 @@ def _outside_cells(master: Array, weight: Array) -> str:
     )
 
 
-def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
+def _error(
+    norm: str, live: Array, restored: Array, rate: float, roots: NDArray[np.float64] | None
+) -> float:
     """Measure the error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``.
 
     The arithmetic is float64. The error is infinite if the values cannot be compared.
@@ -483,6 +512,11 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
         return relative.l2
     if norm == "octaves":
         return _largest(_octaves(before, after))
+    if norm == "updates":
+        assert roots is not None  # the caller has checked it
+        is_zero = (roots == 0) & (np.maximum(np.abs(before), np.abs(after)) < _ZERO_MEAN)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return _largest(np.where(is_zero, 0.0, np.abs(after - before) / roots))
     error = _largest(np.abs(after - before))
     if norm == "lr":
         return error / rate

@@ -44,7 +44,7 @@ def cause_of(
         manifest: The manifest of the save.
         promised: The leaves that had a contract other than ``exact`` in an earlier save.
     """
-    if _lattices(manifest, path) - (set() if before is None else _lattices(before, path)):
+    if before is not None and _lattices(manifest, path) - _lattices(before, path):
         return LATTICE
     promise = manifest.contracts.get(path)
     if promise is not None and isinstance(promise.terms, Reused):

@@ -20,7 +20,7 @@ from deltacheck.policy.decide import Situation, decide
 from deltacheck.policy.events import Event
 from deltacheck.policy.parameters import Hyperparameters, Parameter
 from deltacheck.policy.presets import Policy
-from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
+from deltacheck.policy.stage import SaveObservation, Stage, advance
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, LeafProfile, Profile
 
@@ -310,7 +310,7 @@ def _recommended(path: str, history: History, tolerance: float) -> Exact | Bound
     The decision is that of ``policy.decide``, so that a profile and a policy cannot disagree.
     """
     facts = history.leaves[path]
-    if not _ends_stable(history, tolerance) or any(
+    if any(
         o.leaves[p].violations
         for o in history.observed
         for p in (path, facts.pair)
@@ -337,12 +337,13 @@ def _recommended(path: str, history: History, tolerance: float) -> Exact | Bound
         Hyperparameters(rate, rule.beta1, rule.beta2, rule.eps), last.count or last.step, None, 1.0
     )
     policy = Policy.auto(derive=False, max_drift_octaves=tolerance)
-    decision = decide(policy, STABLE, parameter, specs, situation).get(path)
+    stage = _last_stage(history, tolerance)
+    decision = decide(policy, stage, parameter, specs, situation).get(path)
     return Exact() if decision is None or decision.terms is None else decision.terms
 
 
-def _ends_stable(history: History, tolerance: float) -> bool:
-    """Return True if a save at the end of the run would be in the stable stage."""
+def _last_stage(history: History, tolerance: float) -> str:
+    """Return the stage of a save at the end of the run."""
     stage, last_step = Stage(), -1
     for o in history.observed:
         drifts = [m.drift for path, m in o.leaves.items() if history.leaves[path].rule is not None]
@@ -350,7 +351,7 @@ def _ends_stable(history: History, tolerance: float) -> bool:
         drift = median(drifts) if drifts else None
         observation = SaveObservation(o.step, max(o.rates, default=None), drift, events)
         stage, last_step = advance(stage, observation, tolerance, None), o.step
-    return stage.name == STABLE
+    return stage.name
 
 
 def _updates_per_step(observed: Sequence[Observed]) -> float:

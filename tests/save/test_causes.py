@@ -44,8 +44,9 @@ def test_each_leaf_has_the_cause_of_its_bytes(saved: tuple[Path, dict[int, SaveR
     assert set(causes_of(reports[first]).values()) <= {"keyframe", ""}
     assert causes_of(reports[first])[WEIGHT] == "keyframe"
     assert causes_of(reports[first + 10])[WEIGHT] == "changed"
-    # Lattice and codes are new at the first stable save.
-    assert causes_of(reports[stable])[MASTER] == "lattice"
+    assert causes_of(reports[first + 10])[FIRST] == causes_of(reports[first + 10])[MASTER]
+    assert causes_of(reports[first + 10])[FIRST] == "changed"
+    # The codes that are reused are new at the first stable save.
     assert causes_of(reports[stable])[FIRST] == "refresh"
     assert causes_of(reports[stable + 10])[MASTER] in ("changed", "")
     # Written again in its turn, and reused in between: nothing is written.
@@ -60,6 +61,9 @@ def test_each_leaf_has_the_cause_of_its_bytes(saved: tuple[Path, dict[int, SaveR
     assert causes_of(reports[180])[MASTER] == "event"
     assert causes_of(reports[180])[FIRST] == "event"
     assert causes_of(reports[180])[WEIGHT] == "changed"
+    # And after it, the codes are new.
+    assert stages[190] == "warm"
+    assert causes_of(reports[190])[MASTER] == "lattice"
 
 
 def test_the_causes_add_up_to_all_bytes_and_agree(
@@ -81,10 +85,8 @@ def test_the_causes_add_up_to_all_bytes_and_agree(
     assert "event" in next(line for line in lines if line.split()[0] == "180").split("WHY")[-1]
 
 
-def test_a_resume_is_an_event_of_the_leaves_that_had_a_contract(
-    saved: tuple[Path, dict[int, SaveReport]], tmp_path: Path
-) -> None:
-    root, run = tmp_path / "root", AdamRun()
+def test_a_resume_writes_codes_anew_and_is_no_event(tmp_path: Path) -> None:
+    root, run = tmp_path / "root", AdamRun(rate=1e-6)
     with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for _ in range(12):
             run.advance(10)
@@ -94,5 +96,6 @@ def test_a_resume_is_an_event_of_the_leaves_that_had_a_contract(
         run.advance(10)
         report = engine.save(run.step, run.state()).result()
     assert report is not None
-    assert causes_of(report)[MASTER] == "event"
+    assert "event" not in causes_of(report).values()
+    assert causes_of(report)[MASTER] == causes_of(report)[FIRST] == "changed"
     assert causes_of(report)[WEIGHT] == "changed"

@@ -91,15 +91,61 @@ def moments(state: dict[str, Any], number: int = 0) -> tuple[np.ndarray, np.ndar
     return kept["exp_avg"], kept["exp_avg_sq"]
 
 
-@pytest.mark.parametrize(
-    "policy", [Policy.auto(derive=False), Policy.exact(derive=True)], ids=["auto", "derive"]
-)
-def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Policy) -> None:
-    made = saves(policy)
+def test_derived_weights_are_restored_in_every_bit(saves: Any) -> None:
+    made = saves(Policy.exact(derive=True))
     made.save(3)
     found = made.restored(contract="exact")
     np.testing.assert_equal(found, made.live())
     assert made.manifest().contract == "exact"
+
+
+def update_changes(found: Any, live: Any, number: int, count: int, betas: Any) -> np.ndarray:
+    """Return by how many learning rates each element's update changes with the restored m."""
+    (m, _), (live_m, live_v) = moments(found, number), moments(live, number)
+    roots = np.sqrt(live_v.astype(np.float64) / (1 - betas[1] ** count))
+    return np.abs(m.astype(np.float64) - live_m) / (1 - betas[0] ** count) / roots
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.98)])
+@pytest.mark.parametrize("every", [1, 10])
+def test_every_bound_holds_from_the_first_save_on(saves: Any, betas: Any, every: int) -> None:
+    made = saves(Policy.auto(derive=False, moments="bounded"), AdamRun(betas=betas))
+    for number in range(12):
+        made.run.rate = 1e-5 * min(1, (number + 1) / 6)  # a warm-up
+        made.save(every=every)
+        manifest, found, live = made.manifest(), made.restored(), made.live()
+        assert manifest.stage != "degraded"
+        np.testing.assert_equal(found["model"], live["model"])
+        for n in (0, 1):
+            of = {
+                name: manifest.contracts[f"optimizer/state/{n}/{name}"]
+                for name in ("master", "exp_avg", "exp_avg_sq")
+            }
+            masters = [s["optimizer"]["state"][n]["master"] for s in (found, live)]
+            measured = {
+                "master": np.abs(masters[0] - masters[1]).max() / made.run.rate,
+                "exp_avg": update_changes(found, live, n, made.run.step, betas).max(),
+                "exp_avg_sq": np.abs(
+                    np.log2(moments(found, n)[1] / moments(live, n)[1].astype(np.float64))
+                ).max(),
+            }
+            for name, limit in (("master", 32), ("exp_avg", 0.3), ("exp_avg_sq", 0.5)):
+                assert of[name].terms.limit == limit
+                assert of[name].measured == pytest.approx(measured[name], rel=1e-4)
+                assert measured[name] <= limit
+
+
+def test_an_error_that_is_not_allowed_makes_both_moments_exact(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = saves(Policy.auto(derive=False))
+    made.save()
+    monkeypatch.setattr(
+        "deltacheck.save.treatment.moment_codes.largest_update_change", lambda *_: float("nan")
+    )
+    made.save()
+    assert made.manifest().contracts.keys() == {f"optimizer/state/{n}/master" for n in (0, 1)}
+    np.testing.assert_equal(moments(made.restored()), moments(made.live()))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +258,7 @@ def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
         made.restored()
 
 
-@pytest.mark.parametrize("kind", ["bounded", "reused", "dropped", "exact"])
+@pytest.mark.parametrize("kind", ["bounded", "reused", "exact"])
 def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(
     saves: Any, kind: str
 ) -> None:  # laws 1, 2
@@ -292,16 +338,6 @@ def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
     assert not any(path.startswith("model/") for path in made.manifest().contracts)
 
 
-def test_dropped_first_moments_are_zero_and_said_to_be(saves: Any) -> None:  # law 3
-    made = saves(Policy.auto(derive=False, moments="dropped"))
-    made.until_stable()
-    m, v = moments(made.restored())
-    assert not m.any()
-    assert made.manifest().contracts["optimizer/state/0/exp_avg"].terms == Bounded(1.0, "l2")
-    ratio = np.abs(np.log2(v / moments(made.live())[1]))
-    assert ratio.max() <= 0.5
-
-
 def test_restored_moments_obey_the_law_of_adam(saves: Any) -> None:  # law 4
     made = saves(Policy.auto(derive=False, max_age_steps=100, max_drift_octaves=1.0))
     made.until_stable()
@@ -315,14 +351,6 @@ def test_restored_moments_obey_the_law_of_adam(saves: Any) -> None:  # law 4
         other.save(1, every=3)
         m, v = moments(other.restored())
         assert adam.law_violations(m, v, LIMIT) == 0
-
-
-def test_a_v_that_is_too_small_for_its_m_is_repaired(saves: Any) -> None:  # law 4
-    made = saves(Policy.auto(derive=False, moments="bounded"))
-    made.until_stable()
-    derived = made.manifest().derived["optimizer/state/0/exp_avg_sq"]
-    assert derived.first == "optimizer/state/0/exp_avg"
-    assert derived.limit == pytest.approx(LIMIT)
 
 
 def test_moments_are_reused_as_a_pair_of_one_step_with_v_rescaled(saves: Any) -> None:  # law 5
@@ -500,7 +528,7 @@ def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> Non
 
 
 def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law 6
-    made = saves(Policy.auto(derive=False, moments="dropped"))
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     vector = len(made.run.masters) - 1
     found, live = made.restored(), made.live()
@@ -515,14 +543,12 @@ def test_moments_of_a_short_memory_are_not_reused(saves: Any) -> None:  # law 7
     made = saves(Policy.auto(derive=False, stable_from=0), AdamRun(betas=(0.9, 0.95)))
     made.save(32, every=1)
     assert made.manifest().stage == "stable"
-    assert not any(
-        isinstance(promise.terms, Reused) for promise in made.manifest().contracts.values()
-    )
-    np.testing.assert_equal(moments(made.restored()), moments(made.live()))
+    assert made.manifest().contracts["optimizer/state/0/exp_avg"].terms == Bounded(0.3, "updates")
+    assert made.manifest().contract == "bounded"
 
 
 def test_moments_of_an_unknown_optimizer_are_exact(saves: Any) -> None:  # law 7
-    made = saves(Policy.auto(derive=False, moments="dropped"))
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
     made.run.advance(10)
     state = made.run.state()
@@ -611,13 +637,15 @@ def test_at_rate_0_the_largest_rate_of_the_run_is_the_unit_of_a_masters_error(
     assert {rate.peak for rate in made.manifest().rates.values()} == {1e-7}
 
 
-def test_a_resumed_run_begins_warm(saves: Any) -> None:
-    made = saves(Policy.auto(derive=False, moments="dropped"))
+def test_a_resumed_run_reuses_nothing_before_it_is_stable_again(saves: Any) -> None:
+    made = saves(Policy.auto(derive=False))
     made.until_stable()
+    made.save()
+    assert made.manifest().contract == "reused"
     made.engine.restore()
     made.save()
     assert made.manifest().stage == "warm"
-    np.testing.assert_equal(made.restored(), made.live())
+    assert made.manifest().contract == "bounded"
 
 
 def in_torch(node: Any) -> Any:
