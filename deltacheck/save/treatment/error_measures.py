@@ -38,38 +38,45 @@ def octaves_apart(first: Array, second: Array) -> float | None:
     return float(np.median(np.abs(logs[0] - logs[1])))
 
 
-def largest_octaves(live: Array, restored: Array, zero: float) -> float:
-    """Return the largest ``|log2(restored / live)|``, infinity if a sign differs.
+def largest_octaves(live: Array, restored: Array) -> float:
+    """Return the largest ``|log2(restored / live)|`` of second moments.
+
+    Zeros are equal. It is infinite if an element is negative, NaN, or zero on one side only.
 
     Args:
-        live: 1-D.
+        live: float32, 1-D.
         restored: Of the same length.
-        zero: Values of at most this size count as zero, and zeros as equal.
     """
-    first, second = (values.astype(np.float64) for values in (live, restored))
-    sizes = [np.maximum(np.abs(values), zero) for values in (first, second)]
-    flipped = (first * second < 0) & (sizes[0] > zero) & (sizes[1] > zero)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.maximum(sizes[0] / sizes[1], sizes[1] / sizes[0])
-    ratios[sizes[0] == sizes[1]] = 1.0
-    ratios[flipped] = math.inf
-    return math.log2(float(ratios.max(initial=1.0)))
+    with np.errstate(all="ignore"):
+        ratios = restored / live
+    # Few passes, because this runs over every element of every save.
+    if np.isnan(ratios).any():
+        ratios = ratios[(live != 0) | (restored != 0)]
+    least, most = (float(f(ratios, initial=1.0)) for f in (np.min, np.max))
+    # A NaN is not above 0.
+    return max(math.log2(most), -math.log2(least)) if least > 0 and most < math.inf else math.inf
 
 
 def largest_update_change(live: Array, restored: Array, second: Array) -> float:
-    """Return the largest ``|restored - live| / sqrt(second)`` of first moments, NaN if one is NaN.
+    """Return the largest ``|restored - live| / sqrt(second)`` of first moments.
+
+    It is infinite if an element is NaN, or has no such quotient and does not count as zero.
 
     Args:
-        live: The first moments, 1-D.
+        live: The first moments, float32, 1-D.
         restored: What a restore returns of them, of the same length.
         second: The live second moments, of the same length.
     """
-    errors = np.abs(restored.astype(np.float64) - live)
-    has_root = second >= _ZERO_SECOND
-    ignored = ~has_root & (np.maximum(np.abs(live), np.abs(restored)) < _ZERO_MEAN)
-    roots = np.sqrt(np.where(has_root, second, 0.0).astype(np.float64))
-    with np.errstate(divide="ignore"):
-        return float(np.max(errors[~ignored] / roots[~ignored], initial=0.0))
+    if not second.min(initial=np.float32(np.inf)) >= _ZERO_SECOND:
+        has_root = second >= _ZERO_SECOND
+        sizes = np.maximum(np.abs(live[~has_root]), np.abs(restored[~has_root]))
+        if not (sizes < _ZERO_MEAN).all():
+            return math.inf
+        live, restored, second = live[has_root], restored[has_root], second[has_root]
+    errors = np.abs(restored - live)
+    errors /= np.sqrt(second)
+    largest = float(errors.max(initial=0.0))
+    return math.inf if math.isnan(largest) else largest
 
 
 @dataclass(slots=True)

@@ -129,7 +129,7 @@ class MomentCodes:
                 error = (
                     largest_update_change(before, restored[path], values[second][block]) / self.unit
                     if second
-                    else largest_octaves(before, restored[path], 0.0)
+                    else largest_octaves(before, restored[path])
                 )
                 # "not <=" and not ">", which a NaN would pass.
                 if not error <= limits[path]:
