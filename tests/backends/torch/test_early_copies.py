@@ -214,7 +214,7 @@ def test_the_step_overwrites_the_state_at_once_and_the_save_has_what_was_there(
     assert data_of(tmp_path / "held") == data_of(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("moments", ["bounded", "reused", "dropped"])
+@pytest.mark.parametrize("moments", ["bounded", "reused", "exact"])
 def test_files_of_a_lossy_save_do_not_depend_on_where_a_leaf_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
 ) -> None:
