@@ -91,7 +91,7 @@ class ViewedLeaf:
         self._source = source
         self._copy: U8 | None = None
         self._error: Exception | None = None
-        self._was_read_in_place = False
+        self._has_unchecked_read = False
 
     @property
     def bytes_to_copy(self) -> int:
@@ -133,18 +133,21 @@ class ViewedLeaf:
         if self._error is not None:
             raise self._error
         copy = self._copy  # one may be made meanwhile
-        self._was_read_in_place = copy is None
+        self._has_unchecked_read = copy is None
         content: U8 = self._source.current() if copy is None else copy
         return content
 
+    # A copy was checked when it was made, and a read in place is checked once: another leaf may be
+    # computed from it later, when a copy exists and the training has changed the leaf.
+
     def _recheck(self) -> None:
-        # A copy was checked when it was made, and the leaf may have changed since.
-        if self._was_read_in_place and self._source.recheck is not None:
+        if self._has_unchecked_read and self._source.recheck is not None:
             self._source.recheck()
 
     def _check_content(self, content: Any) -> None:
-        if self._was_read_in_place and self._source.check_content is not None:
+        if self._has_unchecked_read and self._source.check_content is not None:
             self._source.check_content(content)
+        self._has_unchecked_read = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class MomentCapture:
         self._group = group
         self._rescale = self._rescale_since_last()
         self._is_watched = is_watched
-        self._captured: dict[str, Any] | None = None
+        self._captured: dict[str, Coded | None] | None = None
         self._live: dict[str, Array] = {}  # copies during a capture, which reads a moment often
         self._coded = {  # the moments that are stored as codes
             path: decision
@@ -51,20 +51,24 @@ class MomentCapture:
             finally:
                 self._live.clear()
         # Handed out once, so that the codes of this moment are freed when they are stored.
-        return self._captured.pop(path)
+        coded = self._captured.pop(path)
+        # The training may have changed the leaf since the capture of the other moment, after it
+        # has made a copy, which is read here.
+        return self._group.exactly(path) if coded is None else coded
 
     def _values(self, path: str) -> Array:
         if path not in self._live:
             self._live[path] = self._group.live(path)
         return self._live[path]
 
-    def _capture_both(self) -> dict[str, Any]:
+    def _capture_both(self) -> dict[str, Coded | None]:
+        """Return the codes of both moments; ``None``: they are stored exactly."""
         group, decisions = self._group, self._coded
         # If either moment breaks its contract, both are exact: an update mixes the two.
-        exactly = {path: group.exactly(path) for path in decisions}
-        second = str(group.parameter.second)
+        exactly = dict.fromkeys(decisions)
         if self._is_watched:
-            group.save.note_drift(group.spec(second).path, self._values(second), self._rescale)
+            second = str(group.parameter.second)
+            group.save.note_drift(second, self._values(second), self._rescale)
         if self._breaks_adam_law():
             return exactly
         forms = self._forms()
@@ -100,7 +104,7 @@ class MomentCapture:
             for path, decision in decisions.items()
         }
 
-    def _reuse(self, forms: MomentCodes) -> dict[str, Any] | None:
+    def _reuse(self, forms: MomentCodes) -> dict[str, Coded | None] | None:
         """Return the stored pair if it may still stand for the live one; else ``None``.
 
         The drift guard compares samples of both, and the update that each of them gives. If it

@@ -126,6 +126,22 @@ def test_a_leaf_is_checked_where_it_was_read() -> None:
     assert not content.any()
 
 
+def test_a_leaf_that_was_read_with_another_before_it_was_copied_is_checked_once() -> None:
+    """Both moments are coded when the first is captured; then the training copies the second."""
+    array = np.zeros(10, np.uint8)
+
+    def changed(content: np.ndarray) -> None:
+        if array.any():
+            raise SnapshotTorn("leaf 'a' was written to")
+
+    viewed = ViewedLeaf(source_of("a", array, check_content=changed))
+    source = viewed.source()
+    source.check(source.current())
+    viewed.copy(np.empty(10, np.uint8))
+    array[:] = 1
+    source.check("its codes, made before the copy")
+
+
 # --- whole saves ----------------------------------------------------------------------------------
 
 
@@ -194,7 +210,9 @@ def saved(root: Path, held: Held | None, policy: Policy) -> tuple[dict[str, Any]
         return expected, engine.restore(1)
 
 
-@pytest.mark.parametrize("policy", [Policy.exact(), Policy.auto()], ids=["exact", "auto"])
+@pytest.mark.parametrize(
+    "policy", [Policy.exact(), Policy.auto(moments="exact")], ids=["exact", "auto"]
+)
 def test_the_step_overwrites_the_state_at_once_and_the_save_has_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
