@@ -172,14 +172,14 @@ def write_manager(root: Path) -> dict[int, Any]:
 
 
 def write_policy(root: Path) -> None:
-    write_inexact(root, AdamRun((64, 96), parameters=1), Policy.auto(derive=False))
+    write_inexact(root, AdamRun((64, 96), parameters=1), Policy.auto(derive=False), "reused")
 
 
 def write_drawn(root: Path) -> None:
     run = AdamRun((64, 96), parameters=2, rate=1e-6)
     # No weight of the second one is coarser than half the lattice, so its masters are drawn.
     run.masters[1] = np.linspace(-9e-4, 9e-4, 64 * 96, dtype=np.float32).reshape(64, 96)
-    write_inexact(root, run, Policy.auto(derive=False, moments="bounded"))
+    write_inexact(root, run, Policy.auto(derive=False, moments="bounded"), "bounded")
 
 
 def write_halved(root: Path) -> None:
@@ -225,7 +225,8 @@ def write_until_halved(root: Path, run: AdamRun, policy: Policy) -> None:
     collect(opened, grace_seconds=0, writer_is_dead=True)
 
 
-def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
+def write_inexact(root: Path, run: AdamRun, policy: Policy, contract: str) -> None:
+    """Write steps until two of them have a contract, and keep the last one."""
     run.advance(100)
     inexact: set[int] = set()
     with Engine(
@@ -237,12 +238,10 @@ def write_inexact(root: Path, run: AdamRun, policy: Policy) -> None:
             run.advance(10)
             engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(timeout=60)
             manifest = deltacheck.open(root).manifest()
-            inexact |= {manifest.step} if manifest.contract != "exact" else set()
+            inexact |= {manifest.step} if manifest.contract == contract else set()
 
     opened = open_root(root)
-    compact(
-        opened
-    )  # the codes as keyframes: the chain of exact steps before them is not what this root is for
+    compact(opened)  # the codes as keyframes: the chain before them is not what this root is for
     collect(opened, grace_seconds=0, writer_is_dead=True)
 
 
@@ -369,7 +368,7 @@ def write_tiled_policy(root: Path) -> None:
             for report in ranks.save(run.step, state):
                 assert not isinstance(report, BaseException), report
             manifest = deltacheck.open(root).manifest()
-            inexact += [manifest.step] if manifest.contract != "exact" else []
+            inexact += [manifest.step] if manifest.contract == "reused" else []
     opened = open_root(root)
     for ref in opened.checkpoints():
         if opened.read(ref.manifest_path).step != inexact[-1]:

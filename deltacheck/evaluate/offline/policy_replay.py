@@ -19,7 +19,7 @@ from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.recorded import Recorded
 from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
-from deltacheck.policy.stage import STABLE
+from deltacheck.policy.stage import STABLE, WARM
 from deltacheck.profile import Profile
 from deltacheck.report.data import HeldLeaves, StepRecord, collect
 
@@ -168,17 +168,19 @@ def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the saves that show the steady state of a policy.
 
     Under an exact policy these are all but the first one. Under any other they are in the stable
-    stage, and as many bytes as ever are under a contract that is not exact, as already at the save
-    before: the save that begins the stage, or ends an event, stores everything anew, once.
+    stage, or in the warm one if moments are never reused, and as many bytes as ever are under a
+    contract that is not exact, as already at the save before: a save that follows an event stores
+    everything anew, once.
     """
     if not any(step.stage for step in steps):
         return list(steps[1:])
+    stage = STABLE if any(step.stage == STABLE for step in steps) else WARM
     promised = [step.bounded_bytes + step.reused_bytes for step in steps]
     most_promised = max(promised)
     return [
         step
         for step, before, now in zip(steps[1:], promised, promised[1:], strict=False)
-        if step.stage == STABLE and 0 < most_promised == before == now
+        if step.stage == stage and 0 < most_promised == before == now
     ]
 
 

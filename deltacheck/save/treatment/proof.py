@@ -70,9 +70,8 @@ def paired(
     states: dict[tuple[int, ...], list[Parameter]] = {}
     for p in leaf_roles.parameters:
         moments = (sources.get(p.first or ""), sources.get(p.second or ""))
-        if (
-            p.name in open_names
-            and all(m is not None and is_treatable(m.spec, "float32") for m in moments)
+        if p.name in open_names and all(
+            m is not None and is_treatable(m.spec, "float32") for m in moments
         ):
             states.setdefault(sources[str(p.first)].spec.shape, []).append(p)
     shapes = states.keys() & leaves.keys()

@@ -118,7 +118,7 @@ def test_a_manager_restores_what_every_reader_restores(run: tuple[Path, dict[int
 def test_without_a_learning_rate_masters_stay_exact(tmp_path: Path) -> None:
     state = fresh()
     with backend.manager(
-        tmp_path / "root", policy=Policy.auto(derive=False, betas=(0.9, 0.999), moments="dropped")
+        tmp_path / "root", policy=Policy.auto(derive=False, betas=(0.9, 0.999))
     ) as manager:
         for number in range(18):
             state = train(state, jax.random.key(number), 10)
