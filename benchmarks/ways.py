@@ -55,12 +55,6 @@ WAYS = (
         ),
     ),
     Way(
-        "v bounded, no m",
-        lambda depth: Policy.auto(
-            derive=False, moments="dropped", max_chain_depth=depth, max_restore_ratio=None
-        ),
-    ),
-    Way(
         "m and v reused",
         lambda depth: Policy.auto(
             derive=False, moments="reused", max_chain_depth=depth, max_restore_ratio=None

@@ -111,14 +111,19 @@ def contracts_of(root: Path) -> dict[int, set[str]]:
 
 
 def best_saves(used: Mapping[int, set[str]]) -> list[int]:
-    """Return the steps whose restore tests most contracts of the policy."""
+    """Return the steps whose restores test all contracts of the policy, ascending.
+
+    If none uses all of them, as moments are bounded first and reused later, these are the last
+    steps that use each of them, equally many: kills are spread over them.
+    """
     contracts = set().union(*used.values())
-    for least in (len(contracts), 1):
-        steps = [step for step, tested in used.items() if contracts and len(tested) >= least]
-        # Kills are spread over them, so a single one is not enough.
-        if len(steps) > 2:
-            return steps
-    return [step for step, tested in used.items() if tested]
+    together = [step for step, tested in used.items() if contracts and tested >= contracts]
+    # A single one is not enough for kills that are spread.
+    if len(together) > 2:
+        return together
+    steps_of = [[s for s, tested in used.items() if name in tested] for name in contracts]
+    fewest = max(3, min(map(len, steps_of), default=0))
+    return sorted({step for steps in steps_of for step in steps[-fewest:]})
 
 
 def _chains(

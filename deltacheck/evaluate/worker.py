@@ -324,8 +324,9 @@ def restore_and_check(
 def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Continue a run from its newest step, if it has one, and train to the end with checkpoints.
 
-    Each save is reported with the news if a restore of the step before it tests every contract that
-    the policy uses. The parent then ends this process with SIGKILL, except the last one.
+    Each save is reported with the news if a restore of the step before it tests the weakest
+    contract that the policy uses for leaves of each role. The parent then ends this process with
+    SIGKILL, except the last one.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
     root = run_folder / "root"
@@ -337,11 +338,9 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
         resumed, start = restore_and_check(run, saver, policy, run_folder)
     else:
         resumed, start = {"restored_step": 0}, None
-    contracts = set().union(
-        *(
-            contract.used_contracts(deltacheck.open(folder / ROOTS / OBSERVED).manifest(step))
-            for step in deltacheck.open(folder / ROOTS / OBSERVED).steps()
-        )
+    observed = deltacheck.open(folder / ROOTS / OBSERVED)
+    contracts = contract.weakest(
+        set().union(*(contract.used_contracts(observed.manifest(s)) for s in observed.steps()))
     )
     is_tested = False
     first_kill_step = resumed["restored_step"] + 3 * plan.every

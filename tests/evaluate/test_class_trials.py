@@ -85,15 +85,16 @@ def test_post_training_keeps_a_rejected_class_exact(run: Path, tmp_path: Path) -
 def test_a_simulation_measures_lost_steps_beside_the_noise(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["simulate", str(run), "--factory", f"{FACTORY}:adam", "--policy", "auto"]
-    assert main([*words, "--policy", "auto:moments=dropped", "--json"]) == 0
+    words = ["simulate", str(run), "--factory", f"{FACTORY}:adam", "--policy"]
+    policies = ("auto:moments=bounded", "auto:max_drift_octaves=7")
+    assert main([*words, policies[0], "--policy", policies[1], "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["trial_step"] > 0
     quality = {row["name"]: row for row in document["quality"]}
-    kept, dropped = quality["auto"], quality["auto:moments=dropped"]
-    # Without m, the first steps after the restore are short.
-    assert dropped["lost_steps"] > kept["lost_steps"] + 1
-    assert kept["noise_sd"] == dropped["noise_sd"] > 0
+    fresh, old = (quality[name] for name in policies)
+    # With an old m, the first steps after the restore go elsewhere.
+    assert old["lost_steps"] > fresh["lost_steps"] + 0.5
+    assert old["noise_sd"] == fresh["noise_sd"] > 0
 
 
 def test_a_run_without_other_data_has_no_noise(

@@ -551,6 +551,13 @@ def test_kills_come_where_most_contracts_are_tested() -> None:
     assert best_saves({10: set()}) == []
 
 
+def test_kills_test_contracts_that_no_save_uses_together() -> None:
+    first, later = {"first_moment bounded"}, {"first_moment reused"}
+    used = {step: first if step < 50 else later for step in range(10, 80, 10)}
+    assert best_saves(used) == [20, 30, 40, 50, 60, 70]
+    assert contract.weakest(first | later | {"master bounded"}) == later | {"master bounded"}
+
+
 def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
     plan = replace(PLAN, steps=101, every=5, kills=4, seeds=3)
     planned_kills = kills(plan)
