@@ -172,10 +172,10 @@ def _with_weights(
     parameter: Parameter,
     specs: Mapping[str, LeafSpec],
     situation: Situation,
-    given: Mapping[str, Decision],
+    decided: Mapping[str, Decision],
 ) -> dict[str, Decision]:
-    """Return the given decisions with those for the weight and the master of one parameter."""
-    decisions = dict(given)
+    """Return earlier decisions with those for the weight and the master of one parameter."""
+    decisions = dict(decided)
     master = parameter.master if _is_float32_matrix(parameter.master, specs) else None
     narrow = None if master is None else _narrow_weight(parameter, specs)
     weight = narrow if narrow is not None and specs[narrow].dtype == "bfloat16" else None

@@ -131,11 +131,11 @@ class LossySave:
             rescale: The factor by which reuse would multiply the moment of the last save. Without
                 it, the growth from zero of a young moment would look like drift.
         """
-        few = sample(values)[::_DRIFT_STRIDE].copy()
-        last, self.run.seconds[path] = self.run.seconds.get(path), few
-        if last is None or last.size != few.size:
+        elements = sample(values)[::_DRIFT_STRIDE].copy()
+        last, self.run.seconds[path] = self.run.seconds.get(path), elements
+        if last is None or last.size != elements.size:
             return
-        drift = octaves_apart(few, last * np.float32(rescale))
+        drift = octaves_apart(elements, last * np.float32(rescale))
         if drift is not None:
             self.run.drifts.append(drift)
 

@@ -50,13 +50,13 @@ def paired(
         counts: The step count of each parameter, by name.
         with_weights: True if weights without a narrow copy may be bounded, too.
     """
-    known = run.pairs
-    if known is None or known.given != leaf_roles:
-        known = Pairs(leaf_roles, leaf_roles)
-    open_names = {p.name for p in known.found.parameters if p.adam and (p.rivals or not p.paired)}
-    if not open_names or known.tries == _TRIES:
-        run.pairs = known
-        return known.found
+    pairs = run.pairs
+    if pairs is None or pairs.roles != leaf_roles:
+        pairs = Pairs(leaf_roles, leaf_roles)
+    open_names = {p.name for p in pairs.result.parameters if p.adam and (p.rivals or not p.paired)}
+    if not open_names or pairs.tries == _TRIES:
+        run.pairs = pairs
+        return pairs.result
     certain = {p.wide_weight for p in leaf_roles.parameters if p.paired and not p.rivals}
     leaves: dict[tuple[int, ...], list[str]] = {}
     for path in leaf_roles.others:
@@ -78,19 +78,19 @@ def paired(
     candidates = [sources[path] for shape in shapes for path in leaves[shape]]
     if candidates and not any(reader.stored(s.spec.path, s.spec) is not None for s in candidates):
         return replace(
-            known.found,
+            pairs.result,
             parameters=tuple(
-                replace(p, paired=False) if p.rivals else p for p in known.found.parameters
+                replace(p, paired=False) if p.rivals else p for p in pairs.result.parameters
             ),
         )
-    evidence = dict(known.evidence)
+    evidence = dict(pairs.evidence)
     for shape in shapes:
         changes = {path: _change(reader, sources[path]) for path in leaves[shape]}
         moving = {path: change for path, change in changes.items() if change is not None}
         for p in states[shape] if moving else ():
             evidence |= _evidence(run, reader, sources, p, moving, rates[p.group or ""], counts)
-    run.pairs = Pairs(leaf_roles, roles.pair(leaf_roles, evidence), evidence, known.tries + 1)
-    return run.pairs.found
+    run.pairs = Pairs(leaf_roles, roles.pair(leaf_roles, evidence), evidence, pairs.tries + 1)
+    return run.pairs.result
 
 
 def _change(reader: LeafReader, source: LeafSource) -> Any:

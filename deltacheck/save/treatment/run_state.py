@@ -91,14 +91,14 @@ class Pairs:
     """The states of an optimizer, paired with leaves by content.
 
     Attributes:
-        given: The roles as names and shapes give them.
-        found: The roles with what content has shown.
+        roles: The roles as names and shapes give them.
+        result: The roles with what content has shown.
         evidence: What it has shown, as ``policy.roles.pair`` takes it.
         tries: The number of saves that were compared with the one before.
     """
 
-    given: Roles
-    found: Roles
+    roles: Roles
+    result: Roles
     evidence: Mapping[tuple[str, str], float] = field(default_factory=dict)
     tries: int = 0
 
