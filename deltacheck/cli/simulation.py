@@ -117,8 +117,8 @@ def _show(
     first = replays[0].sizes
     output.print_line(
         f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; MEAN, LARGEST and"
-        " causes are of steady saves: without the first one, and those that begin a stable stage or"
-        " follow an event"
+        " causes are of steady saves: in the stable stage if there is one, without the first save"
+        " and those that follow an event"
     )
     output.print_line("")
     output.print_table(_SIZES, rows)

@@ -29,8 +29,8 @@ def cause_of(
 
     - ``lattice``: a master is stored on another lattice than before, so every code is new.
     - ``refresh``: moments that would have been reused were too old or had drifted too far.
-    - ``event``: a leaf that had a weaker contract is stored exactly, because an event, a resume or
-      a guard ended that contract.
+    - ``event``: a leaf that had a weaker contract is stored exactly, because an event or a guard
+      ended that contract.
     - ``keyframe``: the leaf is stored whole because it is new or its chain reached a limit.
     - ``changed``: the leaf is stored as the difference from the save before, or whole in encoded
       form because that takes hardly more bytes.

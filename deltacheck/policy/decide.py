@@ -429,7 +429,7 @@ def _moments(
     is_reused = hidden.moments == "reused" and may_be_reused and age > 0
     ratio = Decision(
         "ratio",
-        Reused(age) if is_reused else Bounded(_mean_error(hidden), "updates"),
+        Reused(age) if is_reused else Bounded(mean_error(hidden), "updates"),
         of=second,
         spacing=_MEAN_SPACING,
         limit=adam.moment_limit(*constants),
@@ -440,7 +440,7 @@ def _moments(
     return {first: ratio, second: coarse}
 
 
-def _mean_error(hidden: Hidden) -> float:
+def mean_error(hidden: Hidden) -> float:
     """Return the largest error of a first moment that is written at every save, in updates.
 
     A code errs by at most half a spacing, in units of the root of v as it is restored.

@@ -172,9 +172,10 @@ class Policy:
                 analysis has rejected, and the moments and masters of an unknown optimizer, stay
                 exact. Every save passes the same checks as without it. Default: the run is
                 measured while it saves.
-            derive: If True (default), weights that are the cast of their master are not stored: a
-                restore computes them and proves them by their digest. Fewer bytes, but plain zarr
-                finds no such weights. False: every weight is stored.
+            derive: If True (default), weights that are the cast of an exact master are not stored:
+                a restore computes them and proves them by their digest. Fewer bytes, but plain zarr
+                finds no such weights. Those of a bounded master are stored, since it lies in their
+                cells. False: every weight is stored.
             weights: ``"exact"`` (default): weights are restored bit for bit. ``"bounded"``:
                 bfloat16 weights are the cast of the bounded master and are not stored: fewer bytes
                 if many weights move between saves, but the forward pass after a restore differs
