@@ -420,7 +420,10 @@ def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
     line = ["plan", str(roots[12]), *SPEEDS, "--step-seconds", "1", "--interval-steps", "12"]
     assert main([*line, "--compare"]) == 0
     shown = capsys.readouterr()
-    table = shown.out[shown.out.index("METHOD") :].splitlines()
+    text, *told = shown.out[shown.out.index("METHOD") :].split("\n\n")
+    assert told[0] == "a restore under exact:\n  all leaves: every bit"
+    assert told[1].startswith("a restore under auto:\n  masters of bfloat16 weights: within 32")
+    table = text.splitlines()
     rows = [re.split(r" {2,}", row) for row in table]
     assert [row[0] for row in rows] == [
         "METHOD",
