@@ -132,10 +132,12 @@ class Judgement:
     """The judgement of the whole evaluation.
 
     ``holds``: recovery is correct and, if not every bit was promised, the quality is shown to be
-    the same.
+    the same. ``is_undecided``: nothing was found to be wrong, but the seeds are too few to tell the
+    quality.
     """
 
     holds: bool
+    is_undecided: bool
     size: Size
     latency: Latency
     correctness: Correctness
@@ -153,8 +155,9 @@ def judge(evidence: Evidence) -> Judgement:
         reasons += (models.reason,)
     if models.chains is not None:
         reasons += models.chains.reasons
+    is_undecided = reasons == (models.reason,) and models.final.verdict == TOO_FEW
     sizes, times = size(evidence.saves), latency(evidence.saves)
-    return Judgement(not reasons, sizes, times, recovery, models, reasons)
+    return Judgement(not reasons, is_undecided, sizes, times, recovery, models, reasons)
 
 
 def size(saves: Sequence[MeasuredSave]) -> Size:

@@ -464,13 +464,16 @@ def test_a_lossy_policy_must_show_that_the_model_is_as_good() -> None:
     assert judge(_lossy(1e-6, seeds=4)).holds
     worse = judge(_lossy(0.01, seeds=4))
     assert worse.correctness.holds  # every leaf is what was promised
-    assert not worse.holds
+    assert (worse.holds, worse.is_undecided) == (False, False)
     assert "resumed runs end elsewhere: the final loss differs by +0.01" in worse.reasons[0]
 
 
 def test_a_lossy_policy_with_too_few_seeds_does_not_hold_and_says_why() -> None:
     judgement = judge(_lossy(1e-6, seeds=1))
-    assert not judgement.holds
+    assert (judgement.holds, judgement.is_undecided) == (False, True)
+    # A contract that no restore tested is no question of seeds.
+    untested = ("first_moment bounded", "master bounded")
+    assert not judge(replace(_lossy(1e-6, seeds=1), contracts=untested)).is_undecided
     assert "not enough seeds to tell" in judgement.reasons[0]
     assert judge(
         replace(_lossy(1e-6, seeds=1), plan=PLAN)

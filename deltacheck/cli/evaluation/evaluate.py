@@ -132,7 +132,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
 ) -> None:
     """Measure size, latency, recovery and quality of the checkpoints of a run.
 
-    The exit code is 1 if a restore is wrong.
+    The exit code is 1 if a restore is wrong, and 6 if the seeds are too few to tell the quality.
     """
     from deltacheck import __version__
     from deltacheck.evaluate import machine
@@ -191,6 +191,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             f" {description['cores']} cores, {description['file_system']}"
         )
         print_evaluation(evidence, judgement, description, seconds)
+    if judgement.is_undecided:
+        raise typer.Exit(output.UNDECIDED)
     if not judgement.holds:
         raise typer.Exit(output.FOUND_DAMAGE)
 
@@ -224,6 +226,7 @@ def document(
         "framework": evidence.framework,
         "peer": evidence.peer,
         "holds": verdict["holds"],
+        "is_undecided": verdict["is_undecided"],
         "reasons": verdict["reasons"],
         "size": verdict["size"] | {"groups": content["groups"]},
         "latency": verdict["latency"],
@@ -289,7 +292,11 @@ def _write_page(
         ) from error
     final = judgement.quality.final
     facts = {
-        "verdict": "holds" if judgement.holds else "does not hold",
+        "verdict": "holds"
+        if judgement.holds
+        else "undecided"
+        if judgement.is_undecided
+        else "does not hold",
         "recovery": f"{judgement.correctness.held} of {judgement.correctness.trials}",
         "a save": f"{output.share(judgement.size.later.median)} of {evidence.peer}",
         "training waits": f"{judgement.latency.blocking.median:.2f} of {evidence.peer}",

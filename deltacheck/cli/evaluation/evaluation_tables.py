@@ -44,7 +44,7 @@ def print_evaluation(
         )
     output.print_line("")
     for reason in judgement.reasons:
-        output.print_line(f"DOES NOT HOLD: {reason}")
+        output.print_line(f"{'UNDECIDED' if judgement.is_undecided else 'DOES NOT HOLD'}: {reason}")
     if judgement.holds:
         output.print_line(f"holds ({seconds:.0f} s)")
 
