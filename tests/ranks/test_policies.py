@@ -98,7 +98,13 @@ def test_killed_deepspeed_ranks_resume_from_steps_that_keep_their_promises(tmp_p
                 assert manifest.contracts.keys() <= state.keys()
                 restored = policy_zero.restored_leaves(run, step, state)
                 problems = broken(
-                    state, restored, manifest, before.__getitem__, 1e-5, policy_zero.weight_of
+                    state,
+                    restored,
+                    manifest,
+                    before.__getitem__,
+                    1e-5,
+                    policy_zero.weight_of,
+                    count=step,
                 )
                 assert problems == []
             promises = run.manifest().contracts.values()

@@ -675,8 +675,11 @@ DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "fractions that no octave has": ("drawn octaves", {"fraction_bits": 8}),
     "fractions of another type of codes": ("drawn octaves", {"fraction_bits": 0}),
     "an infinite scale": ("drawn octaves", {"scale": 1e39}),
-    "a first moment without a limit": ("drawn octaves", {"limit": 0.0}),
-    "a first moment of another type": ("drawn octaves", {"first": "model/w0"}),
+    "a first moment without a limit": (
+        "drawn octaves",
+        {"first": "optimizer/state/0/master", "limit": 0.0},
+    ),
+    "a first moment of another type": ("drawn octaves", {"first": "model/w0", "limit": 1.0}),
     "ratios to nothing": ("policy ratio", {"of": ""}),
     "ratios to no float32": ("policy ratio", {"of": "model/w0"}),
     "ratios of another type": ("policy ratio", {"how": "octaves"}),

@@ -47,6 +47,7 @@ def broken(
     rate: float | Mapping[str, float],
     weight_of: Callable[[str], str] = torch_weight,
     peak: float | Mapping[str, float] = 0.0,
+    count: float = np.inf,
 ) -> list[str]:
     """Return the leaves of a restored state that do not keep the contract of the manifest.
 
@@ -59,6 +60,7 @@ def broken(
             by no optimizer and may not err.
         weight_of: Return the path of the weight of a bounded master.
         peak: The largest learning rate of the run, 1/32 of which may be the unit of an error.
+        count: The updates of the optimizer, if ``live`` does not hold their number.
     """
     before, after = flat(live), flat(restored)
     problems = [f"{path}: not in both" for path in before.keys() ^ after.keys()]
@@ -66,7 +68,8 @@ def broken(
         now, most = (
             value.get(path, 0.0) if isinstance(value, Mapping) else value for value in (rate, peak)
         )
-        problem = _problem(path, before, after, manifest, live_at, (now, max(now, most / 32)))
+        rates = (now, max(now, most / 32))
+        problem = _problem(path, before, after, manifest, live_at, rates, count)
         if problem:
             problems.append(f"{path}: {problem}")
     return problems + _casts(before, after, manifest, weight_of)
@@ -79,6 +82,7 @@ def _problem(
     manifest: Any,
     live_at: Callable[[int], Any],
     rates: tuple[float, float],
+    count: float,
 ) -> str:
     old, new = np.asarray(before[path]), np.asarray(after[path])
     if (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -96,7 +100,7 @@ def _problem(
             # Equal bits have no error: the elements of an exact tile may be NaN.
             "lr": lambda: np.where(_equal(old, new), 0, np.abs(a - b)).max() / unit,
             "octaves": lambda: _octaves(a, b).max(),
-            "updates": lambda: _update_changes(path, a, b, before).max(),
+            "updates": lambda: _update_changes(path, a, b, before, count).max(),
             "l2": lambda: np.linalg.norm(a - b) / np.linalg.norm(a),
         }[terms.norm]()
         if not error <= terms.limit * SLACK:
@@ -162,11 +166,11 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
     return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)
 
 
-def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any]) -> Any:
+def _update_changes(path: str, a: Any, b: Any, before: Mapping[str, Any], count: float) -> Any:
     """Return by how many learning rates an update of Adam changes if b replaces a."""
     variance = np.asarray(before[path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/")])
     counts = (path.replace("exp_avg", "step"), path.partition("/mu/")[0] + "/count")
-    count = next((float(before[p]) for p in counts if p in before), np.inf)
+    count = next((float(before[p]) for p in counts if p in before), count)
     roots = np.sqrt(variance.astype(np.float64) / (1 - BETA2**count))
     is_tiny = (np.maximum(np.abs(a), np.abs(b)) < 2.0**-60) & (variance < 2.0**-126)
     with np.errstate(divide="ignore", invalid="ignore"):
