@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -209,7 +210,7 @@ class Chain:
             from deltacheck.backends.orbax import manager
 
             self._saver = manager(self.root, policy=policy)
-        self._size = bytes_on_disk(self.root)
+        self._size = _bytes_of(self.root)
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> None:
         """Save a step, and wait for it."""
@@ -220,7 +221,7 @@ class Chain:
 
             self._saver.save(step, args=DeltaSaveArgs(state, metrics=metrics))
             self._saver.wait_until_finished()
-        size = bytes_on_disk(self.root)
+        size = _bytes_of(self.root)
         self.bytes[step], self._size = size - self._size, size
         self.stages[step] = getattr(deltacheck.open(self.root).manifest(step), "stage", "")
 
@@ -245,3 +246,10 @@ class Chain:
 
     def close(self) -> None:
         self._saver.close()
+
+
+def _bytes_of(root: Path) -> int:
+    """Return the bytes of a root, beside merges that remove files of earlier saves."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return bytes_on_disk(root)

@@ -144,8 +144,9 @@ def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROU
     A live state of Adam has none. Elements whose least v is below the normal numbers of float32 do
     not count: v has lost its precision there, and may be 0.
     """
-    square = np.square(first, dtype=np.float64)
-    bound = limit * (1 + tolerance) * second.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        square = np.square(first, dtype=np.float64)
+        bound = limit * (1 + tolerance) * second.astype(np.float64)
     visible = square / limit > 2.0**-126
     return int(np.count_nonzero(((square > bound) & visible) | ~(second >= 0)))
 

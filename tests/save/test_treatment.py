@@ -135,6 +135,22 @@ def test_every_bound_holds_from_the_first_save_on(saves: Any, betas: Any, every:
                 assert measured[name] <= limit
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0xFF800000], ids=["sNaN", "NaN", "-inf"])
+def test_leaves_that_are_not_finite_are_exact_and_raise_no_warning(saves: Any, bits: int) -> None:
+    made = saves(Policy.auto(derive=False))
+    for _ in range(3):
+        made.run.advance(10)
+        state = made.run.state()
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            state["optimizer"]["state"][0][name].reshape(-1).view(np.uint32)[5] = bits
+        made.engine.save(made.run.step, state).result()
+    contracts = made.manifest().contracts
+    assert {path.split("/")[2] for path in contracts} == {"1"}
+    found, live = (s["optimizer"]["state"][0] for s in (made.restored(), state))
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        np.testing.assert_array_equal(found[name].view(np.uint32), live[name].view(np.uint32))
+
+
 def test_an_error_that_is_not_allowed_makes_both_moments_exact(
     saves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,9 +101,10 @@ def _change(reader: LeafReader, source: LeafSource) -> Any:
     last = reader.stored(source.spec.path, source.spec)
     if last is None:
         return None
-    change = sample(reader.live(source)).astype(np.float64) - sample(last)
-    change -= change.mean()
-    return change if 0 < np.vdot(change, change) < np.inf else None
+    with np.errstate(invalid="ignore", over="ignore"):  # a leaf may have NaN and infinities
+        change = sample(reader.live(source)).astype(np.float64) - sample(last)
+        change -= change.mean()
+        return change if 0 < np.vdot(change, change) < np.inf else None
 
 
 def _evidence(

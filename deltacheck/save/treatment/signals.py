@@ -172,7 +172,8 @@ def scale_of(parts: Iterable[Array]) -> tuple[float, int]:
     """
     squares, count = 0.0, 0
     for part in parts:
-        values = sample(part).astype(np.float64)
-        squares += float(np.vdot(values, values))
+        with np.errstate(invalid="ignore", over="ignore"):  # a master may have NaN and infinities
+            values = sample(part).astype(np.float64)
+            squares += float(np.vdot(values, values))
         count += values.size
     return squares, count

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import Policy, errors
 from deltacheck.backends.hugging_face import base_root as base_roots
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.cli.output import OK
+from deltacheck.leaf.contracts import Bounded
 from deltacheck.maintain import branch as branches
 from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same, random_tensor
@@ -107,6 +108,50 @@ def test_eight_runs_of_a_base_take_at_most_half_more_than_one(place: Path) -> No
             assert_same(engine.restore(), state(number + 1))
             assert engine.save(11, state(number + 2)).result(60).stored_bytes < 40_000
     assert deltacheck.open(runs[0]).verify(deep=True) == []
+
+
+def adam_state(model: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state of AdamW with a master for each weight, after ten steps."""
+    random = torch.Generator().manual_seed(1)
+    entries = {}
+    for name, weight in model.items():
+        gradients = torch.randn(10, *weight.shape, generator=random) * 1e-3
+        first, second = torch.zeros(weight.shape), torch.zeros(weight.shape)
+        for gradient in gradients:
+            first.mul_(0.9).add_(gradient, alpha=0.1)
+            second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        entries[name] = {
+            "step": torch.tensor(10.0),
+            "exp_avg": first,
+            "exp_avg_sq": second,
+            "master": weight.float(),
+        }
+    group = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "params": list(entries)}
+    return {"state": entries, "param_groups": [group]}
+
+
+def test_a_first_save_under_auto_is_changes_to_the_base_and_a_bounded_optimizer(
+    tmp_path: Path,
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    model = {
+        f"{n}.weight": (torch.randn(300, 500, generator=random) / 50).bfloat16() for n in range(3)
+    }
+    (tmp_path / "normal").mkdir()
+    save_file(model, tmp_path / "normal" / "model.safetensors")
+    (tmp_path / "normal" / "config.json").write_text("{}")
+    for tensor in model.values():
+        tensor.view(torch.int16).flatten()[:100] += 1
+    saved = {"model": model, "optimizer": adam_state(model)}
+    with Engine(tmp_path / "run", policy=Policy.auto(), base=tmp_path / "normal") as engine:
+        report = engine.save(10, saved).result(60)
+        assert report is not None
+        # Codes of 8 bits for each moment at most, and some of the masters.
+        assert report.stored_bytes < 0.1 * report.raw_bytes
+        assert_same(engine.restore()["model"], model)
+    promises = deltacheck.open(tmp_path / "run").manifest().contracts
+    assert len(promises) == 9
+    assert all(isinstance(promise.terms, Bounded) for promise in promises.values())
 
 
 def test_the_tools_work_on_a_run_with_a_base(
