@@ -167,6 +167,7 @@ def plan(  # noqa: PLR0913 - one argument per option
     as_json: Json = False,
 ) -> None:
     """Predict bytes, blocking and restore time, the best interval, and whether deltas pay."""
+    from deltacheck.evaluate.offline.policy_replay import policy_of
     from deltacheck.profile import planner
     from deltacheck.profile.rates import scaled
 
@@ -237,7 +238,9 @@ def plan(  # noqa: PLR0913 - one argument per option
     else:
         _print(prediction, rates, machine, run, ways, asked)
         for name in _COMPARED if compare else filter(None, (policy,)):
-            _print_promises(name)
+            output.print_line(f"\na restore under {name}:")
+            for line in policy_of(name).promises():
+                output.print_line(f"  {line}")
         for name, reason in unsteady.items():
             output.warn(f"{name} is not in the table: {reason}")
         if not compare and profile is None:
@@ -435,17 +438,6 @@ def _print(
     for row in rows:
         row["name"] = _SHORT_NAMES.get(str(row["name"]), row["name"])
     output.print_table(columns, rows)
-
-
-def _print_promises(policy: str) -> None:
-    """Print what a restore gives back under a policy."""
-    from deltacheck.evaluate.offline.policy_replay import policy_of
-    from deltacheck.policy.promises import promises
-
-    output.print_line("")
-    output.print_line(f"a restore under {policy}:")
-    for line in promises(policy_of(policy)):
-        output.print_line(f"  {line}")
 
 
 # Rows of 80 columns.

@@ -16,17 +16,12 @@ from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.parameters import Hyperparameters, Parameter
-from deltacheck.policy.presets import Hidden, Policy
+from deltacheck.policy.presets import MEAN_SPACING, Hidden, Policy
 from deltacheck.policy.stage import DEGRADED, STABLE
 
 # Smaller leaves and leaves of one axis are always exact: they take hardly any bytes, and norms are
 # sensitive (law 6).
 LEAST_ELEMENTS = 1024
-# Spacing of first moments, in learning rates of the update m / sqrt(v) that they cause. They are
-# fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
-# costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
-# "Precision of a reused first moment"), and at twice this spacing one more.
-_MEAN_SPACING = 0.5
 # Spacing of a lattice in units of the permitted error. An element errs by at most half a spacing.
 # A first lattice is as coarse as possible, because codes then change the least. It stays within the
 # limits of the second line (``master_lattice``). The range of the first is spread over the leaves,
@@ -429,24 +424,15 @@ def _moments(
     is_reused = hidden.moments == "reused" and may_be_reused and age > 0
     ratio = Decision(
         "ratio",
-        Reused(age) if is_reused else Bounded(mean_error(hidden), "updates"),
+        Reused(age) if is_reused else Bounded(hidden.mean_error_updates, "updates"),
         of=second,
-        spacing=_MEAN_SPACING,
+        spacing=MEAN_SPACING,
         limit=adam.moment_limit(*constants),
     )
     if is_reused:
         terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
         coarse = replace(coarse, terms=terms)
     return {first: ratio, second: coarse}
-
-
-def mean_error(hidden: Hidden) -> float:
-    """Return the largest error of a first moment that is written at every save, in updates.
-
-    A code errs by at most half a spacing, in units of the root of v as it is restored.
-    """
-    error = 0.5 * _MEAN_SPACING * math.exp2(hidden.moment_error_octaves / 2)
-    return (math.floor(100 * error) + 1) / 100
 
 
 def reusable_steps(hidden: Hidden, step: int | None, beta2: float) -> int:

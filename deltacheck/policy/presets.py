@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ MASTER_ERROR_LR = 32.0
 # with it in the last tenth of a cosine ended far within the noise between data orders
 # (docs/explanation/stability.md).
 RATE_FLOOR = 1 / 32
+
+# Spacing of first moments, in learning rates of the update m / sqrt(v) that they cause. They are
+# fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
+# costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
+# "Precision of a reused first moment"), and at twice this spacing one more.
+MEAN_SPACING = 0.5
 
 # If every word changes, a restore then decodes at most seven times the state instead of 33 times,
 # and four to six deltas follow each keyframe.
@@ -59,6 +66,15 @@ class Hidden:
     float32_weights: str = "exact"
     rate_floor: float = RATE_FLOOR
 
+    @property
+    def mean_error_updates(self) -> float:
+        """The largest error of a first moment that is written at every save, in updates.
+
+        A code errs by at most half a spacing, in units of the root of v as it is restored.
+        """
+        error = 0.5 * MEAN_SPACING * math.exp2(self.moment_error_octaves / 2)
+        return (math.floor(100 * error) + 1) / 100
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -95,6 +111,39 @@ class Policy:
     def is_exact(self) -> bool:
         """Return True if every leaf is stored as it is, independently of other leaves."""
         return self.hidden is None and not self.derive
+
+    def promises(self) -> list[str]:
+        """Return what a restore gives back, for people.
+
+        Returns:
+            One line for each kind of leaf.
+        """
+        hidden = self.hidden
+        if hidden is None:
+            return ["all leaves: every bit"]
+        master = f"within {hidden.master_error_lr:g} learning rates"
+        wide = [f"float32 weights: {master}"] if hidden.float32_weights == "bounded" else []
+        narrow = (
+            f"masters of bfloat16 weights: {master}, and in the cell of their weight"
+            if hidden.weights == "exact"
+            else f"bfloat16 weights: the cast of their master, which is {master}"
+        )
+        bounded = [
+            f"second moments of Adam: within {hidden.moment_error_octaves:g} octaves",
+            f"first moments of Adam: within {hidden.mean_error_updates:g} updates",
+        ]
+        reused = (
+            "moments once the run is stable: those of one earlier step, at most"
+            f" {hidden.max_age_steps or '1 / (1 - beta2)'} updates old; each resume then costs 2 to"
+            " 3.5 steps of progress (measured with beta1 = 0.9)"
+        )
+        return [
+            *wide,
+            narrow,
+            *(bounded if hidden.moments != "exact" else []),
+            *([reused] if hidden.moments == "reused" else []),
+            "all other leaves, and all leaves of a save after an event: every bit",
+        ]
 
     @classmethod
     def exact(
