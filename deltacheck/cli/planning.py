@@ -238,9 +238,9 @@ def plan(  # noqa: PLR0913 - one argument per option
     else:
         _print(prediction, rates, machine, run, ways, asked)
         for name in _COMPARED if compare else filter(None, (policy,)):
-            output.print_line(f"\na restore under {name}:")
-            for line in policy_of(name).promises():
-                output.print_line(f"  {line}")
+            promises = (f"  {line}" for line in policy_of(name).promises())
+            for line in ("", f"a restore under {name}:", *promises):
+                output.print_line(line)
         for name, reason in unsteady.items():
             output.warn(f"{name} is not in the table: {reason}")
         if not compare and profile is None:

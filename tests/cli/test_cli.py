@@ -1357,6 +1357,7 @@ def test_every_documented_exit_code_is_the_programs() -> None:
         o.NOT_FOUND,
         o.DAMAGED,
         o.REFUSED,
+        o.UNDECIDED,
         o.DEFECT,
         o.INTERRUPTED,
         o.BROKEN_PIPE,
