@@ -115,7 +115,7 @@ class RunState:
         zeroed: Parameters whose stored moments were found to be zero again, by name.
         drifts: Drifts of second moments in octaves, measured while the last save was captured.
         lattices: The lattice of each master, by path.
-        scales: The root mean square of each master, by path, sampled once.
+        scales: The root mean square of each master, by path, as it was sampled last.
         clocks: The time that spreads the writes of reused moments, by parameter group.
         stored_pairs: The time at which the reused moments of a parameter were stored, by name.
         counts: The optimizer's step count at the last save, by parameter name.
