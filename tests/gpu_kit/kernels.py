@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -128,26 +129,28 @@ def run_tests(context: Context, *files: str) -> Result:
     command += ["-c", str(Path(__file__).with_name("pytest.ini")), f"--junitxml={report}"]
     # The folder of the settings would otherwise hide tests/conftest.py.
     command += [f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}"]
+    # A folder of its own: at its end pytest would else delete what other sessions have left.
+    command += [f"--basetemp={context.folder / 'tests'}"]
     # The emulator repeats every case of the codec's contract; the rehearsal needs a few.
     command += ["-k", "emulated and not case and not vector"] if context.rehearse else ["-m", "gpu"]
     command += [str(_TESTS / file) for file in files]
     platforms = "cpu" if context.rehearse else "cuda,cpu"
-    environment = os.environ | {"JAX_PLATFORMS": platforms}
+    environment = os.environ | {"JAX_PLATFORMS": platforms, "PYTHONFAULTHANDLER": "1"}
     # To a file: what the tests printed before a limit ended them is needed most.
     log = context.folder / "tests.log"
-    try:
-        with log.open("w") as output:
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=context.seconds_left(),
-            )
-    finally:
-        print(log.read_text(errors="replace")[-20_000:], file=sys.stderr)
+    with log.open("w") as output:
+        tests = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = tests.wait(context.seconds_left())
+        except subprocess.TimeoutExpired:
+            # Not killed: its fault handler writes where each thread is.
+            tests.send_signal(signal.SIGABRT)
+            tests.wait()
+            raise
+        finally:
+            print(log.read_text(errors="replace")[-20_000:], file=sys.stderr)
     if not report.exists():
-        raise RuntimeError(f"pytest ended with {done.returncode}; see the log of this part")
+        raise RuntimeError(f"pytest ended with {status}; see the log of this part")
     suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}

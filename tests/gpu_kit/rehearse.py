@@ -63,7 +63,7 @@ def _run(command: list[str], out: Path) -> int:
     print(f"rehearsed in {time.monotonic() - start:.0f} s, exit status {status}", flush=True)
     if status:
         for log in sorted(out.glob("*.log")):
-            print(f"--- {log.name}", log.read_text(errors="replace")[-4000:], sep="\n")
+            print(f"--- {log.name}", log.read_text(errors="replace")[-20_000:], sep="\n")
     return status
 
 
