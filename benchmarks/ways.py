@@ -250,6 +250,7 @@ class Chain:
 
 def _bytes_of(root: Path) -> int:
     """Return the bytes of a root, beside merges that remove files of earlier saves."""
-    while True:
+    while root.exists():
         with contextlib.suppress(FileNotFoundError):
             return bytes_on_disk(root)
+    raise FileNotFoundError(f"{root} does not exist")

@@ -78,7 +78,7 @@ def check(
     state_at = cache(lambda earlier: live if earlier == step else live_at(earlier))
     counts_at = cache(lambda earlier: step_counts(state_at(earlier)))
     assignment = roles.prove(
-        roles.find(live.specs, live.numbers),
+        live.roles,
         lambda weight, master: not _outside_cells(live.arrays[master], live.arrays[weight]),
     )
     roles_of = assignment.of()
@@ -177,10 +177,9 @@ def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple
 
 def learning_rates(live: Snapshot) -> dict[str, float]:
     """Return the learning rate of each weight and master: of the state, else of the run."""
-    assignment = roles.find(live.specs, live.numbers)
-    by_group = hyperparameters(assignment, live.numbers)
+    by_group = hyperparameters(live.roles, live.numbers)
     rates: dict[str, float] = {}
-    for parameter in assignment.parameters:
+    for parameter in live.roles.parameters:
         group = by_group.get(parameter.group or "")
         rate = live.run_rate if group is None or group.lr is None else group.lr
         if rate is not None:
@@ -191,16 +190,15 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
 
 def trained_weights(state: Snapshot) -> dict[str, NDArray[np.float32]]:
     """Return the weights that an optimizer updates, masters if there are any, by path."""
-    assignment = roles.find(state.specs, state.numbers)
-    paths = [parameter.master or parameter.weight for parameter in assignment.parameters]
-    present = [path for path in paths if path is not None] or list(assignment.weights)
+    paths = [parameter.master or parameter.weight for parameter in state.roles.parameters]
+    present = [path for path in paths if path is not None] or list(state.roles.weights)
     return {path: state.arrays[path].astype(np.float32) for path in present}
 
 
 def step_counts(live: Snapshot) -> dict[str, float]:
     """Return the optimizer's step count of each moment whose state holds one."""
     counts: dict[str, float] = {}
-    for parameter in roles.find(live.specs, live.numbers).parameters:
+    for parameter in live.roles.parameters:
         count = live.numbers.get(parameter.count or "")
         if isinstance(count, int | float):
             moments = (parameter.first, parameter.second)
@@ -479,7 +477,7 @@ def _roots(parameter: Parameter | None, live: Snapshot) -> NDArray[np.float64] |
 
 
 def _constants(parameter: Parameter, live: Snapshot) -> tuple[float, float] | None:
-    groups = hyperparameters(roles.find(live.specs, live.numbers), live.numbers)
+    groups = hyperparameters(live.roles, live.numbers)
     group = groups.get(parameter.group or "")
     if group is None or group.beta1 is None or group.beta2 is None:
         return None

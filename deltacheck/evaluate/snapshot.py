@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,11 +20,13 @@ from numpy.typing import NDArray
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
+from deltacheck.policy import roles
+from deltacheck.policy.parameters import Roles
 
 Array: TypeAlias = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """A flattened state in host memory.
 
@@ -39,6 +42,11 @@ class Snapshot:
     ties: Mapping[str, str]
     numbers: Mapping[str, object]
     run_rate: float | None = None
+
+    @cached_property
+    def roles(self) -> Roles:
+        """The roles of the leaves, by their names."""
+        return roles.find(self.specs, self.numbers)
 
 
 def take(

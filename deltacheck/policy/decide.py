@@ -156,7 +156,7 @@ def decide(
         return decisions
     decisions |= _moments(hidden, parameter, specs, situation, may_be_reused=stage == STABLE)
     if parameter.paired:
-        decisions = _with_weights(hidden, parameter, specs, situation, decisions)
+        decisions = _with_weights(hidden, parameter, specs, situation, decisions, master, narrow)
     if stage == DEGRADED:
         return {path: decision for path, decision in decisions.items() if decision.terms is None}
     return decisions
@@ -168,11 +168,18 @@ def _with_weights(
     specs: Mapping[str, LeafSpec],
     situation: Situation,
     decided: Mapping[str, Decision],
+    master: str | None,
+    narrow: str | None,
 ) -> dict[str, Decision]:
-    """Return earlier decisions with those for the weight and the master of one parameter."""
+    """Return earlier decisions with those for the weight and the master of one parameter.
+
+    Args:
+        hidden, parameter, specs, situation: As for ``decide``.
+        decided: The earlier decisions.
+        master: The float32 master, ``None`` if it is absent or small.
+        narrow: The weight of 16 bits that may be its cast, ``None`` without one.
+    """
     decisions = dict(decided)
-    master = parameter.master if _is_float32_matrix(parameter.master, specs) else None
-    narrow = None if master is None else _narrow_weight(parameter, specs)
     weight = narrow if narrow is not None and specs[narrow].dtype == "bfloat16" else None
     if hidden.float32_weights == "bounded" and weight is None:
         wide = _wide_weight(hidden, parameter, specs, situation)

@@ -93,12 +93,21 @@ class Treatment:
         """
         if self._policy.hidden is None:
             return None
-        scales = self._scales(self._roles_and_rates(state)[0], state)
-        return msgspec.structs.replace(self._signals(step, state), scales=scales)
-
-    def _signals(self, step: int, state: HeldState) -> Signals:
-        """Return the signals of a process that saves alone: without scales."""
         leaf_roles, rates, numbers = self._roles_and_rates(state)
+        return msgspec.structs.replace(
+            self._signals(step, state, leaf_roles, rates, numbers),
+            scales=self._scales(leaf_roles, state),
+        )
+
+    def _signals(
+        self,
+        step: int,
+        state: HeldState,
+        leaf_roles: Roles,
+        rates: Mapping[str, Hyperparameters],
+        numbers: Mapping[str, object],
+    ) -> Signals:
+        """Return the signals of a process that saves alone: without scales."""
         metrics, run = state.metrics, self._run
         constants = tuple((group, rate.beta1, rate.beta2) for group, rate in rates.items())
         return Signals(
@@ -180,7 +189,7 @@ class Treatment:
         # Before any decision: an event of this very step must already end the stable stage.
         signals = agreed.signals
         if signals is None and self._policy.hidden is not None:
-            signals = self._signals(step, state)
+            signals = self._signals(step, state, leaf_roles, rates, numbers)
         if signals is not None:
             is_resumed = self._run.detector.last is None
             events = tuple(event.what for event in self._observe(step, signals))
