@@ -19,14 +19,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
 PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
-# Where the sources of libzstd and c-blosc are unpacked.
-LIBRARIES := build/libraries
-
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install libraries demo docs site test test-tools coverage ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install demo docs site test test-tools coverage ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,8 +31,6 @@ help:  ## list the targets
 venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
 
 build install: $(VENV)/.stamp-install  ## build the native module and install the package, editable, with everything it is tested with
-
-libraries: $(LIBRARIES)/.stamp  ## download the sources of libzstd and c-blosc by hash, which every build needs
 
 demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, compare; a page of figures in build/demo (minutes, CPU only)
 	$(BIN)/python -m deltacheck.evaluate.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
@@ -255,7 +250,7 @@ PYTHONS ?=
 DIST ?= dist
 DELTACHECK_CUDA ?= AUTO
 
-wheel: $(LIBRARIES)/.stamp build/wheels/tools/.stamp  ## build sdist and manylinux wheels into dist/ (PYTHONS="3.11 3.12" DELTACHECK_CUDA=OFF; minutes)
+wheel: build/wheels/tools/.stamp  ## build sdist and manylinux wheels into dist/ (PYTHONS="3.11 3.12" DELTACHECK_CUDA=OFF; minutes)
 	$(BIN)/python -m tests.wheels.build $(DIST) --pythons "$(PYTHONS)" --cuda $(DELTACHECK_CUDA)
 
 wheel-test: $(VENV)/.stamp-install  ## try each wheel in a bare environment: kill, resume, verify in torch and JAX; bytes as in .venv (minutes)
@@ -265,7 +260,7 @@ wheel-test: $(VENV)/.stamp-install  ## try each wheel in a bare environment: kil
 ENVIRONMENTS ?=
 
 .PHONY: versions
-versions: $(LIBRARIES)/.stamp  ## run the core suites with the oldest and newest Python, torch, JAX, Orbax, TensorStore, NumPy (PYTHONS="3.12" ENVIRONMENTS="newest-jax"; gigabytes)
+versions: $(VENV)/.stamp-venv  ## run the core suites with the oldest and newest Python, torch, JAX, Orbax, TensorStore, NumPy (PYTHONS="3.12" ENVIRONMENTS="newest-jax"; gigabytes)
 	$(BIN)/python -m tests.versions.run --pythons "$(PYTHONS)" --environments "$(ENVIRONMENTS)" $(ARGS)
 
 # Not in .venv: nothing else needs it. scikit-build-core writes the source distribution.
@@ -302,16 +297,6 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	touch $@
 
-# pip compares the hashes before it runs anything of the packages.
-$(LIBRARIES)/.stamp: $(VENV)/.stamp-venv library-sources.txt build-constraints.txt
-	rm -rf $(@D)
-	$(PIP) download --quiet --no-deps --no-binary zstd,blosc --require-hashes -r library-sources.txt --build-constraint build-constraints.txt -d $(@D)
-	for name in zstd blosc; do mkdir $(@D)/$$name && tar -xzf $(@D)/$$name-*.tar.gz -C $(@D)/$$name --strip-components 1; done
-	touch $@
-
-$(VENV)/.stamp-install: $(VENV)/.stamp-torch $(LIBRARIES)/.stamp pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
-	$(PIP) install --editable '.[all,test,lint]' $(PINNED) \
-		--config-settings=cmake.define.DELTACHECK_ZSTD_SOURCE_DIR="$(CURDIR)/$(LIBRARIES)/zstd/zstd/lib" \
-		--config-settings=cmake.define.DELTACHECK_BLOSC_SOURCE_DIR="$(CURDIR)/$(LIBRARIES)/blosc/blosc/c-blosc" \
-		--config-settings=cmake.define.DELTACHECK_EMULATOR=ON
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+	$(PIP) install --editable '.[all,test,lint]' $(PINNED) --config-settings=cmake.define.DELTACHECK_EMULATOR=ON
 	touch $@

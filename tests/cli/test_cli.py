@@ -615,7 +615,7 @@ def seen_on_terminal(command: list[str]) -> tuple[str, str]:
 
 
 def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
-    command = [sys.executable, "-m", "deltacheck.cli", "verify", str(run.root), "--deep"]
+    command = [sys.executable, "-m", "deltacheck", "verify", str(run.root), "--deep"]
     seen, out = seen_on_terminal(command)
     assert "reading" in seen
     assert "reading" not in out
@@ -627,7 +627,7 @@ def test_an_import_shows_its_progress_on_a_terminal_only(tmp_path: Path) -> None
     files = [str(tmp_path / f"model-{step}.safetensors") for step in (1, 2)]
     for file in files:
         save_file({"weight": torch.randn(200, 200)}, file)
-    command = [sys.executable, "-m", "deltacheck.cli", "import"]
+    command = [sys.executable, "-m", "deltacheck", "import"]
     seen, out = seen_on_terminal([*command, str(tmp_path / "root"), *files])
     assert "importing" in seen
     size = 2 * os.path.getsize(files[0]) / 1024  # both files, when the last is committed
@@ -664,7 +664,7 @@ def test_tables_fit_the_terminal_and_name_the_columns_that_they_leave_out(
 ) -> None:
     for command in (["log"], ["show"], ["diff", "0", "25"]):
         ours, theirs = pty.openpty()
-        line = [sys.executable, "-m", "deltacheck.cli", command[0], str(run.root), *command[1:]]
+        line = [sys.executable, "-m", "deltacheck", command[0], str(run.root), *command[1:]]
         environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
         subprocess.run(line, stdout=theirs, timeout=60, check=True, env=environment)
         os.close(theirs)
@@ -1260,7 +1260,7 @@ def test_a_closed_pipe_ends_the_command_without_a_message(run: Run, line: list[s
     os.close(read)
     arguments = line if "--help" in line else [line[0], str(run.root), *line[1:]]
     result = subprocess.run(
-        [sys.executable, "-m", "deltacheck.cli", *arguments],
+        [sys.executable, "-m", "deltacheck", *arguments],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
@@ -1272,7 +1272,7 @@ def test_a_closed_pipe_ends_the_command_without_a_message(run: Run, line: list[s
 
 def test_a_pipe_into_head_prints_no_message(run: Run) -> None:
     for line in ("--help", f"show {run.root} 25 --json", f"ls {run.root}"):
-        command = f"{sys.executable} -m deltacheck.cli {line} | head -n 1"
+        command = f"{sys.executable} -m deltacheck {line} | head -n 1"
         result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
         assert result.stderr == ""
         assert len(result.stdout.splitlines()) == 1
@@ -1280,7 +1280,7 @@ def test_a_pipe_into_head_prints_no_message(run: Run) -> None:
 
 def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Run) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "deltacheck.cli", "ls", str(run.root)]
+        command = [sys.executable, "-m", "deltacheck", "ls", str(run.root)]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 5
     assert done.stderr == "deltacheck: No space left on device\n"

@@ -566,7 +566,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_the_command_prints_its_address_and_ends_with_an_interrupt(hostile: Path) -> None:
-    command = [sys.executable, "-m", "deltacheck.cli", "view", str(hostile), "--json"]
+    command = [sys.executable, "-m", "deltacheck", "view", str(hostile), "--json"]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

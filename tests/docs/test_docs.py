@@ -65,7 +65,7 @@ def script(page: Path) -> str:
                     f"{named(page)} shows a command that no test can run: {command}"
                 )
                 lines.append(
-                    f"subprocess.run([sys.executable, '-m', 'deltacheck.cli', *{arguments!r}],"
+                    f"subprocess.run([sys.executable, '-m', 'deltacheck', *{arguments!r}],"
                     " check=True)"
                 )
     return "\n".join(lines)

@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument(
         "--without-cuda", action="store_true", help="no CUDA code: for a rehearsal without nvcc"
     )
-    parser.add_argument("--libraries", type=Path, default=REPOSITORY / "build/libraries")
     options = parser.parse_args()
     start = time.monotonic()
     work = options.folder.resolve().with_name(f"{options.folder.name}-work")
@@ -46,9 +45,10 @@ def main() -> None:
     shutil.rmtree(kit, ignore_errors=True)
     (kit / "wheels").mkdir(parents=True)
     cuda = "0.0" if options.without_cuda else nvcc_release()
-    settings = library_settings(options.libraries.resolve())
-    settings["DELTACHECK_CUDA"] = "OFF" if options.without_cuda else "ON"
-    settings["DELTACHECK_EMULATOR"] = "ON"  # lets the rehearsal run the kernels
+    settings = {
+        "DELTACHECK_CUDA": "OFF" if options.without_cuda else "ON",
+        "DELTACHECK_EMULATOR": "ON",  # lets the rehearsal run the kernels
+    }
     build_wheel(pip, REPOSITORY, kit / "wheels", settings)
     download_wheels(pip, kit / "wheels")
     for name in _SOURCES:
@@ -119,14 +119,6 @@ def nvcc_release() -> str:
     release = re.search(r"release (\d+\.\d+)", output)
     assert release is not None, output
     return release[1]
-
-
-def library_settings(libraries: Path) -> dict[str, str]:
-    """Return the CMake settings that name the sources of libzstd and c-blosc."""
-    return {
-        "DELTACHECK_ZSTD_SOURCE_DIR": str(libraries / "zstd/zstd/lib"),
-        "DELTACHECK_BLOSC_SOURCE_DIR": str(libraries / "blosc/blosc/c-blosc"),
-    }
 
 
 def build_wheel(pip: list[str], source: Path, folder: Path, settings: dict[str, str]) -> None:

@@ -27,7 +27,6 @@ from tests.gpu_kit.build import (
     REPOSITORY,
     build_wheel,
     find_python,
-    library_settings,
     pip_of,
 )
 from tests.wheels.build import STABLE
@@ -49,7 +48,7 @@ TOOLS = (
 )
 # What tests import or read
 COPIED = ("benchmarks", "docs", "examples", "tests", "pyproject.toml")
-NATIVE = ("CMakeLists.txt", "pyproject.toml", "build-constraints.txt", "library-sources.txt")
+NATIVE = ("CMakeLists.txt", "pyproject.toml", "build-constraints.txt")
 SHOWN = ("numpy", "tensorstore", "jax", "orbax-checkpoint", "torch")
 VERSIONS = f"""
 import json, platform
@@ -284,8 +283,7 @@ def own_wheel(pip: list[str], version: str, folder: Path) -> Path:
     if not (stamp.exists() and stamp.read_text() == state):
         shutil.rmtree(home, ignore_errors=True)
         start = time.monotonic()
-        settings = library_settings(REPOSITORY / "build/libraries") | {"DELTACHECK_CUDA": "OFF"}
-        build_wheel(pip, REPOSITORY, home, settings)
+        build_wheel(pip, REPOSITORY, home, {"DELTACHECK_CUDA": "OFF"})
         print(f"built for Python {version} in {time.monotonic() - start:.0f} s", flush=True)
         stamp.write_text(state)
     return given_wheel(home, version)

@@ -117,6 +117,8 @@ def size_problem(name: str, size: int, *, with_cuda: bool) -> str:
 
 def build_source(folder: Path, tools: Path) -> Path:
     """Write the source distribution, which holds the sources of libzstd and c-blosc."""
+    fetch = [sys.executable, "xla_ffi/libraries.py", "build/libraries"]
+    subprocess.run(fetch, cwd=REPOSITORY, check=True)
     build = "import sys; from scikit_build_core.build import build_sdist as b; b(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", build, str(folder)],

@@ -28,7 +28,7 @@ import numpy as np
 
 FRAMEWORKS = ("torch", "jax")
 STEPS, KILLED_IN, LAST = 4, 4, 6
-PROGRAM = [sys.executable, "-m", "deltacheck.cli"]
+PROGRAM = [sys.executable, "-m", "deltacheck"]
 TYPES = {"css": "text/css", "mjs": "text/javascript", "svg": "image/svg+xml"}
 Arrays = dict[str, Any]
 

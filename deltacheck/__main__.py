@@ -1,4 +1,4 @@
-"""Run ``python -m deltacheck.cli``, the same as ``deltacheck``."""
+"""Run ``python -m deltacheck``, the same as ``deltacheck``."""
 
 import sys
 
