@@ -18,7 +18,7 @@ import torch
 import deltacheck
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
-from deltacheck.cli.__main__ import main
+from deltacheck.cli import main
 from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.save import pipeline
 from deltacheck.save.job.failures import FailureCount
