@@ -115,7 +115,7 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     def capture(self: Any, sources: Any) -> None:
         # A copy: a thread that waits for the save may take leaves from the queue meanwhile.
         if any(source.lazy for source in list(sources)):
-            assert go.wait(120)
+            assert go.wait(240)
         original(self, sources)
 
     monkeypatch.setattr(save_job.SaveJob, "capture", capture)

@@ -53,7 +53,7 @@ class Client:
         self.prefix = server.url.partition(f":{self.port}")[2]
 
     def send(self, text: str) -> tuple[int, dict[str, str], bytes]:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=240) as connection:
             connection.sendall(text.encode("latin-1"))
             answer = http.client.HTTPResponse(connection)
             answer.begin()
@@ -113,7 +113,7 @@ def test_only_get_and_head_are_answered(client: Client, method: str) -> None:
 
 def test_head_has_the_headers_of_get_without_content(client: Client) -> None:
     request = f"HEAD {client.prefix} HTTP/1.1\r\nHost: localhost:{client.port}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=120) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=240) as connection:
         connection.sendall(request.encode())
         connection.shutdown(socket.SHUT_WR)
         head = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -162,7 +162,7 @@ def test_a_request_with_content_is_refused_and_its_content_is_no_request(client:
         request = (
             f"GET {client.prefix} HTTP/1.1\r\nHost: localhost:{client.port}\r\n{header}\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", client.port), timeout=120) as connection:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=240) as connection:
             connection.sendall((request + smuggled).encode())
             received = b""
             while part := connection.recv(65536):
@@ -580,13 +580,13 @@ def test_the_command_prints_its_address_and_ends_with_an_interrupt(hostile: Path
         url = json.loads("".join(lines))["url"]
         match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]{24}/)", url)
         assert match is not None
-        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=240)
         connection.request("GET", match[2])
         assert connection.getresponse().status == 200
         # The connection stays open, and must not keep the server from ending.
         process.send_signal(signal.SIGINT)
         try:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=240)
         finally:
             process.kill()
             connection.close()
@@ -649,7 +649,7 @@ def test_idle_connections_are_limited_and_their_places_are_given_back(server: Vi
 
 def get_status(server: ViewServer) -> int | None:
     """Return the status of a request; ``None``: the connection was closed."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=240)
     try:
         connection.request("GET", "/")
         return connection.getresponse().status
@@ -670,8 +670,8 @@ def test_a_request_that_is_sent_byte_by_byte_is_given_up(server: ViewServer) -> 
     with socket.create_connection(server.server_address[:2], 60) as slow:
         slow.sendall(b"GET / ")
         # Before the first piece was read, and after it.
-        assert calls.acquire(timeout=60)
-        assert calls.acquire(timeout=60)
+        assert calls.acquire(timeout=240)
+        assert calls.acquire(timeout=240)
         now[0] = 61.0
         # Whether it is still read or not, the request is not complete.
         slow.sendall(b"HTTP/1.1\r\n")

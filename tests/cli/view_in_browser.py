@@ -122,7 +122,7 @@ class Browser:
         """End the browser."""
         os.close(self._out)
         try:
-            self._process.wait(120)
+            self._process.wait(240)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -355,7 +355,7 @@ assert not any(codes)
 
 
 def test_a_child_can_encode_that_was_forked_while_its_parent_did():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=90, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=240, check=True)
 
 
 @pytest.mark.parametrize("name", _native.instruction_sets())

@@ -82,7 +82,7 @@ def cut(data: Bytes, at: list[int]) -> list[Bytes]:
 
 def written(path: Path, data: Bytes, codec: str, at: list[int] | None = None) -> ArraySpec:
     spec = spec_of(data, codec)
-    StreamWriter(path).write(path, spec, cut(data, at or [])).result(timeout=60)
+    StreamWriter(path).write(path, spec, cut(data, at or [])).result(timeout=240)
     return spec
 
 
@@ -165,7 +165,7 @@ def test_small_streams_of_arbitrary_bytes_come_back(
     spec = spec_of(data, "stream")
     StreamWriter(path).write(
         path, spec, [np.frombuffer(piece, np.uint8) for piece in pieces]
-    ).result(timeout=60)
+    ).result(timeout=240)
     assert np.array_equal(read_back(path, spec), data)
     assert np.array_equal(zarr.open_array(path, mode="r")[...], data)
 
@@ -322,7 +322,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
     background = Background(2, "test-background")
     gate = threading.Event()
     seen: list[int] = []
-    futures = [background.start(lambda n=n: (gate.wait(120), seen.append(n))[1]) for n in range(5)]  # type: ignore[misc]
+    futures = [background.start(lambda n=n: (gate.wait(240), seen.append(n))[1]) for n in range(5)]  # type: ignore[misc]
     failing = background.start(lambda: [][0])
     assert not any(future.done() for future in futures)
     del background
@@ -330,7 +330,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
     gate.set()
     with pytest.raises(IndexError):
         failing.result(timeout=10)
-    assert [future.result(timeout=120) for future in futures] == [None] * 5
+    assert [future.result(timeout=240) for future in futures] == [None] * 5
     assert sorted(seen) == list(range(5))
     wait_until(lambda: "test-background" not in [thread.name for thread in threading.enumerate()])
 
@@ -341,7 +341,7 @@ def test_threads_that_compress_yield_to_the_training(tmp_path: Path) -> None:
         seen: list[int] = []
         background.start(
             lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        ).result(timeout=120)
+        ).result(timeout=240)
         return seen[0]
 
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())

@@ -178,7 +178,7 @@ class PlaceContract:
         values = np.arange(5000, dtype=np.float32).reshape(50, 100)
         spec = ArraySpec.natural((50, 100), "float32", (16, 100), {})
         context = arrays.context(parent=storage.context(folder))
-        arrays.write(folder / "array", spec, values, context).result(timeout=60)
+        arrays.write(folder / "array", spec, values, context).result(timeout=240)
         assert np.array_equal(ReadableArray(folder / "array", spec).read(), values)
         out = np.zeros((10, 100), np.float32)
         ReadableArray(folder / "array", spec).start_into(
@@ -190,7 +190,7 @@ class PlaceContract:
         pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
         spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
         writer = StreamWriter(folder)
-        writer.write(folder / "stream", spec, pieces).result(timeout=60)
+        writer.write(folder / "stream", spec, pieces).result(timeout=240)
         writer.close()
         assert np.array_equal(ReadableArray(folder / "stream", spec).read(), np.concatenate(pieces))
 
@@ -198,7 +198,7 @@ class PlaceContract:
         values = np.arange(100, dtype=np.uint8)
         spec = ArraySpec.flat(100, "uint8", "store", {})
         context = arrays.context(parent=storage.context(folder))
-        arrays.write(folder / "array", spec, values, context).result(timeout=60)
+        arrays.write(folder / "array", spec, values, context).result(timeout=240)
         # zarr reads a missing chunk as fill values. A reader of checkpoints must not.
         (folder / "array" / "c.0").unlink()
         with pytest.raises(ChainBroken):
@@ -208,7 +208,7 @@ class PlaceContract:
         spec = ArraySpec.flat(100, "uint8", "store", {})
         context = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), context).result(
-            timeout=60
+            timeout=240
         )
         content = bytearray((folder / "array" / "c.0").read_bytes())
         # One bit, which the checksum of the chunk must find.

@@ -41,7 +41,7 @@ def _merges_end_before_the_next_save() -> Iterator[None]:
 
     def start_and_wait(self: Compactor, plan: Any, manifest: Any) -> None:
         start(self, plan, manifest)
-        self.wait(60)
+        self.wait(240)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Compactor, "start", start_and_wait)

@@ -69,14 +69,14 @@ def _unsynced(root: Path, acknowledge: Acknowledge) -> None:
         root, options=SaveOptions(grace_seconds=0, io_timeout_seconds=20, durability="process")
     ) as opened:
         for step in range(2):
-            opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
+            opened.save(step, scenarios.torch_state(step)).wait(timeout=240)
             acknowledge(step)
 
 
 def _fresh(root: Path, acknowledge: Acknowledge) -> None:
     with scenarios.engine(root) as opened:
         for step in range(2):
-            opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
+            opened.save(step, scenarios.torch_state(step)).wait(timeout=240)
             acknowledge(step)
 
 

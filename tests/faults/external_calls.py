@@ -284,16 +284,16 @@ def engine_save_receipt(places: Places) -> None:
     engine = places.engine(options=SaveOptions(verify="commit"))
     with places.armed():
         handle = engine.save(PREPARED, scenarios.torch_state(PREPARED))
-        handle.wait(timeout=120)
+        handle.wait(timeout=240)
         places.acknowledged.add(PREPARED)
 
 
 def _save(places: Places, engine: Any) -> None:
     with places.armed():
         handle = engine.save(PREPARED, scenarios.torch_state(PREPARED))
-        handle.wait(timeout=120)
+        handle.wait(timeout=240)
         places.acknowledged.add(PREPARED)
-        engine.wait(timeout=120)
+        engine.wait(timeout=240)
 
 
 @_in(TORCH)
@@ -301,7 +301,7 @@ def engine_close(places: Places) -> None:
     engine = places.engine()
     with places.armed():
         engine.save(PREPARED, scenarios.torch_state(PREPARED))
-        engine.close(timeout=120)
+        engine.close(timeout=240)
         places.acknowledged.add(PREPARED)
 
 
@@ -344,7 +344,7 @@ def engine_persist(places: Places) -> None:
     with places.armed():
         engine = places.engine(disk, memory=memory)
         engine.save(0, scenarios.torch_state(0))
-        engine.persist(timeout=120)
+        engine.persist(timeout=240)
         engine.restore()
 
 
@@ -364,7 +364,7 @@ def gradient_log(places: Places) -> None:
         for step in range(2):
             parameter.grad = torch.full((300,), 0.1)
             optimizer.step()
-            log.save(step, state()).wait(timeout=120)
+            log.save(step, state()).wait(timeout=240)
         log.restore()
         log.close()
 
@@ -414,7 +414,7 @@ def mirror(places: Places) -> None:
 
     disk, memory = places.area / "disk", places.area / "memory"
     with scenarios.engine(disk, memory=memory) as engine:
-        engine.save(0, scenarios.torch_state(0)).wait(timeout=120)
+        engine.save(0, scenarios.torch_state(0)).wait(timeout=240)
         with places.armed(), deltacheck.Mirror(memory, places.area / "copy") as made:
             made.poll()
 
@@ -469,11 +469,11 @@ def object_store(places: Places) -> None:
 
     root = f"memory://faults/{secrets.token_hex(8)}"
     engine = places.engine(root)
-    engine.save(0, scenarios.torch_state(0)).wait(timeout=120)
+    engine.save(0, scenarios.torch_state(0)).wait(timeout=240)
     with places.armed():
         deltacheck.open(root).restore(0)
         deltacheck.open(root).verify(deep=True)
-        engine.save(1, scenarios.torch_state(1)).wait(timeout=120)
+        engine.save(1, scenarios.torch_state(1)).wait(timeout=240)
         engine.restore(0)
         engine.tag(0, "first")
         engine.close()
@@ -560,7 +560,7 @@ class Table:
         self._names = list(calls) or [*TORCH]
         with scenarios.engine(self.folder / "prepared") as opened:
             for step in range(PREPARED):
-                opened.save(step, scenarios.torch_state(step)).wait(timeout=120)
+                opened.save(step, scenarios.torch_state(step)).wait(timeout=240)
 
     def __enter__(self) -> Table:
         return self
@@ -652,7 +652,7 @@ def _check(places: Places) -> list[str]:
             different = scenarios.difference(scenarios.state_at(step), opened.restore(step))
             problems += [f"step {step}: {different}"] if different else []
         with scenarios.engine(places.root, options=SaveOptions(durability="process")) as engine:
-            engine.save(9, scenarios.torch_state(9)).wait(timeout=120)
+            engine.save(9, scenarios.torch_state(9)).wait(timeout=240)
     except Exception as error:  # noqa: BLE001 - a finding
         problems.append(f"afterwards: {type(error).__name__}: {error}")
     return problems

@@ -65,7 +65,7 @@ def make(image: Path, kind: str) -> Path:
     with image.open("wb") as file:
         file.truncate(SIZES[kind])
     quiet = ["-q"] if kind != "btrfs" else ["-q", "-f"]
-    subprocess.run([f"mkfs.{kind}", *quiet, image], check=True, timeout=60, capture_output=True)
+    subprocess.run([f"mkfs.{kind}", *quiet, image], check=True, timeout=240, capture_output=True)
     return image
 
 
@@ -74,7 +74,7 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
     """An image, mounted through a loop device that goes with the mount."""
     at.mkdir(exist_ok=True)
     subprocess.run(
-        ["mount", "-o", "loop,noatime", image, at], check=True, timeout=60, capture_output=True
+        ["mount", "-o", "loop,noatime", image, at], check=True, timeout=240, capture_output=True
     )
     try:
         yield at
@@ -84,14 +84,14 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
             gc.collect()
             if (
                 subprocess.run(
-                    ["umount", at], timeout=60, capture_output=True, check=False
+                    ["umount", at], timeout=240, capture_output=True, check=False
                 ).returncode
                 == 0
             ):
                 break
             time.sleep(0.1)
         else:
-            subprocess.run(["umount", at], check=True, timeout=60, capture_output=True)
+            subprocess.run(["umount", at], check=True, timeout=240, capture_output=True)
 
 
 def copy(image: Path, to: Path) -> Path:
@@ -102,7 +102,7 @@ def copy(image: Path, to: Path) -> Path:
     for _ in range(50):
         for target in (to, to.with_suffix(".again")):
             subprocess.run(
-                ["cp", "--reflink=auto", "--sparse=always", image, target], check=True, timeout=60
+                ["cp", "--reflink=auto", "--sparse=always", image, target], check=True, timeout=240
             )
         if filecmp.cmp(to, to.with_suffix(".again"), shallow=False):
             return to
@@ -204,7 +204,7 @@ def _save(program: str, root: Path) -> None:
         options=SaveOptions(durability="process" if program == "process" else "power"),
     ) as engine:
         for step in range(1_000_000):
-            engine.save(step, scenarios.torch_state(step)).wait(timeout=60)
+            engine.save(step, scenarios.torch_state(step)).wait(timeout=240)
             print(step, flush=True)
 
 

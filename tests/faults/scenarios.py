@@ -262,7 +262,7 @@ def _go_on(opened: Any) -> int:
         step = restored["step"] + 1
         found = difference(state_at(step - 1), restored)
         assert found is None, found
-    opened.save(step, torch_state(step)).wait(timeout=120)
+    opened.save(step, torch_state(step)).wait(timeout=240)
     return step
 
 
@@ -312,14 +312,14 @@ def _torch(
         if prepared:
             with engine(root, **options) as opened:
                 for step in range(prepared):
-                    opened.save(step, torch_state(step)).wait(timeout=120)
+                    opened.save(step, torch_state(step)).wait(timeout=240)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, keep=Keep(last=keep), **options) as opened:
             if prepared:
                 opened.restore(restore)
             for step in range(prepared, prepared + saves):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
 
     return Scenario(name, TorchEngine(), prepare, act, tuple(range(prepared)), keep)
@@ -339,13 +339,13 @@ def _staggered() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(2)) as opened:
             for step in range(2):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, policy=_exact(2)) as opened:
             opened.restore()
             for step in (2, 3):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
 
     return Scenario("staggered-keyframe", TorchEngine(), prepare, act, (0, 1))
@@ -377,9 +377,9 @@ def _merge() -> Scenario:
         with engine(root, policy=policy) as opened:
             opened.restore()
             for step in (3, 4, 5):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
-                opened._saver._chains.compactor.wait(120)
+                opened._saver._chains.compactor.wait(240)
 
     made = _torch("merge", prepared=3, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
@@ -395,7 +395,7 @@ def _repair() -> Scenario:
             root, policy=_exact(0)
         ) as opened:  # whole leaves at every save: the frozen one stands in each
             for step in range(4):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
         (victim,) = (root / "segments").glob("s0000000001-*/packed/int32/c.0")
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 0xFF
@@ -473,7 +473,7 @@ def _collection() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(1)) as opened:  # short chains: there is something to remove
             for step in range(5):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
 
     return Scenario("collection", TorchEngine(), prepare, act, (0, 1, 2, 3, 4), keep=2)
 
@@ -484,13 +484,13 @@ def _keep_last() -> Scenario:
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(1), keep=Keep(last=2)) as opened:
             for step in range(3):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, policy=_exact(1), keep=Keep(last=2)) as opened:
             opened.restore()
             for step in (3, 4):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
 
     return Scenario("keep-last", TorchEngine(), prepare, act, (1, 2), keep=2)
@@ -505,7 +505,7 @@ def _lives() -> Scenario:
         with engine(root, keep=Keep(last=3)) as opened:
             first = opened.restore()["step"] + 1 if opened.steps() else 0
             for step in range(first, first + 1000):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
 
     return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
@@ -587,13 +587,13 @@ def _tier() -> dict[str, Scenario]:
     def prepare(root: Path) -> None:
         with tiered(root) as opened:
             for step in range(2):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with tiered(root) as opened:
             opened.restore()
             for step in (2, 3, 4):
-                opened.save(step, torch_state(step)).wait(timeout=120)
+                opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
 
     def act_persisting(root: Path, acknowledge: Acknowledge) -> None:
@@ -601,7 +601,7 @@ def _tier() -> dict[str, Scenario]:
             opened.restore()
             for step in (2, 3):
                 opened.save(step, torch_state(step))
-                opened.persist(timeout=120)
+                opened.persist(timeout=240)
                 acknowledge(step)
 
     return {

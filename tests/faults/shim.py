@@ -240,7 +240,7 @@ def library() -> Path:
             "-ldl",
             "-pthread",
         ]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=240)
         making.rename(built)
     return built
 

@@ -20,7 +20,7 @@ def test_a_process_that_ends_with_a_save_under_way_finishes_it_first(tmp_path: P
         "import sys, torch; from deltacheck.backends.torch import Engine; engine ="
         " Engine(sys.argv[1])\nengine.save(3, {'x': torch.randn(2000, 1000)})"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=240)
     assert deltacheck.open(tmp_path).steps() == [3]
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 

@@ -169,7 +169,7 @@ def test_the_shim_counts_the_calls_that_the_kernel_sees(tmp_path: Path, name: st
         [*watched, sys.executable, "-c", TRACED, name, str(tmp_path)],
         env=shim.environment(PYTHONPATH=str(REPOSITORY)),
         check=True,
-        timeout=100,
+        timeout=240,
     )
     seen = Counter(op.kind for op in shim.read_trace(tmp_path / "trace") if op.number is not None)
     lines = (tmp_path / "strace").read_text().splitlines()

@@ -110,7 +110,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Any:
     def hang(module: Any, when: Any) -> threading.Event:
         def wait(path: Path) -> None:
             if when(path) and not go.is_set():
-                assert go.wait(60)
+                assert go.wait(240)
             original(path)
 
         monkeypatch.setattr(module, "sync_directory", wait)
@@ -128,14 +128,14 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
         first: list[str] = []
         go = hanging(durability, lambda path: first.append(path.name) or len(first) == 1)
         with caplog.at_level(logging.ERROR, "deltacheck"):
-            error = engine.save(7, state).exception(120)
+            error = engine.save(7, state).exception(240)
         assert isinstance(error, errors.SaveFailed)
         assert "the save of step 7: the storage did not answer within" in str(error)
         assert "step 7" in caplog.text
         state["x"] += 1
         # Only the hang is to meet a short deadline.
         engine._saver._setup = setup_with(engine, io_timeout_seconds=120.0)
-        engine.save(8, state).wait(timeout=120)
+        engine.save(8, state).wait(timeout=240)
         assert not go.is_set()  # the hang has not ended
         assert engine.steps() == [8]
         assert_same(state, engine.restore(8))
@@ -157,7 +157,7 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
         def hang(directory: Path, *of: Any) -> bool:
             if directory.name != "c0000000000":
                 return create(directory, *of)
-            assert go.wait(60)
+            assert go.wait(240)
             done = create(directory, *of)
             created.set()
             return done
@@ -168,12 +168,12 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
 
         patch.setattr(arrays, "create_file", hang)
         patch.setattr(SaveJob, "manifest", hurry)
-        assert "may hang" in str(engine.save(0, state).exception(120))
+        assert "may hang" in str(engine.save(0, state).exception(240))
         patch.setattr(SaveJob, "manifest", manifest)
         saved = copy.deepcopy(state)
         for step in range(1, 1 + later):
             nudge(state)
-            engine.save(step, state).wait(timeout=120)
+            engine.save(step, state).wait(timeout=240)
         collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
         newer = list(range(1, 1 + later))
         assert engine.steps() == newer
@@ -196,7 +196,7 @@ def test_every_failure_of_a_save_names_its_step(
 
     with Engine(tmp_path) as engine:
         monkeypatch.setattr(segment.SegmentWriter, "finish", late)
-        error = engine.save(12, {"x": torch.zeros(1)}).exception(120)
+        error = engine.save(12, {"x": torch.zeros(1)}).exception(240)
         assert isinstance(error, errors.SaveFailed)
         assert "the save of step 12 failed" in str(error)
         assert "may hang" in str(error)

@@ -207,7 +207,7 @@ class Model(RuleBasedStateMachine):
 
     def settle(self) -> None:
         for handle, save in self.pending:
-            self.committed(handle.result(60).seq, save)
+            self.committed(handle.result(240).seq, save)
         self.pending = []
 
     def snapshot(self, step: int, loss: float) -> Save:
@@ -273,7 +273,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def wait(self) -> None:
         assert self.engine is not None
-        self.engine.wait(60)
+        self.engine.wait(240)
         self.settle()
 
     @precondition(lambda self: self.engine is not None)
@@ -291,7 +291,7 @@ class Model(RuleBasedStateMachine):
         self.wait() if self.pending else None
         self.disk.fails = True
         self.live["a"][:] += 1
-        error = self.engine.save(step, self.live).exception(120)
+        error = self.engine.save(step, self.live).exception(240)
         self.disk.fails = False
         assert isinstance(error, errors.SaveFailed)
 

@@ -225,7 +225,7 @@ def test_durability_process_writes_the_same_files_in_the_same_order_of_names(
 @pytest.mark.parametrize("durability", ["power", "process"])
 def test_a_step_says_what_its_save_survives(tmp_path: Path, durability: str) -> None:
     with Engine(tmp_path, options=SaveOptions(durability=durability)) as engine:
-        report = engine.save(0, {"x": torch.ones(3)}).result(60)
+        report = engine.save(0, {"x": torch.ones(3)}).result(240)
     assert report is not None
     assert report.durability == durability
     assert deltacheck.open(tmp_path).manifest().durability == durability
@@ -233,7 +233,7 @@ def test_a_step_says_what_its_save_survives(tmp_path: Path, durability: str) -> 
 
 def test_power_is_the_default_and_leaves_no_trace_in_a_manifest(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
-        engine.save(0, {"x": torch.ones(3)}).wait(timeout=60)
+        engine.save(0, {"x": torch.ones(3)}).wait(timeout=240)
     assert deltacheck.open(tmp_path).manifest().durability == "power"
     assert b"durability" not in next(tmp_path.glob("checkpoints/*/zarr.json")).read_bytes()
 
@@ -249,7 +249,7 @@ def test_a_root_whose_making_was_cut_short_is_made_whole(tmp_path: Path) -> None
     (tmp_path / "segments" / "zarr.json.__lock").write_bytes(b'{"zarr')
     (tmp_path / "zarr.json.__lock").touch()
     with Engine(tmp_path) as engine:
-        engine.save(0, {"x": torch.ones(3)}).wait(timeout=60)
+        engine.save(0, {"x": torch.ones(3)}).wait(timeout=240)
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 

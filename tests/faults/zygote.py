@@ -114,7 +114,7 @@ class Zygote:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(120)
+        self._process.wait(240)
         self._process.stdout.close()
 
     def __enter__(self) -> Self:

@@ -137,7 +137,7 @@ def write_engine(root: Path) -> dict[int, Any]:
             for step, state in enumerate(map(tied, engine_states())):
                 if step in steps:
                     saved[step] = state
-                    engine.save(step, state, metrics={"loss": 1 / (1 + step)}).wait(timeout=60)
+                    engine.save(step, state, metrics={"loss": 1 / (1 + step)}).wait(timeout=240)
     return saved
 
 
@@ -216,7 +216,9 @@ def write_until_halved(root: Path, run: AdamRun, policy: Policy) -> None:
             run.advance(10)
             if halvings:
                 run.rate *= 0.8
-            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(timeout=60)
+            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(
+                timeout=240
+            )
             manifest = deltacheck.open(root).manifest()
             if path in manifest.derived:
                 halvings.append(manifest.derived[path].halvings)
@@ -236,7 +238,9 @@ def write_inexact(root: Path, run: AdamRun, policy: Policy, contract: str) -> No
             if len(inexact) == 2:
                 break
             run.advance(10)
-            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(timeout=60)
+            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(
+                timeout=240
+            )
             manifest = deltacheck.open(root).manifest()
             inexact |= {manifest.step} if manifest.contract == contract else set()
 
@@ -255,7 +259,7 @@ def write_derived(root: Path) -> dict[int, Any]:
         for step in (1, 2):
             run.masters[0][step] += np.float32(0.5)
             saved[step] = run.state()
-            engine.save(step, saved[step]).wait(timeout=60)
+            engine.save(step, saved[step]).wait(timeout=240)
     return saved
 
 
@@ -290,7 +294,7 @@ def write_log(root: Path) -> dict[int, Any]:
             optimizer.step()
             state = {"w": weight.detach(), "optimizer": optimizer.state_dict(), "step": step}
             saved[step] = copy.deepcopy(state)
-            log.save(step, state).wait(timeout=60)
+            log.save(step, state).wait(timeout=240)
     return saved
 
 
@@ -400,7 +404,7 @@ def write_merged(root: Path) -> dict[int, Any]:
             state["half"][step % 2 :: 2] += np.uint16(step)
             state["returns"][0] = step % 3
             saved[step] = copy.deepcopy(state)
-            engine.save(step, saved[step]).wait(timeout=60)
+            engine.save(step, saved[step]).wait(timeout=240)
     compact(open_root(root), merge=True)
     return saved
 
@@ -418,7 +422,7 @@ def write_ordered(root: Path) -> dict[int, Any]:
     with Engine(root, policy=Policy.auto(derive=False)) as engine:
         for step in range(3):
             saved[step] = copy.deepcopy(state)
-            engine.save(step, saved[step]).wait(timeout=60)
+            engine.save(step, saved[step]).wait(timeout=240)
             state["few"].view(np.uint16)[step :: 301 + step] += np.uint16(3)
             state["half"].view(np.uint16)[step::2] += np.uint16(2 + 300 * (step == 1))
             state["integers"][step::7] += np.uint16(1)
@@ -437,7 +441,7 @@ def write_long_list(root: Path) -> dict[int, Any]:
             log.append({"values": [True, 2**53 - 1, [1e300, 5e-324, 1.0]], "step": 300 + step})
             state = {"w": np.arange(4), "log": log, "short": log[:200]}
             saved[step] = copy.deepcopy(state)
-            engine.save(step, saved[step]).wait(timeout=60)
+            engine.save(step, saved[step]).wait(timeout=240)
     return saved
 
 

@@ -58,7 +58,7 @@ def test_a_type_that_is_known_is_decoded_by_several_threads_at_once() -> None:
         textwrap.dedent(RACE),
         "known",
     ]  # with another word the process dies, mostly within the first rounds
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "1200"), done.stderr[-2000:]
 
 
@@ -78,7 +78,7 @@ def test_what_threads_decode_is_known() -> None:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     wanted = (

@@ -51,7 +51,7 @@ def test_a_branch_has_the_step_and_goes_on_by_itself(
     with Engine(tmp_path / "b") as engine:
         assert_same(engine.restore(), state)
         nudge(state, seed=77)
-        report = engine.save(3, state).result(60)
+        report = engine.save(3, state).result(240)
         assert report is not None
         assert report.stored_bytes < report.raw_bytes / 4  # the chain went on
     assert deltacheck.open(tmp_path / "b").steps() == [2, 3]
@@ -182,7 +182,7 @@ def test_blame_names_the_step_since_which_each_chunk_is_as_it_is(
         for step, row in ((0, None), (10, 0), (20, 3999), (30, 0), (40, None)):
             if row is not None:
                 state["w"][row, 0] += 1
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
     root = open_root(tmp_path)
     found = blame(root, root.manifest(), ["w", "still"])
     chunks = found["w"].steps.size

@@ -33,7 +33,7 @@ def with_engine(root: Path, restores: bool, steps: range | tuple[int, ...]) -> N
         if restores:
             engine.restore(into=state(-1))
         for step in steps:
-            engine.save(step, state(step)).wait(timeout=60)
+            engine.save(step, state(step)).wait(timeout=240)
 
 
 def without_shadow(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
@@ -43,7 +43,7 @@ def without_shadow(root: Path, restores: bool, steps: range | tuple[int, ...]) -
         if restores:
             engine.restore()
         for step in steps:
-            engine.save(step, state(step)).wait(timeout=60)
+            engine.save(step, state(step)).wait(timeout=240)
 
 
 def with_memory(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
@@ -54,8 +54,8 @@ def with_memory(root: Path, restores: bool, steps: range | tuple[int, ...]) -> N
         if restores:
             engine.restore()
         for step in steps:
-            engine.save(step, state(step)).wait(timeout=60)
-            engine.persist(timeout=60)
+            engine.save(step, state(step)).wait(timeout=240)
+            engine.persist(timeout=240)
 
 
 def with_dcp(root: Path, restores: bool, steps: range | tuple[int, ...]) -> None:
@@ -124,7 +124,7 @@ def test_a_run_that_goes_back_goes_on_with_the_course_of_its_step(
     with_engine(tmp_path, False, (0, 1))
     with Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         engine.restore(9)
-        engine.save(10, state(10)).wait(timeout=60)
+        engine.save(10, state(10)).wait(timeout=240)
     assert deltacheck.open(tmp_path).steps() == [0, 1, 10]
     assert len(warnings(caplog)) == 1
 
@@ -163,16 +163,16 @@ def test_the_latest_step_is_the_one_that_a_restore_returns(tmp_path: Path, memor
         assert engine.latest_step() is None
         assert deltacheck.open(root).latest_step() is None
         for step in (100, 200, 300, 400):
-            engine.save(step, state(step)).wait(timeout=60)
+            engine.save(step, state(step)).wait(timeout=240)
         assert engine.latest_step() == 400
         engine.restore(200)
-        engine.save(250, state(250)).wait(timeout=60)
+        engine.save(250, state(250)).wait(timeout=240)
         assert engine.steps()[-1] == 400
         assert engine.latest_step() == 250
         for newest in (None, "latest"):
             assert engine.restore(newest)["step"] == 250
         assert engine.restored_step == 250
-        engine.persist(timeout=60)
+        engine.persist(timeout=240)
     reader = deltacheck.open(root)
     assert reader.latest_step() == 250
     assert reader.restore("latest")["step"] == 250
@@ -181,7 +181,7 @@ def test_the_latest_step_is_the_one_that_a_restore_returns(tmp_path: Path, memor
 def test_a_damaged_newest_step_is_not_passed_over(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         for step in (1, 2):
-            engine.save(step, state(step)).wait(timeout=60)
+            engine.save(step, state(step)).wait(timeout=240)
     (tmp_path / "checkpoints" / "c0000000001" / "zarr.json").write_text("{")
     with pytest.raises(errors.Damaged):
         deltacheck.open(tmp_path).latest_step()

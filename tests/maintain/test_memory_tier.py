@@ -58,7 +58,7 @@ def state_at(step: int) -> State:
 
 def save(engine: Engine, *steps: int) -> None:
     for step in steps:
-        engine.save(step, state_at(step)).wait(timeout=120)
+        engine.save(step, state_at(step)).wait(timeout=240)
 
 
 def idle(engine: Engine) -> None:
@@ -141,7 +141,7 @@ class Drain:
         original = transfer_step
 
         def transfer(*arguments: Any, **how: Any) -> int:
-            assert self.go.wait(120)
+            assert self.go.wait(240)
             if self.error is not None:
                 raise self.error
             written = original(*arguments, **how)
@@ -166,7 +166,7 @@ def test_a_step_is_in_memory_when_its_save_returns_and_says_that_this_is_what_it
 ) -> None:
     drain.go.clear()
     with places.engine() as engine:
-        report = engine.save(0, state_at(0)).result(120)
+        report = engine.save(0, state_at(0)).result(240)
         assert report is not None
         assert report.durability == "process"
         assert on_disk(places.disk) == []
@@ -191,7 +191,7 @@ def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_
         assert engine.steps() == [0, 3, 4, 5]
         save(engine, 7)
         for saves, _, _ in exits._saves_of_process():  # what a signal does
-            saves.wait(120)
+            saves.wait(240)
         assert on_disk(places.disk) == [0, 3, 7]
         save(engine, 8)
     assert on_disk(places.disk) == [0, 3, 7, 8]
@@ -344,7 +344,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(
         for step in range(12):
             state = state_at(step)
             state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
-            report = engine.save(step, state).result(120)
+            report = engine.save(step, state).result(240)
             assert report is not None
             whole += report.leaves[-1].kind == "keyframe"
             newest = state
@@ -379,7 +379,7 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
         handle = engine.save(3, state_at(3))
         assert drain.go.is_set()
         assert handle.blocking_seconds // WAIT_SECONDS == 1
-        assert {leaf.kind for leaf in handle.result(120).leaves} == {"keyframe"}
+        assert {leaf.kind for leaf in handle.result(240).leaves} == {"keyframe"}
     assert on_disk(places.disk) == [0, 2, 3]
 
 
@@ -449,7 +449,7 @@ def test_a_training_that_was_killed_goes_on_from_memory_bit_for_bit(
         assert engine.restored_step >= last
         assert_same(state, state_at(engine.restored_step))
         step = engine.restored_step + 1
-        report = engine.save(step, state_at(step)).result(120)
+        report = engine.save(step, state_at(step)).result(240)
         assert report is not None
         assert report.stored_bytes < report.raw_bytes / 2  # the chain goes on
     assert on_disk(places.disk) == [0, step]
@@ -527,7 +527,7 @@ def test_the_digest_of_a_report_is_that_of_the_step_on_the_disk_and_asks_for_it_
     places: Places,
 ) -> None:
     with places.engine(persist_every=100) as engine:
-        report = engine.save(1, state_at(1)).result(120)
+        report = engine.save(1, state_at(1)).result(240)
         assert report is not None
         assert_same(engine.restore(expected_digest=report.digest), state_at(1))
         with pytest.raises(errors.Damaged, match="not the one that is expected"):

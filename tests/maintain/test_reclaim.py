@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
             states[step] = {
                 k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
             }
-            engine.save(step, state).wait(timeout=60)
+            engine.save(step, state).wait(timeout=240)
             for k in range(4) if step < 2 else [1]:
                 state[f"big{k}"] += 1
             state["n"] += 1

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
             state["large"][step] += 1.0
             state["small"][step] += 1.0
             saved[step] = copy.deepcopy(state)
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
     return tmp_path / "run", saved
 
 
@@ -88,7 +88,7 @@ def test_lost_digests_cost_nothing(
         assert {path: path.read_bytes() for path in digest_files(root)} == before
     with Engine(root) as engine:  # a training goes on as before
         assert_same(engine.restore(5), saved[5])
-        engine.save(6, saved[5]).result(60)
+        engine.save(6, saved[5]).result(240)
 
 
 @pytest.mark.parametrize("which", range(6))
@@ -185,8 +185,8 @@ def test_tables_of_merged_deltas_are_rebuilt_too(tmp_path: Path, lost: str) -> N
             state["b"][step % 3] += 1.0
             state["c"][step] += step % 2
             state["small"][step] += 1.0
-            engine.save(step, state).result(60)
-            engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
+            engine.save(step, state).result(240)
+            engine._saver._chains.compactor.wait(240)  # type: ignore[union-attr]
     merged = [path for path in tables_of(root) if b'"since"' in path.read_bytes()]
     assert merged
     if lost == "all":
@@ -216,7 +216,7 @@ def test_small_leaves_that_were_due_are_told_apart_by_their_content(tmp_path: Pa
             state["big"][step] += 1.0
             if step % 2:
                 state["d"][step] += 1.0
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
         saved = copy.deepcopy(state)
     before = {path: path.read_bytes() for path in tables_of(tmp_path / "run")}
     for path in before:
@@ -232,7 +232,7 @@ def test_rows_number_leaves_that_are_computed_and_not_stored_too(tmp_path: Path)
     with Engine(root, policy=Policy.exact(derive=True)) as engine:
         for step in range(4):
             run.advance()
-            engine.save(step, run.state()).result(60)
+            engine.save(step, run.state()).result(240)
     manifest = deltacheck.open(root).manifest()
     assert manifest.derived["model/w0"].how == "cast"
     assert "model/w0" not in manifest.leaves
@@ -264,8 +264,8 @@ def test_a_log_record_that_is_kept_does_not_keep_a_segment(
 ) -> None:
     """Neither a handled error nor the record of it keeps the pin that a reader has on a segment."""
     with Engine(tmp_path) as engine:
-        engine.save(0, {"first": torch.randn(300, 300)}).wait(timeout=60)
-        engine.save(1, {"second": torch.randn(300)}).wait(timeout=60)
+        engine.save(0, {"first": torch.randn(300, 300)}).wait(timeout=240)
+        engine.save(1, {"second": torch.randn(300)}).wait(timeout=240)
     (segment,) = tmp_path.glob("segments/s0000000000-*")
     digest_files(tmp_path)[0].unlink()
     with caplog.at_level("WARNING", "deltacheck"):
@@ -357,7 +357,7 @@ def test_tables_of_leaves_that_each_save_stores_whole_are_rebuilt(tmp_path: Path
         for step in range(4):
             noise = torch.randn(600, 512, generator=torch.Generator().manual_seed(step))
             small = noise[:300].clone()
-            engine.save(step, {"noise": noise, "small": small, "step": step}).result(60)
+            engine.save(step, {"noise": noise, "small": small, "step": step}).result(240)
     before = {path: path.read_bytes() for path in tables_of(root)}
     for path in before:
         path.unlink()

@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Run:
     saved = states()
     with Engine(tmp_path / "run", policy=Policy.exact(max_chain_depth=2)) as engine:
         for step, state in enumerate(saved):
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
     return tmp_path / "run", dict(enumerate(saved))
 
 
@@ -128,7 +128,7 @@ def test_a_delta_is_healed_where_a_keyframe_says_the_same(run: Run) -> None:
     root, saved = run
     with Engine(root) as engine:
         engine.restore(5)
-        engine.save(6, {**saved[5], "step": 6}).result(60)
+        engine.save(6, {**saved[5], "step": 6}).result(240)
     saved[6] = {**saved[5], "step": 6}
     compact(open_root(root))
     for file in data_of(root, 5, "delta"):
@@ -151,7 +151,7 @@ def test_deltas_go_on_from_what_was_healed(run: Run) -> None:
         root.with_name("copy")
     ) as engine:  # the same leaf at the same content, under another name
         state = states()[0]
-        engine.save(9, {**state, "spare": state["master"].clone(), "step": 9}).result(60)
+        engine.save(9, {**state, "spare": state["master"].clone(), "step": 9}).result(240)
     done = repair(open_root(root.with_name("copy")))
     assert done.steps == [0, 1, 2]
     assert any(

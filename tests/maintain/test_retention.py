@@ -123,7 +123,7 @@ def test_the_engine_keeps_by_all_rules_and_every_kept_step_restores(tmp_path: Pa
             states[step] = state["w"].clone()
             engine.save(
                 step, state, metrics={"loss": abs(step - 6.4), "accuracy": float(step == 3)}
-            ).wait(timeout=60)
+            ).wait(timeout=240)
         assert engine.steps() == [3, 5, 6, 7, 10, 11, 12]
         for step in engine.steps():
             assert torch.equal(engine.restore(step)["w"], states[step])
@@ -141,7 +141,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for seq, step in enumerate((0, 1, 2, 3, 4, 3)):
             engine.save(
                 step, {"w": torch.full((50,), float(seq))}, metrics={"loss": 9.0 - seq}
-            ).wait(timeout=60)
+            ).wait(timeout=240)
     return root
 
 
@@ -157,7 +157,7 @@ def value(root: Path, step: int | str | None) -> float:
 def test_a_tag_means_the_save_and_not_the_number(run: Path) -> None:
     with Engine(run) as engine:
         engine.tag(3, "second")
-        engine.save(3, {"w": torch.full((50,), 99.0)}).wait(timeout=60)
+        engine.save(3, {"w": torch.full((50,), 99.0)}).wait(timeout=240)
         assert engine.tags() == {"second": 3}
         assert float(engine.restore("second")["w"][0]) == 5
         engine.tag("second", "alias")
@@ -174,7 +174,7 @@ def test_a_tag_means_the_save_and_not_the_number(run: Path) -> None:
 def test_a_tagged_step_stays_whatever_is_pruned_and_delete_names_the_tag(run: Path) -> None:
     with Engine(run, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         engine.tag(1, "baseline")
-        engine.save(9, {"w": torch.full((50,), 9.0)}).wait(timeout=60)
+        engine.save(9, {"w": torch.full((50,), 9.0)}).wait(timeout=240)
         assert engine.steps() == [1, 9]
         with pytest.raises(errors.StepTagged, match=r"step 1 .* tagged 'baseline'.*untag"):
             engine.delete(1)
@@ -209,7 +209,7 @@ def test_a_tag_follows_its_step_through_compaction_also_when_that_is_killed_half
         for seq in (6, 7):
             state = engine.restore()
             state["w"][:3] = seq
-            engine.save(seq, state).wait(timeout=60)
+            engine.save(seq, state).wait(timeout=240)
         engine.tag(7, "final")
         expected = engine.restore("final")["w"]
     monkeypatch.setattr(

@@ -527,7 +527,7 @@ def test_a_copy_with_a_wrong_bit_in_one_tile_is_found(tiled: Saved) -> None:
 def test_every_rank_reads_back_what_it_wrote(tmp_path: Path) -> None:
     with RankedRun(tmp_path / "root", 2, verify="commit") as run:
         handles = at_once(2, lambda rank: run.begin_on(rank, 0, model_state()))
-        at_once(2, lambda rank: handles[rank].wait(timeout=60))
+        at_once(2, lambda rank: handles[rank].wait(timeout=240))
     found = [handle.receipt for handle in handles]
     assert [one.step for one in found] == [0, 0]
     assert sum(one.raw_bytes for one in found) == sum(

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
             for leaf in state.values():
                 leaf[step] += 7
             saved[step] = {path: leaf.clone() for path, leaf in state.items()}
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
     return tmp_path / "run", saved
 
 
@@ -174,7 +174,7 @@ def test_chains_that_have_grown_are_read_again(
     with Engine(root) as engine:
         state = engine.restore()
         state["leaf0"][5] += 1
-        engine.save(STEPS, state).result(60)
+        engine.save(STEPS, state).result(240)
     second = verify.check(open_root(root), resume=progress)
     assert second.checked_bytes >= first.all_bytes - first.checked_bytes
     assert second.remaining_bytes == 0
@@ -214,7 +214,7 @@ def test_a_survey_gives_each_step_the_links_that_a_restore_finds(
     root, saved = run
     with Engine(root) as engine:
         engine.restore(5)  # a fork: another step 6 on the chain of step 5
-        engine.save(6, {path: leaf + 1 for path, leaf in saved[5].items()}).result(60)
+        engine.save(6, {path: leaf + 1 for path, leaf in saved[5].items()}).result(240)
     opened = open_root(root)
     manifests = [opened.read(ref.manifest_path) for ref in opened.checkpoints()]
     found = survey.survey(opened, manifests)
@@ -253,7 +253,7 @@ def test_a_fallback_takes_the_newest_whole_step_and_says_which(
         assert_same(engine.restore(fallback=True), saved[5])
         assert engine.restored_step == 5
         assert "the newest step is damaged: step 5 of" in caplog.text
-        report = engine.save(8, {path: leaf + 1 for path, leaf in saved[5].items()}).result(60)
+        report = engine.save(8, {path: leaf + 1 for path, leaf in saved[5].items()}).result(240)
         assert all(leaf.kind == "delta" for leaf in report.leaves)  # on the chain of step 5
     reader = deltacheck.open(root)
     given = reader.restore(7, ["leaf3"], fallback=True)

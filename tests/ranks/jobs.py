@@ -349,7 +349,7 @@ def killed(rank: int, size: int, port: int, root: Path) -> Any:
         told = []
         for step in (1, 2):
             try:
-                engine.save(step, run.state(step)).wait("committed", timeout=60)
+                engine.save(step, run.state(step)).wait("committed", timeout=240)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 told.append(f"{type(error).__name__}: {error}")
         return told
@@ -458,7 +458,7 @@ def types(rank: int, size: int, port: int, root: Path) -> tuple[Any, ...]:
             "half": half,
             "part": Shard(part, (2 * size,), (2 * rank,)),
         }
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         zeros = Shard(part.view(torch.uint8).mul(0).view(torch.int4), (2 * size,), (2 * rank,))
         target = dict(state, milestones=Counter(), half=torch.zeros_like(half), part=zeros)
         back = engine.restore(into=target)
@@ -500,7 +500,7 @@ def merge(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             engine.restore(into={"w": distribute_tensor(content, mesh, [Cut(0)])})
         for step in range(first + 1, first + saves + 1):
             state = {"w": distribute_tensor(merged_content(step), mesh, [Cut(0)])}
-            report = engine.save(step, state).result(60)
+            report = engine.save(step, state).result(240)
             assert report is not None
             kinds.append({str(leaf.kind) for leaf in report.leaves})
             merged_bytes += deltacheck.open(root).manifest(step).merged_bytes

@@ -245,7 +245,7 @@ def killed(rank: int, size: int, port: int, folder: str, root: str) -> None:
     gate, write = threading.Event(), strategy._save
 
     def held(*args: Any) -> None:
-        assert gate.wait(60)
+        assert gate.wait(240)
         write(*args)
 
     strategy._save = held  # type: ignore[method-assign]

@@ -185,7 +185,7 @@ def train(
             if isinstance(engine, DcpEngine) and number == saves - 1 and rank == 3:
                 engine.loss = math.nan
             try:
-                engine.save(run.step, state).result(60)
+                engine.save(run.step, state).result(240)
             except SaveFailed:
                 assert killed_at
                 assert number == saves - 1

@@ -545,7 +545,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     train(engine, False, 1)
     run = folder / "troubles"
     gate, real = threading.Event(), RootWriter.commit
-    RootWriter.commit = lambda self, manifest: (gate.wait(60), real(self, manifest))[1]
+    RootWriter.commit = lambda self, manifest: (gate.wait(240), real(self, manifest))[1]
     engine.save_checkpoint(str(run), "slow")
     found["latest before the commit"] = text_of(run / "latest")
     found["pointers before the commit"] = [path.name for path in (run / "slow").iterdir()]

@@ -114,7 +114,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
                 for found in run.save(step, state, metrics)
                 if isinstance(found, BaseException)
             ]
-            engine.save(step, state, metrics=metrics).result(60)
+            engine.save(step, state, metrics=metrics).result(240)
             left -= 1
             if left == 0:
                 run.close()
@@ -692,7 +692,7 @@ def next_steps(engine: Any, state: Any) -> list[Any]:
     for step in (NEWEST + 1, NEWEST + 2):
         state["model"]["big"][step] += 1
         state["step"] += 1
-        engine.save(step, state).result(60)
+        engine.save(step, state).result(240)
         found.append(copy.deepcopy(state))
     return found
 
@@ -750,7 +750,7 @@ def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
             optimizer.step()
             log.save(
                 step, state | {"weight": weight, "state of it": optimizer.state_dict()}
-            ).result(60)
+            ).result(240)
     assert [tool(copied.many, "show", ROOT, step)["replay"] is not None for step in (8, 9, 10)] == [
         False,
         True,

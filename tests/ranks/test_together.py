@@ -247,7 +247,7 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]

@@ -534,7 +534,7 @@ def test_a_missing_library_is_told_with_the_way_out(root: Path, tmp_path: Path) 
         "import sys; sys.modules['matplotlib'] = None; from deltacheck.cli import main; "
         f"sys.exit(main(['report', {str(root)!r}, '-o', {str(tmp_path / 'r.html')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 5
     assert "pip install matplotlib" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -667,7 +667,7 @@ def browser() -> Callable[..., Any]:
             "--v=0",
         )
         return subprocess.run(
-            [found, *flags, *arguments], capture_output=True, text=True, timeout=100
+            [found, *flags, *arguments], capture_output=True, text=True, timeout=240
         )
 
     return call

@@ -451,7 +451,7 @@ except errors.DeltacheckError as error:
 def limited(root: Path, **options: Any) -> str:
     """Return the error of a restore in a process with 1 GiB beside its loaded code."""
     program = [sys.executable, "-c", LIMITED, str(root), repr(options)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
 

@@ -22,7 +22,7 @@ def saved(tmp_path: Path) -> tuple[Path, list[str]]:
     digests = []
     with Engine(tmp_path) as engine:
         for step in range(2):
-            report = engine.save(step, {"x": torch.full((3,), float(step))}).result(60)
+            report = engine.save(step, {"x": torch.full((3,), float(step))}).result(240)
             assert report is not None
             digests.append(report.digest)
     return tmp_path, digests

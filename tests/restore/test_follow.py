@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Iterator[tuple[Engine, dict[str, Any]]]:
 
 
 def save(engine: Engine, state: dict[str, Any], step: int) -> None:
-    engine.save(step, state).result(60)
+    engine.save(step, state).result(240)
 
 
 def test_a_follower_that_applies_every_update_has_the_bits_of_every_step(
@@ -288,7 +288,7 @@ def test_every_dtype_and_layout_is_followed_bit_for_bit(tmp_path: Path) -> None:
                     state[name].view(-1)[: min(1, tensor.numel())] = tensor.reshape(-1)[
                         : min(1, tensor.numel())
                     ]
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
             update = follower.poll()
             assert update is not None
             apply(update, mine, check=True)
@@ -362,7 +362,7 @@ def test_a_policy_that_is_not_exact_is_followed_as_a_restore_gives_it(tmp_path: 
         mine = {path: np.zeros(()) for path in ()}
         for step in range(0, 60, 6):
             training.advance(6)
-            engine.save(step, training.state()).result(60)
+            engine.save(step, training.state()).result(240)
             update = follower.poll()
             assert update is not None
             for path, change in update.changes.items():

@@ -136,7 +136,7 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
             [sys.executable, "-c", code, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         )
         assert f"process {os.getpid()} on " in done.stdout
@@ -169,7 +169,7 @@ def test_a_forked_child_cannot_save_and_does_not_hold_the_root(tmp_path: Path) -
         [sys.executable, "-c", FORKED, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert "a forked child must open its own root" in done.stdout
@@ -220,7 +220,7 @@ def _survives_a_full_disk(root: Path, full_disk: list[int], at: int) -> bool:
         first = engine.restore(0)
         nudge(state)
         full_disk.append(at)
-        error = engine.save(1, state).exception(60)
+        error = engine.save(1, state).exception(240)
         full_disk.clear()
         if error is None:
             return False
@@ -229,7 +229,7 @@ def _survives_a_full_disk(root: Path, full_disk: list[int], at: int) -> bool:
         assert engine.steps() == [0]
         assert_same(first, engine.restore(0))
         nudge(state)
-        engine.save(2, state).wait(timeout=60)
+        engine.save(2, state).wait(timeout=240)
         assert_same(state, engine.restore(2))
     assert deltacheck.open(root).verify(deep=True) == []
     return True
@@ -261,7 +261,7 @@ def test_a_save_that_stands_on_a_failed_one_fails_too(
         with contextlib.suppress(errors.SaveFailed):  # the failure may be known already
             handles.append(engine.save(2, state))
         for handle in handles:
-            handle.exception(60)
+            handle.exception(240)
         full_disk.clear()
         engine.save(3, state).wait()
         assert_same(state, engine.restore(3))
@@ -293,10 +293,10 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(
         tmp_path, options=SaveOptions(io_timeout_seconds=20)
     ) as engine:  # the fake one has always passed
         monkeypatch.setattr(arrays, "write", lambda *_: Hanging())
-        error = engine.save(0, {"x": torch.zeros(1)}).exception(120)
+        error = engine.save(0, {"x": torch.zeros(1)}).exception(240)
         assert "may hang" in str(error)
         monkeypatch.undo()
-        engine.save(1, {"x": torch.zeros(1)}).wait(timeout=120)
+        engine.save(1, {"x": torch.zeros(1)}).wait(timeout=240)
 
 
 def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
@@ -311,14 +311,14 @@ def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
     try:
         state = training_state()
         with Engine(tmp_path / "root") as engine:
-            engine.save(0, state).wait(timeout=60)
+            engine.save(0, state).wait(timeout=240)
             before = engine.restore(0)
             state["more"] = torch.randn(3_000_000)
-            assert "RESOURCE_EXHAUSTED" in str(engine.save(1, state).exception(60))
+            assert "RESOURCE_EXHAUSTED" in str(engine.save(1, state).exception(240))
             assert_same(before, engine.restore(0))
             del state["more"]
             state["step"] = 2
-            engine.save(2, state).wait(timeout=60)
+            engine.save(2, state).wait(timeout=240)
             assert_same(state, engine.restore(2))
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
@@ -350,7 +350,7 @@ def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exist
 
         monkeypatch.setattr(durability, "sync_directory", failing)
         monkeypatch.setattr(Path, "unlink", stays)
-        assert "Input/output error" in str(engine.save(0, state).exception(60))
+        assert "Input/output error" in str(engine.save(0, state).exception(240))
         monkeypatch.undo()
         assert_same(state, engine.restore(0))
 
@@ -368,7 +368,7 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
     original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
-        assert go.wait(120)
+        assert go.wait(240)
         return original(self)
 
     monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
@@ -376,7 +376,7 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
         tensor = torch.randn(300, 300)
         alive = weakref.ref(tensor)
         handle = engine.save(0, {"x": tensor})
-        handle.wait("encoded", timeout=120)
+        handle.wait("encoded", timeout=240)
         del tensor
         gc.collect()
         assert alive() is None

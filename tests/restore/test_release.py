@@ -95,7 +95,7 @@ def test_no_segment_is_open_after_a_restore(
 ) -> None:
     with Engine(tmp_path / "run", policy=Policy.exact(derive=derive)) as engine:
         for step in range(3):
-            engine.save(step, state_at(step)).wait(timeout=120)
+            engine.save(step, state_at(step)).wait(timeout=240)
         assert bool(deltacheck.open(engine.root).manifest().derived) == derive
         restore(engine)
         assert not open_segments
@@ -112,8 +112,8 @@ def test_a_memory_tier_that_is_nearly_full_saves_after_a_restore(tmp_path: Path)
         memory=memory,
         options=SaveOptions(grace_seconds=0, io_timeout_seconds=20),
     ) as engine:
-        engine.save(0, state(0)).wait(timeout=120)
+        engine.save(0, state(0)).wait(timeout=240)
         engine.restore(into=state(9))
-        engine.save(1, state(1)).wait(timeout=120)
+        engine.save(1, state(1)).wait(timeout=240)
         engine.persist(30)
     assert deltacheck.open(tmp_path / "disk").steps() == [0, 1]

@@ -32,7 +32,7 @@ def through_engine(*states: Any) -> list[Any]:
     """Save states one after the other, and return the restored ones."""
     with tempfile.TemporaryDirectory() as folder, Engine(folder) as engine:
         for step, state in enumerate(states):
-            engine.save(step, state).wait(timeout=60)
+            engine.save(step, state).wait(timeout=240)
         return [engine.restore(step) for step in range(len(states))]
 
 
@@ -231,10 +231,10 @@ def test_views_that_overlap_come_back_with_their_own_values() -> None:
 def test_a_leaf_of_more_axes_than_an_array_may_have_is_kept_or_refused(tmp_path: Path) -> None:
     small, large = torch.zeros([1] * 40 + [5]), torch.zeros([1] * 40 + [100_000])
     with Engine(tmp_path) as engine:
-        engine.save(0, {"x": small}).wait(timeout=60)
+        engine.save(0, {"x": small}).wait(timeout=240)
         assert engine.restore()["x"].shape == small.shape
         try:
-            engine.save(1, {"x": large}).wait(timeout=60)
+            engine.save(1, {"x": large}).wait(timeout=240)
             assert engine.restore(1)["x"].shape == large.shape
         except (errors.UnsupportedLeaf, errors.SaveFailed):
             assert engine.steps() == [0]
@@ -281,7 +281,7 @@ def test_the_bytes_depend_neither_on_threads_nor_on_how_the_work_is_cut(
                         {name: x.copy() for name, x in reversed(state.items())}
                         if number == 1
                         else state,
-                    ).wait(timeout=60)
+                    ).wait(timeout=240)
             told, segments = content(tmp_path / str(number))
             del told["tree"]
             found.append((told, segments))

@@ -46,7 +46,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading
 
         def hanging(self: Any, *args: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
-                assert go.wait(120)
+                assert go.wait(240)
             return original(self, *args)
 
         monkeypatch.setattr(save_job.SaveJob, method, hanging)
@@ -69,7 +69,7 @@ def test_a_thread_that_hangs_stops_neither_the_training_nor_later_saves(
 ) -> None:
     with Engine(tmp_path) as engine:
         parameter, held = guarded(engine)
-        engine.save(0, {"p": torch.zeros(3)}).wait(timeout=120)
+        engine.save(0, {"p": torch.zeros(3)}).wait(timeout=240)
         go = stuck(method)
         patience_seconds = engine._saver._pulse.patience_seconds
         engine._saver._pulse.patience_seconds = PATIENCE_SECONDS
@@ -81,11 +81,11 @@ def test_a_thread_that_hangs_stops_neither_the_training_nor_later_saves(
             engine.save(2, {"p": parameter})
         with pytest.raises(errors.SaveFailed, match="still hangs in the save of step 1"):
             engine.save(3, {"p": parameter})
-        assert isinstance(handle.exception(120), errors.SaveFailed)
+        assert isinstance(handle.exception(240), errors.SaveFailed)
         engine._saver._pulse.patience_seconds = patience_seconds
         go.set()
         wait_until(lambda: not engine._saver._pipeline.stuck)
-        engine.save(4, {"p": parameter}).wait(timeout=120)
+        engine.save(4, {"p": parameter}).wait(timeout=240)
         assert engine.steps() == [0, 4]
         assert torch.equal(engine.restore(4)["p"], torch.full((1000,), 2.0))
         del held
@@ -109,7 +109,7 @@ def test_waiting_without_a_timeout_ends_where_nothing_happens(
             engine.wait(0.01)
         engine._saver._pulse.patience_seconds = patience_seconds
         go.set()
-        handle.wait(timeout=120)  # it was only waited for: nobody has given it up
+        handle.wait(timeout=240)  # it was only waited for: nobody has given it up
         assert engine.steps() == [1]
 
 
@@ -183,11 +183,11 @@ def test_a_commit_that_hangs_fails_the_save(
             "write",
             lambda *_: type("Done", (), {"result": lambda self, timeout=None: None})(),
         )
-        error = engine.save(0, {"p": torch.zeros(3)}).exception(120)
+        error = engine.save(0, {"p": torch.zeros(3)}).exception(240)
         assert isinstance(error, errors.SaveFailed)
         assert isinstance(error.__cause__, errors.StorageTimeout)
         monkeypatch.undo()
-        engine.save(1, {"p": torch.zeros(3)}).wait(timeout=120)
+        engine.save(1, {"p": torch.zeros(3)}).wait(timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_whatever_ends_a_thread_fails_the_save_and_not_the_thread(
 
     with Engine(tmp_path) as engine:
         monkeypatch.setattr(save_job.SaveJob, method, fails)
-        found = engine.save(0, {"p": torch.zeros(3)}).exception(120)
+        found = engine.save(0, {"p": torch.zeros(3)}).exception(240)
         assert isinstance(found, errors.SaveFailed)
         assert type(error).__name__ in str(found)
         monkeypatch.undo()
-        engine.save(1, {"p": torch.zeros(3)}).wait(timeout=120)
+        engine.save(1, {"p": torch.zeros(3)}).wait(timeout=240)
         assert engine.steps() == [1]
 
 
@@ -254,6 +254,6 @@ def test_handlers_are_set_in_the_main_thread_only_and_for_a_time(tmp_path: Path)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join(120)
+    thread.join(240)
     assert "main thread" in str(found[0])
     assert not any(thread.name == "deltacheck-grace" for thread in threading.enumerate())

@@ -69,7 +69,7 @@ def test_an_engine_writes_whole_leaves_and_says_so(
             weights[step] += 1.0
             saved[step] = {"weights": weights.clone(), "frozen": frozen.clone()}
             with caplog.at_level(logging.WARNING, "deltacheck"):
-                report = engine.save(step, {"weights": weights, "frozen": frozen}).result(60)
+                report = engine.save(step, {"weights": weights, "frozen": frozen}).result(240)
             is_whole = {leaf.path: leaf.kind.value for leaf in report.leaves}
             if step == 3:
                 assert set(is_whole.values()) == {"keyframe"}
@@ -91,7 +91,7 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
 ) -> None:
     weights = torch.randn(300, 300)
     engine = Engine(tmp_path / "run")
-    engine.save(0, {"weights": weights}).result(60)
+    engine.save(0, {"weights": weights}).result(240)
     durable = ChainState.durable
 
     def purged(self: ChainState, job: Any, ref: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
     weights[0] += 1
     with pytest.raises(errors.SaveFailed, match="are gone"):
         engine.save(1, {"weights": weights}).result(60)
-    report = engine.save(2, {"weights": weights}).result(60)
+    report = engine.save(2, {"weights": weights}).result(240)
     assert [leaf.kind.value for leaf in report.leaves] == ["keyframe"]
     assert torch.equal(engine.restore(2)["weights"], weights)
     engine.close()
@@ -117,7 +117,7 @@ def test_data_files_of_a_long_chain_are_looked_at_in_turn(tmp_path: Path) -> Non
     with Engine(tmp_path / "run") as engine:
         for step in range(5):
             weights[step] += 1
-            engine.save(step, {"weights": weights}).result(60)
+            engine.save(step, {"weights": weights}).result(240)
     names = store.segment_ids()
     assert len(names) == 5
     for _ in names:
@@ -152,7 +152,7 @@ def test_a_gradient_log_stores_the_state_itself(tmp_path: Path) -> None:
             if step == 3:
                 everything(engine.root)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            report = log.save(step, state).result(60)
+            report = log.save(step, state).result(240)
             assert (report.replayed_steps == 0) == (step in (0, 3)), (step, report.note)
         restored = log.restore(4)
         assert torch.equal(restored["model"]["weight"], model.weight)
@@ -166,7 +166,7 @@ def test_a_save_does_not_wait_for_a_storage_that_hangs(
 
     weights = torch.randn(100)
     with Engine(tmp_path / "run") as engine:
-        engine.save(0, {"weights": weights}).result(60)
+        engine.save(0, {"weights": weights}).result(240)
         monkeypatch.setattr(pipeline, "_LOOK_SECONDS", 0.05)
         original = Store.missing_segments
         go = threading.Event()
@@ -178,7 +178,7 @@ def test_a_save_does_not_wait_for_a_storage_that_hangs(
         monkeypatch.setattr(Store, "missing_segments", hanging)
         handle = engine.save(1, {"weights": weights})
         go.set()
-        handle.result(60)
+        handle.result(240)
 
 
 @pytest.mark.parametrize("purge", PURGES)
@@ -212,13 +212,13 @@ def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
     outside.write_bytes(b"not ours")
     old = LONG_AGO
     with Engine(root, options=SaveOptions(redate_after_seconds=3600)) as engine:
-        engine.save(0, {"weights": weights}).result(60)
+        engine.save(0, {"weights": weights}).result(240)
         os.symlink(outside, root / "link")
         for path in [*root.rglob("*"), outside]:
             os.utime(path, (old, old), follow_symlinks=False)
         # The first look was at the first save; the engine is told that it was long ago.
         engine._session.writer._redated = float("-inf")
-        engine.save(1, {"weights": weights}).result(60)
+        engine.save(1, {"weights": weights}).result(240)
         _await_re_dating(root, old)
     assert outside.stat().st_mtime < old + 10
     assert torch.equal(Engine(root).restore(0)["weights"], weights)
@@ -245,11 +245,11 @@ def test_a_manager_re_dates_its_steps_and_its_segments(tmp_path: Path) -> None:
 def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> None:
     root, memory, weights = tmp_path / "run", tmp_path / "memory", torch.randn(300, 300)
     with Engine(root, memory=memory) as engine:
-        engine.save(0, {"weights": weights}).result(60)
+        engine.save(0, {"weights": weights}).result(240)
         engine.persist(60)
     old = _age_by_days(root)
     with Engine(root, memory=memory, options=SaveOptions(redate_after_seconds=3600)) as engine:
-        engine.save(1, {"weights": weights + 1}).result(60)
+        engine.save(1, {"weights": weights + 1}).result(240)
         engine.persist(60)
         _await_re_dating(root, old)
     assert (deltacheck.open(root).restore(0)["weights"] == weights.numpy()).all()

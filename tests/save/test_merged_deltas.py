@@ -171,7 +171,7 @@ def settle(engine: Engine) -> None:
     """Wait for a merge, so that the next save uses it."""
     compactor = engine._saver._chains.compactor
     assert compactor is not None
-    compactor.wait(60)
+    compactor.wait(240)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -317,7 +317,7 @@ def test_a_merge_of_another_branch_is_not_used(
     go, write_merged = threading.Event(), merged_deltas.write_merged
     monkeypatch.setattr(
         "deltacheck.save.chains.compactor.write_merged",
-        lambda *a, **k: go.wait(120) and write_merged(*a, **k),
+        lambda *a, **k: go.wait(240) and write_merged(*a, **k),
     )
     one, two, states = torch.randn(3000), torch.randn(3000), {}
     with Engine(tmp_path, policy=Policy.exact(max_chain_depth=8)) as engine:

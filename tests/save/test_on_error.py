@@ -119,7 +119,7 @@ def test_while_the_storage_hangs_every_save_fails_and_training_goes_on(
     go, finish = threading.Event(), SaveJob.finish_segment
 
     def hanging(job: SaveJob) -> Any:
-        go.wait(120)
+        go.wait(240)
         return finish(job)
 
     monkeypatch.setattr(SaveJob, "finish_segment", hanging)
@@ -135,7 +135,7 @@ def test_while_the_storage_hangs_every_save_fails_and_training_goes_on(
     engine._saver._pulse.patience_seconds = patience_seconds
     go.set()
     wait_until(lambda: not engine._saver._pipeline.stuck)
-    report = engine.save(3, state).result(120)
+    report = engine.save(3, state).result(240)
     assert report is not None
     assert report.failed_saves == 3
     engine.close()
@@ -196,7 +196,7 @@ def test_the_exit_status_says_that_the_newest_save_is_lost(tmp_path: Path) -> No
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 120, done.stderr

@@ -58,7 +58,7 @@ def saved(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     root, run = tmp_path / "run", states()
     with Engine(root, policy=Policy.exact(max_chain_depth=3)) as engine:
         for step, state in enumerate(run):
-            engine.save(step, state).wait(timeout=60)
+            engine.save(step, state).wait(timeout=240)
         engine.tag(2, "best")
     return root, run
 
@@ -154,7 +154,7 @@ def test_a_removed_leaf_is_an_error_that_names_the_newest_step_with_it(
             assert "the newest step that has it is 7" in str(error)
         # A training goes on from the newest step, and its next steps are whole.
         state = engine.restore()
-        engine.save(STEPS, state).wait(timeout=60)
+        engine.save(STEPS, state).wait(timeout=240)
         assert_same(run[-1], engine.restore(STEPS))
     out = str(root.parent / "step.npz")
     assert main(["export", str(root), "3", "--out", out]) == NOT_FOUND
@@ -194,7 +194,7 @@ def test_leaves_that_kept_ones_follow_from_stay(tmp_path: Path) -> None:
     with Engine(root, policy=Policy.exact(derive=True)) as engine:
         for step in range(3):
             run.advance()
-            engine.save(step, run.state()).result(60)
+            engine.save(step, run.state()).result(240)
     before = deltacheck.open(root).restore(0)
     assert open_root(root).manifest(0).derived["model/w0"].of
     root_writer.prune(open_root(root), Keep(full_last=1))

@@ -24,14 +24,14 @@ def save_twice(root: Path, **options: Any) -> tuple[Engine, Any, dict[str, Any]]
     """A keyframe, whole, then whatever the test has prepared for the delta after it."""
     state = training_state()
     engine = Engine(root, **options)
-    engine.save(0, state).wait(timeout=60)
+    engine.save(0, state).wait(timeout=240)
     nudge(state)
     return engine, engine.save(1, state), state
 
 
 def test_a_receipt_says_that_what_a_save_wrote_was_rebuilt(tmp_path: Path) -> None:
     engine, handle, state = save_twice(tmp_path, options=SaveOptions(verify="commit"))
-    handle.wait(timeout=60)
+    handle.wait(timeout=240)
     assert handle.receipt.step == 1
     changed = sum(leaf.raw_bytes for leaf in handle.report.leaves if leaf.changed)
     assert handle.receipt.raw_bytes == changed
@@ -41,7 +41,7 @@ def test_a_receipt_says_that_what_a_save_wrote_was_rebuilt(tmp_path: Path) -> No
 
 def test_without_verify_there_is_no_receipt(tmp_path: Path) -> None:
     engine, handle, _ = save_twice(tmp_path)
-    handle.wait(timeout=60)
+    handle.wait(timeout=240)
     assert handle.receipt is None
     engine.close()
     with pytest.raises(ValueError, match="verify must be one of none, commit"):
@@ -107,14 +107,14 @@ def test_a_flip_on_the_way_is_a_failed_save(
     fault(monkeypatch, saves)
     state = training_state()
     with Engine(tmp_path, options=SaveOptions(verify="commit")) as engine:
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         saves.append(1)
         nudge(state)
         with pytest.raises(errors.SaveFailed, match=r"step 1.*leaf '"):
             engine.save(1, state).result(60)
         saves.clear()
         assert engine.steps() == [0]
-        engine.save(2, state).result(60)  # whole leaves
+        engine.save(2, state).result(240)  # whole leaves
         assert_same(engine.restore(2), state)
 
 
@@ -126,10 +126,10 @@ def test_without_verify_the_encoders_fault_would_be_saved(
     in_the_encoder(monkeypatch, saves)
     state = training_state()
     with Engine(tmp_path) as engine:
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         saves.append(1)
         nudge(state)
-        engine.save(1, state).result(60)
+        engine.save(1, state).result(240)
     assert deltacheck.open(tmp_path).verify(deep=True) == []
     assert not torch.equal(
         Engine(tmp_path).restore(1)["model"]["embed.weight"], state["model"]["embed.weight"]

@@ -177,11 +177,11 @@ def run_once(path: Path, seed: int) -> dict[str, int]:
                 value.fill_(step)  # type: ignore[union-attr]
             state["n"] = float(step)
             engine.save(step, state)
-        engine.wait(60)
+        engine.wait(240)
     finally:
         over.set()
         for thread in threads:
-            thread.join(120)
+            thread.join(240)
         engine.close(30)
     for problem in problems:
         raise problem

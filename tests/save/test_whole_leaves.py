@@ -173,7 +173,7 @@ def test_what_is_stored_whole_is_checked_against_the_content_at_the_save(tmp_pat
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LeafSource, "__init__", checked)
             handle = engine.save(3, saved[3])
-            assert isinstance(handle.exception(120), errors.SaveFailed)
+            assert isinstance(handle.exception(240), errors.SaveFailed)
     run = deltacheck.open(tmp_path)
     assert run.steps() == [0, 1, 2]
     assert_same(run.restore(), arrays(saved[2]))

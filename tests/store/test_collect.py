@@ -142,7 +142,7 @@ def test_keep_last_keeps_the_newest_steps_readable_and_the_disk_bounded(tmp_path
     ) as engine:
         for step in range(9):
             states[step] = copy.deepcopy(state)
-            engine.save(step, state).wait(timeout=60)
+            engine.save(step, state).wait(timeout=240)
             nudge(state)
             kept = engine.steps()
             assert kept == list(range(max(0, step - 1), step + 1))
@@ -158,7 +158,7 @@ def test_a_step_whose_chain_was_collected_around_it_stays_whole(tmp_path: Path) 
     with Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0)) as engine:
         for _, step in zip(range(6), itertools.count(), strict=False):
             state["small"] += 1
-            engine.save(step, state).wait(timeout=60)
+            engine.save(step, state).wait(timeout=240)
         assert_same(state, engine.restore())
 
 
@@ -253,14 +253,14 @@ def test_two_collectors_at_once_remove_what_one_would(
     remove, meeting = collect._remove, threading.Barrier(2)
 
     def together(*of: Any) -> bool:
-        meeting.wait(120)
+        meeting.wait(240)
         return remove(*of)
 
     monkeypatch.setattr(collect, "_remove", together)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(collect.collect, open_root(root), grace_seconds=0) for _ in range(2)]
         assert all(
-            set(one.result(120).removed) | set(one.result(120).in_use) == set(due) for one in both
+            set(one.result(240).removed) | set(one.result(240).in_use) == set(due) for one in both
         )
     assert not segments(root) & set(due)
     with Engine(root) as engine:
@@ -350,6 +350,6 @@ def test_a_tag_that_is_being_written_is_left_alone(
         thread.start()
         wait_until(lambda: locked_out.is_set() or not thread.is_alive())
         assert unfinished.exists()
-    thread.join(120)
+    thread.join(240)
     assert not unfinished.exists()
     assert deltacheck.open(root).restore("best") is not None

@@ -70,7 +70,7 @@ def by_engine(root: Path) -> None:
 
 
 def _use(engine: Engine) -> None:
-    engine.save(7, {"w": torch.ones(300, 300)}, metrics={"loss": 1.0}).result(60)
+    engine.save(7, {"w": torch.ones(300, 300)}, metrics={"loss": 1.0}).result(240)
     for action in (
         lambda: engine.tag(7, "seven"),
         lambda: engine.untag("best"),
@@ -84,7 +84,7 @@ def _use(engine: Engine) -> None:
 def with_memory(root: Path) -> None:
     memory = root.with_name(f"{root.name}-memory")
     with Engine(root, memory=memory) as engine:
-        engine.save(7, {"w": torch.ones(300, 300)}).result(60)
+        engine.save(7, {"w": torch.ones(300, 300)}).result(240)
         engine.persist(60)
 
 
@@ -181,7 +181,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Engine(root, memory=memory) as engine:
         for step in range(3):
             weights[step] += 1
-            engine.save(step, {"w": weights, "b": torch.ones(5)}).result(60)
+            engine.save(step, {"w": weights, "b": torch.ones(5)}).result(240)
         engine.persist(60)
         engine.tag(1, "best")
     (root / "control" / "marks").mkdir()

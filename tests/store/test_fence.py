@@ -40,18 +40,18 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 def test_a_writer_that_has_lost_the_root_cannot_commit_nor_delete(tmp_path: Path) -> None:
     old = Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
-    old.save(0, state(0)).wait(timeout=60)
+    old.save(0, state(0)).wait(timeout=240)
     take_over(tmp_path)
     with Engine(tmp_path) as new:
         new.restore()
-        new.save(1, state(1)).wait(timeout=60)
-        error = old.save(2, state(2)).exception(60)
+        new.save(1, state(1)).wait(timeout=240)
+        error = old.save(2, state(2)).exception(240)
         assert isinstance(error, errors.SaveFailed)
         assert isinstance(error.__cause__, errors.RootBusy)
         assert f"process {os.getpid()}" in str(error)
         with pytest.raises(errors.RootBusy, match="has lost"):
             old.delete(0)
-        new.save(2, state(3)).wait(timeout=60)
+        new.save(2, state(3)).wait(timeout=240)
     assert deltacheck.open(tmp_path).steps() == [0, 1, 2]
     old.save(4, state(4))
     with pytest.raises(errors.SaveFailed):
@@ -84,13 +84,13 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     )  # as where even the look at the lock's file tells nothing
     create = arrays.create_file
     old = Engine(tmp_path)
-    old.save(0, state(0)).wait(timeout=60)
+    old.save(0, state(0)).wait(timeout=240)
     take_over(tmp_path)
     new = Engine(tmp_path, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
 
     def go_on() -> None:
         for step in (10, 11, 12):
-            new.save(step, state(step)).wait(timeout=60)
+            new.save(step, state(step)).wait(timeout=240)
 
     def late(directory: Path, *of: Any) -> bool:
         if not first and directory.name == "c0000000001":
@@ -103,7 +103,7 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     if first:
         go_on()
     handle = old.save(1, state(1))
-    error = handle.exception(60)
+    error = handle.exception(240)
     assert isinstance(error, errors.SaveFailed)
     assert isinstance(error.__cause__, errors.RootBusy)
     assert "has been written by another since" in str(error)
@@ -129,7 +129,7 @@ def test_a_root_whose_creation_was_killed_is_created_by_the_next_writer(
     monkeypatch.undo()
     (tmp_path / "zarr.json.__lock").touch()
     with Engine(tmp_path) as engine:
-        engine.save(0, state(0)).wait(timeout=60)
+        engine.save(0, state(0)).wait(timeout=240)
         assert engine.steps() == [0]
 
 

@@ -105,7 +105,7 @@ def test_the_error_of_a_handler_does_not_end_a_shielded_wait(handler: Install) -
     thread = threading.Thread(target=interrupt)
     with shielded() as errors:
         thread.start()
-        assert end.wait(60)
+        assert end.wait(240)
     thread.join()
     assert [str(error) for error in errors] == ["worker is killed"]
 
@@ -198,12 +198,12 @@ def test_a_turn_is_of_one_thread_and_refuses_the_handler_that_interrupts_it(
     def other() -> None:
         with turn.of("restore"):
             is_taken.set()
-            may_end.wait(60)
+            may_end.wait(240)
             order.append("other")
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert is_taken.wait(60)
+    assert is_taken.wait(240)
     handler(may_end.set)
     send()  # handled while this thread waits, or before
     with turn.of("save", postpones=True):

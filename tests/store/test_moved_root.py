@@ -50,7 +50,7 @@ def test_a_save_into_a_root_that_has_gone_fails_and_is_committed_nowhere(
     with Engine(root) as engine:
         engine.save(0, state(0)).wait()
         happens(root)
-        error = engine.save(1, state(1)).exception(60)
+        error = engine.save(1, state(1)).exception(240)
         assert isinstance(error, errors.DeltacheckError)
         assert "step 1" in str(error) or "lost" in str(error)
     if happens is replaced_by_another_root:
@@ -66,7 +66,7 @@ def test_a_root_that_comes_back_is_written_to_again(tmp_path: Path) -> None:
     with Engine(root) as engine:
         engine.save(0, state(0)).wait()
         root.rename(away)
-        assert engine.save(1, state(1)).exception(60) is not None
+        assert engine.save(1, state(1)).exception(240) is not None
         if root.exists():  # what the failed save has made in the place of the root
             removed(root)
         away.rename(root)

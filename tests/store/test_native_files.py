@@ -42,9 +42,9 @@ def noise(size: int, seed: int = 0) -> Bytes:
 def written(path: Path, data: Bytes, codec: str) -> ArraySpec:
     spec = ArraySpec.flat(data.size, "uint8", codec, {})
     if codec == "values":
-        arrays.write(path, spec, data, arrays.context(1)).result(timeout=60)
+        arrays.write(path, spec, data, arrays.context(1)).result(timeout=240)
     else:
-        StreamWriter(path).write(path, spec, [data]).result(timeout=60)
+        StreamWriter(path).write(path, spec, [data]).result(timeout=240)
     return spec
 
 
@@ -235,7 +235,7 @@ def test_a_child_that_was_forked_reads(tmp_path: Path) -> None:
     print(os.waitpid(child, 0)[1])
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "0"
 
 
@@ -251,7 +251,7 @@ def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec
     under_way = [array.start() for _ in range(400)]
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s"), str(size), codec]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -268,7 +268,7 @@ def test_a_process_ends_in_peace_while_writes_are_under_way(tmp_path: Path) -> N
     ]
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -92,7 +92,7 @@ class Run:
         self.saved[self.step] = {
             k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()
         }
-        self.engine.save(self.step, self.state).result(60)
+        self.engine.save(self.step, self.state).result(240)
         self.newest = self.step
         return self.step
 
@@ -178,20 +178,20 @@ def test_a_save_finds_a_lost_base_by_one_listing_and_writes_whole_leaves(
         for step in range(4):
             weights[step] += 1
             with s3_server.failing():  # the log of requests begins here
-                engine.save(step, {"w": weights}).result(60)
+                engine.save(step, {"w": weights}).result(240)
                 requests = [(method, done) for method, _, done in s3_server.seen()]
             # At the save and before the commit. The first save looks for another course.
             assert requests.count(("LIST", "ok")) == (2 if step else 1)
         lost = of_oldest(engine.root, inner)
         lost.remove_tree()
         lost._bucket.write(lost.key, None).result()  # the object itself, if it is one
-        report = engine.save(4, {"w": weights}).result(60)
+        report = engine.save(4, {"w": weights}).result(240)
         assert [leaf.kind.value for leaf in report.leaves] == ["keyframe"]
         assert "are gone" in report.note
         weights[5] += 1
         # A listing that lags is no proof of a loss.
         with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden="segments")):
-            report = engine.save(5, {"w": weights}).result(60)
+            report = engine.save(5, {"w": weights}).result(240)
         assert [leaf.kind.value for leaf in report.leaves] == ["delta"]
     assert (deltacheck.open(address, storage=STORAGE).restore(5)["w"] == weights.numpy()).all()
 
@@ -203,7 +203,7 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
     with Engine(address, storage=STORAGE) as engine:
         for step in range(2):
             weights[step] += 1
-            engine.save(step, {"w": weights}).result(60)
+            engine.save(step, {"w": weights}).result(240)
         durable = ChainState.durable
 
         def purged(self: ChainState, job: Any, ref: Any) -> Any:
@@ -215,7 +215,7 @@ def test_a_save_whose_base_goes_while_it_is_written_is_not_acknowledged(
         weights[2] += 1
         with pytest.raises(SaveFailed, match="are gone or have lost files"):
             engine.save(2, {"w": weights}).result(60)
-        assert engine.save(3, {"w": weights}).result(60).leaves[0].kind.value == "keyframe"
+        assert engine.save(3, {"w": weights}).result(240).leaves[0].kind.value == "keyframe"
     assert (deltacheck.open(address, storage=STORAGE).restore(3)["w"] == weights.numpy()).all()
 
 
@@ -284,7 +284,7 @@ def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(
 
 def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_server: S3) -> None:
     engine = Engine(address, storage=STORAGE)
-    engine.save(0, {"w": torch.zeros(10)}).result(120)
+    engine.save(0, {"w": torch.zeros(10)}).result(240)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._saver, "_setup", setup_with(engine, io_timeout_seconds=0.5))
         with (
@@ -292,7 +292,7 @@ def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_
             pytest.raises(SaveFailed, match="deadline"),
         ):
             engine.save(1, {"w": torch.ones(10)}).result()
-    engine.save(2, {"w": torch.ones(10)}).result(120)
+    engine.save(2, {"w": torch.ones(10)}).result(240)
     engine.close()
     assert deltacheck.open(address, storage=STORAGE).steps() == [0, 2]
 
@@ -681,7 +681,7 @@ def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server
         assert reader.restore()["step"] == 3
         engine = Engine(address, storage=STORAGE)
         engine.restore()
-        engine.save(4, run.state).result(120)
+        engine.save(4, run.state).result(240)
         engine.close()
     assert deltacheck.open(address, storage=STORAGE).steps() == [1, 2, 3, 4]
 
@@ -712,7 +712,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
         engine._saver.forget()
         run.save()
     engine.restore(1)  # the newest step alone stands on what only the oldest has besides it
-    engine.save(4, run.saved[1]).result(120)
+    engine.save(4, run.saved[1]).result(240)
     collect.delete_checkpoint(engine._root, 0)
     engine.close()
     with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c0000000003/")):
@@ -865,7 +865,7 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
             optimizer.zero_grad()
             model(torch.randn(5, 40)).square().sum().backward()
             optimizer.step()
-            gradients.save(step, state()).result(120)
+            gradients.save(step, state()).result(240)
         weight = model.weight.detach().clone()
         assert open_root(address, storage=STORAGE).manifest(3).replay is not None
         assert torch.equal(gradients.restore(3)["model"]["weight"], weight)
@@ -890,7 +890,7 @@ def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(addres
     assert compactor is not None
     for _ in range(8):
         run.save()
-        compactor.wait(60)
+        compactor.wait(240)
     run.engine.close()
     reader = deltacheck.open(address, storage=STORAGE)
     assert any(reader.manifest(step).merged_bytes for step in reader.steps())

@@ -64,7 +64,7 @@ class TestShards:
         spec = ArraySpec((1600,), "uint8", (100,), (1600,), "store")
         values = np.random.default_rng(0).integers(0, 255, 1600, np.uint8)
         context = arrays.context(parent=storage.context(folder))
-        arrays.write(folder, spec, values, context).result(timeout=60)
+        arrays.write(folder, spec, values, context).result(timeout=240)
         return folder, spec, values
 
     @pytest.mark.parametrize("part", [(0, 100), (150, 420), (1599, 1600), (0, 900), (0, 1600)])

@@ -22,7 +22,7 @@ from deltacheck.store.roots.opening import open_root
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     with Engine(tmp_path) as engine:
-        engine.save(0, {"x": torch.ones(3)}).wait(timeout=60)
+        engine.save(0, {"x": torch.ones(3)}).wait(timeout=240)
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_a_commit_whose_sync_fails_withdraws_its_step_unless_it_was_tagged_meanw
             patch.setattr(Durability, "sync_directory", fail)
             with pytest.raises(errors.SaveFailed, match="the disk fails"):
                 engine.save(1, {"x": torch.ones(3)}).wait(timeout=60)
-        engine.save(2, {"x": torch.ones(3)}).wait(timeout=60)
+        engine.save(2, {"x": torch.ones(3)}).wait(timeout=240)
     reader = deltacheck.open(root)
     assert reader.steps() == ([0, 1, 2] if is_tagged else [0, 2])
     assert reader.verify(deep=True) == []

@@ -116,7 +116,7 @@ class Soak:
         self.saved[self.step] = {
             k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()
         }
-        self.engine.save(self.step, self.state).result(120)
+        self.engine.save(self.step, self.state).result(240)
         self.acknowledged.add(self.step)
 
     def restore(self) -> None:

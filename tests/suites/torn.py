@@ -401,7 +401,7 @@ def thread_run(root: Path, saves: int, options: dict[str, Any]) -> Outcome:
 
 def _settled(handle: Any, engine: Engine) -> int:
     """Wait for a save; return 1 if it was torn."""
-    error = handle.exception(120)
+    error = handle.exception(240)
     if error is None:
         return 0
     if not isinstance(error, SnapshotTorn):

@@ -283,7 +283,7 @@ def rollouts(folder: Path, samples: int, kill: Kill) -> dict[str, Any]:
         for worker in workers:
             worker.start()
         while len(trained.samples) < samples:
-            taken = queue.take(BATCH, timeout=100)
+            taken = queue.take(BATCH, timeout=240)
             trained.step(torch.stack([rollout["prompt"] for rollout in taken]))
             numbers += [rollout["number"] for rollout in taken]
             weights += 1

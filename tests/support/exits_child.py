@@ -295,7 +295,7 @@ def out_of_memory(case: Case) -> None:
     resource.setrlimit(
         resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), resource.RLIM_INFINITY)
     )
-    error = engine.save(1, state).exception(60)
+    error = engine.save(1, state).exception(240)
     assert isinstance(error, errors.SaveFailed), error
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print("deltacheck: told:", error)
@@ -303,7 +303,7 @@ def out_of_memory(case: Case) -> None:
     with contextlib.suppress(errors.SaveFailed):
         engine.wait()
     del state["big"]
-    engine.save(1, state).wait(timeout=60)
+    engine.save(1, state).wait(timeout=240)
 
 
 torch.set_num_threads(1)

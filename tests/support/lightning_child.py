@@ -142,7 +142,7 @@ def averaged(folder: Path) -> Any:
 
     def capture_late(job: SaveJob, *sources: Any) -> None:
         if job.request.step == last:
-            assert released.wait(100)
+            assert released.wait(240)
         capture(job, *sources)
 
     def settle_and_release(saver: Saver) -> bool:
@@ -205,7 +205,7 @@ def failing(folder: Path) -> Any:
     with io._saving_in_background(folder / "a.ckpt"):
         io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
     for task in io._under_way:
-        assert task.work.wait(120)
+        assert task.work.wait(240)
     raised = ""
     try:
         io.save_checkpoint({"global_step": 3, "w": torch.zeros(4)}, folder / "a.ckpt")

@@ -137,7 +137,7 @@ class RankedRun:
         self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None
     ) -> Any:
         """Save the part of one rank, and wait until it is committed."""
-        return self.begin_on(rank, step, state, metrics).result(60)
+        return self.begin_on(rank, step, state, metrics).result(240)
 
     def begin_on(
         self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None

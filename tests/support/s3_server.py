@@ -91,7 +91,7 @@ class S3:
 
     def make_bucket(self, name: str) -> None:
         urllib.request.urlopen(
-            urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=120
+            urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=240
         ).close()
 
     @contextlib.contextmanager
@@ -105,21 +105,21 @@ class S3:
 
     def seen(self) -> list[tuple[str, str, str]]:
         """Return the requests since faults were set: method, path and ``"ok"`` or the fault."""
-        with urllib.request.urlopen(self.endpoint + CONTROL, timeout=120) as reply:
+        with urllib.request.urlopen(self.endpoint + CONTROL, timeout=240) as reply:
             return [tuple(entry) for entry in json.load(reply)]
 
     def _control(self, faults: list[dict[str, Any]]) -> None:
         request = urllib.request.Request(
             self.endpoint + CONTROL, json.dumps(faults).encode(), method="POST"
         )
-        urllib.request.urlopen(request, timeout=120).close()
+        urllib.request.urlopen(request, timeout=240).close()
 
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=120)
+        self._process.wait(timeout=240)
 
 
 class _Faulty:

@@ -127,4 +127,4 @@ def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1) -> None:
 
 def kinds(handle: Any) -> dict[str, LeafKind]:
     """Wait for a save, and return the way in which it stored each leaf."""
-    return {leaf.path: leaf.kind for leaf in handle.result(60).leaves}
+    return {leaf.path: leaf.kind for leaf in handle.result(240).leaves}

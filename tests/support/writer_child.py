@@ -41,7 +41,7 @@ def main(root: str, writer: int, rounds: int) -> None:
                 )
             for leaf in state.values():
                 leaf.fill_(value)
-            report = engine.save(number, state).result(60)
+            report = engine.save(number, state).result(240)
             assert report is not None
             print(report.seq, value, flush=True)
         except errors.SaveFailed as error:

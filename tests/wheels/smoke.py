@@ -197,13 +197,13 @@ def look(root: Path, newest: int) -> int:
         while waiting:
             found.add(address := waiting.pop())
             # A file that is missing answers 404, which raises.
-            with urlopen(address, timeout=60) as answer:
+            with urlopen(address, timeout=240) as answer:
                 type, text = answer.headers.get_content_type(), answer.read().decode()
             expected = TYPES.get(address.rpartition(".")[2], "text/html")
             require(type == expected, f"deltacheck view: {address} is of type {type}")
             names = re.findall(r'(?:\bfrom |\bimport[ (]|\bsrc=|\bhref=)"([^"]+)"', text)
             waiting += {urljoin(address, name) for name in names}.difference(found, waiting)
-        with urlopen(f"{page}api/steps", timeout=60) as answer:
+        with urlopen(f"{page}api/steps", timeout=240) as answer:
             steps = [row["step"] for row in json.load(answer)["steps"]]
         require(newest in steps, f"deltacheck view: steps {steps}")
     finally:

@@ -236,7 +236,7 @@ def polled(folder: Path, **options: Any) -> tuple[BaseException | None, int]:
     try:
         thread = threading.Thread(target=poll, daemon=True)
         thread.start()
-        thread.join(120)
+        thread.join(240)
         assert errors, "the receiver hangs"
         return errors[0], tracemalloc.get_traced_memory()[1]
     finally:

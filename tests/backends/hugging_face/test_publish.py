@@ -259,7 +259,7 @@ def test_a_killed_publisher_leaves_whole_versions_only(run: Run, moment: str) ->
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, moment, str(run.root), str(run.to)],
         capture_output=True,
-        timeout=100,
+        timeout=240,
     )
     assert child.returncode == -9, child.stderr
     assert [path.name for path in run.to.glob("weight*")] == ["weight_v000001"]

@@ -121,7 +121,7 @@ class Run:
         reports = []
         for _ in range(steps):
             self.train_step(log)
-            reports.append(self.save(log).result(60))
+            reports.append(self.save(log).result(240))
         return reports
 
 
@@ -164,7 +164,7 @@ def test_every_logged_step_is_restored_bit_for_bit_by_the_same_manager_and_by_a_
     run: Run, tmp_path: Path
 ) -> None:
     with Opened(tmp_path) as log:
-        assert run.save(log).result(60).replayed_steps == 0  # before the first update
+        assert run.save(log).result(240).replayed_steps == 0  # before the first update
         assert [report.replayed_steps for report in run.train_and_save(log, 5)] == [1, 2, 3, 4, 5]
         log._manager.wait_until_finished()
         assert_same_leaves(run.saved[4], log.restore(4, run.state))
@@ -195,7 +195,7 @@ def test_another_process_replays_the_same_bits(run: Run, tmp_path: Path) -> None
     with Opened(tmp_path) as log:
         run.train_and_save(log, 3)
     arguments = [sys.executable, "-c", RESUMED, str(tmp_path), str(Path(__file__).parents[3])]
-    done = subprocess.run(arguments, timeout=100, capture_output=True, text=True)
+    done = subprocess.run(arguments, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == hexed(run.saved[3])
 
@@ -233,7 +233,7 @@ def test_several_updates_between_two_saves_are_all_replayed(run: Run, tmp_path: 
         for steps, replayed in ((1, 0), (2, 2), (1, 3), (3, 0), (1, 1)):
             for _ in range(steps):
                 run.train_step(log)
-            report = run.save(log).result(60)
+            report = run.save(log).result(240)
             assert report.replayed_steps == replayed
             assert ("max_steps_per_save=2" in report.note) == (steps == 3)
     assert_all_restored(run, tmp_path)
@@ -259,7 +259,7 @@ def test_a_train_state_that_is_all_the_state_needs_no_accessor(tmp_path: Path) -
     with manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
         for number in range(1, 5):
             state = log.update(state, {"w": jnp.full((30, 40), number, jnp.float32)})
-            reports.append(log.save(number, state).result(60))
+            reports.append(log.save(number, state).result(240))
             saved[number] = state
     assert [report.replayed_steps for report in reports] == [0, 1, 2, 3]
     with manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
@@ -283,7 +283,7 @@ def test_whatever_else_an_update_takes_is_stored_too(tmp_path: Path) -> None:
                 jax.random.key(number),
                 0.1 * number,
             )
-            report = log.save(number, state).result(60)
+            report = log.save(number, state).result(240)
         assert report.replayed_steps == 2
     with manager(tmp_path) as mngr, GradientLog(mngr, noisy) as log:
         assert_same_leaves(state, log.restore(3, {"w": jnp.zeros((20, 30))}))
@@ -302,7 +302,7 @@ def test_shardings_of_the_target_are_those_of_the_replay(tmp_path: Path) -> None
             state = log.update(
                 state, jax.device_put({"w": jnp.arange(1200.0).reshape(40, 30) + number}, where)
             )
-            report = log.save(number, state).result(60)
+            report = log.save(number, state).result(240)
         assert report.replayed_steps == 2
         mngr.wait_until_finished()
         found = log.restore(3, state)
@@ -323,7 +323,7 @@ def test_a_replay_runs_under_the_mesh_of_the_training(tmp_path: Path) -> None:
     with jax.set_mesh(mesh), manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
         for number in range(1, 4):
             state = log.update(state, jnp.arange(1200.0).reshape(40, 30) + number)
-            report = log.save(number, state).result(60)
+            report = log.save(number, state).result(240)
         assert report.replayed_steps == 2
         mngr.wait_until_finished()
         assert bits(log.restore(3, state)) == bits(state)
@@ -349,7 +349,7 @@ def test_a_weight_that_somebody_else_wrote_to_between_updates_is_stored_itself(
         run.state["learner"] = learner._replace(
             params=learner.params | {"b": learner.params["b"] + 0.5}
         )
-        report = run.save(log).result(60)
+        report = run.save(log).result(240)
         assert "'learner/params/b'" in report.note
         assert [report.replayed_steps for report in run.train_and_save(log, 2)] == [1, 2]
     assert_all_restored(run, tmp_path)
@@ -388,7 +388,7 @@ def test_gradients_in_containers_that_a_restore_could_not_build_are_not_logged(
         run.state["learner"] = log.update(
             run.state["learner"], Odd(**gradients_of(run.state["learner"].params, run.state["key"]))
         )
-        report = log.save(2, run.state).result(60)
+        report = log.save(2, run.state).result(240)
         assert report.replayed_steps == 0
         assert "Odd again; give the update dicts, lists and tuples" in report.note
         log._manager.wait_until_finished()
@@ -421,7 +421,7 @@ def test_a_log_takes_no_base_from_another_root(run: Run, tmp_path: Path) -> None
         GradientLog(one, update, learner_of) as log,
     ):
         run.train_step(log)
-        log.save(1, run.state).result(60)
+        log.save(1, run.state).result(240)
         two.save(1, args=DeltaSaveArgs(Run().state))
         run.train_step(log)
         two.save(2, args=DeltaSaveArgs(run.state, log=log))
@@ -471,7 +471,7 @@ def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
         run.train_step(log)
         with monkeypatch.context() as patched:
             patched.setattr(Gate, "commit", fail)
-            assert isinstance(log.save(3, run.state).exception(60), errors.SaveFailed)
+            assert isinstance(log.save(3, run.state).exception(240), errors.SaveFailed)
             with pytest.raises(errors.SaveFailed):
                 log._manager.wait_until_finished()
         assert [report.replayed_steps for report in run.train_and_save(log, 2)] == [0, 1]
@@ -487,7 +487,7 @@ def test_updates_of_a_step_that_orbax_leaves_out_are_in_the_next(run: Run, tmp_p
             run.train_step(log)
             handles.append(run.save(log))
         assert [handle.state == "skipped" for handle in handles] == [False, True, False, True]
-        assert handles[2].result(60).replayed_steps == 2
+        assert handles[2].result(240).replayed_steps == 2
     assert_all_restored(run, tmp_path, (2, 4))
 
 
@@ -619,5 +619,5 @@ def test_saves_that_nobody_waits_for_are_all_restored(run: Run, tmp_path: Path) 
         for _ in range(6):
             run.train_step(log)
             handles.append(run.save(log))
-        assert [handle.result(60).replayed_steps for handle in handles] == [0, 1, 2, 3, 0, 1]
+        assert [handle.result(240).replayed_steps for handle in handles] == [0, 1, 2, 3, 0, 1]
     assert_all_restored(run, tmp_path)

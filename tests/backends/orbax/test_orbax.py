@@ -178,7 +178,7 @@ def run_python(code: str, **environment: str) -> str:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
@@ -191,7 +191,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event, finish = threading.Event(), SaveJob.finish_segment
 
     def wait(work: SaveJob) -> Any:
-        assert event.wait(60)
+        assert event.wait(240)
         return finish(work)
 
     monkeypatch.setattr(SaveJob, "finish_segment", wait)
@@ -244,7 +244,7 @@ def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def late(self: SaveJob, sources: Any) -> None:
         if threading.current_thread().name == "deltacheck-encoder":
-            assert event.wait(120)
+            assert event.wait(240)
         capture(self, sources)
 
     monkeypatch.setattr(SaveJob, "capture", late)
@@ -1059,7 +1059,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(
         assert_same(mngr.restore(0), small_state(0))
     left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
     for thread in left:
-        thread.join(120)  # it may be ending just now
+        thread.join(240)  # it may be ending just now
     assert [thread.name for thread in left if thread.is_alive()] == [], (
         "they would block the program's end"
     )
@@ -1113,7 +1113,7 @@ def test_a_save_under_way_starts_no_threads(
     plan = Saver._plan_later
 
     def plan_after_the_return(self: Saver, *arguments: Any) -> Any:
-        assert has_returned.wait(120)
+        assert has_returned.wait(240)
         return plan(self, *arguments)
 
     def refused(*_: Any) -> None:

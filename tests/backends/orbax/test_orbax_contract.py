@@ -368,7 +368,7 @@ def test_a_killed_v1_run_resumes_and_v0_and_v1_read_each_others_steps(tmp_path: 
             ckptr.save_async(2, {{"w": jnp.arange(9e4) + 1, "n": 2}})
             os._exit(7)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=100)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=240)
     assert done.returncode == 7
     with delta_v1.context(tmp_path), training.Checkpointer(tmp_path) as checkpointer:
         last = checkpointer.latest.step

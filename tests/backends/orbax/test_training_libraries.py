@@ -254,7 +254,7 @@ def test_a_killed_run_of_a_library_resumes_to_what_plain_orbax_gives(
     root, name = tmp_path / "run", program.__name__
     code = f"from {__name__} import *; {name}(Path({str(root)!r}), kill_at=4)"
     killed = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], timeout=200
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], timeout=240
     )
     assert killed.returncode == 9
     before = deltacheck.open(root, item=items[0] if items else "items").steps()

@@ -94,7 +94,7 @@ def test_eight_runs_of_a_base_take_at_most_half_more_than_one(place: Path) -> No
     for number, run in enumerate(runs):
         with Engine(run, base=place / "tiny") as engine:
             assert engine.steps() == []  # a resume finds no step without an optimizer
-            report = engine.save(10, state(number + 1)).result(60)
+            report = engine.save(10, state(number + 1)).result(240)
             assert report is not None
             assert report.stored_bytes < 0.05 * report.raw_bytes
             assert report.note == f"3 leaves begin from the base {root_of(place)}"
@@ -106,7 +106,7 @@ def test_eight_runs_of_a_base_take_at_most_half_more_than_one(place: Path) -> No
     for number, run in enumerate(runs):
         with Engine(run, base=place / "tiny") as engine:  # as a script that is started again
             assert_same(engine.restore(), state(number + 1))
-            assert engine.save(11, state(number + 2)).result(60).stored_bytes < 40_000
+            assert engine.save(11, state(number + 2)).result(240).stored_bytes < 40_000
     assert deltacheck.open(runs[0]).verify(deep=True) == []
 
 
@@ -144,7 +144,7 @@ def test_a_first_save_under_auto_is_changes_to_the_base_and_a_bounded_optimizer(
         tensor.view(torch.int16).flatten()[:100] += 1
     saved = {"model": model, "optimizer": adam_state(model)}
     with Engine(tmp_path / "run", policy=Policy.auto(), base=tmp_path / "normal") as engine:
-        report = engine.save(10, saved).result(60)
+        report = engine.save(10, saved).result(240)
         assert report is not None
         # Codes of 8 bits for each moment at most, and some of the masters.
         assert report.stored_bytes < 0.1 * report.raw_bytes
@@ -180,7 +180,7 @@ def test_the_tools_work_on_a_run_with_a_base(
     capsys.readouterr()
     with Engine(tmp_path / "next", base=tmp_path / "branch") as engine:
         # The newest step of another run is a base, too.
-        assert "4 leaves begin" in engine.save(3, state(3)).result(60).note
+        assert "4 leaves begin" in engine.save(3, state(3)).result(240).note
     for root, step, change in ((run, 2, 2), (tmp_path / "branch", 1, 1), (tmp_path / "next", 3, 3)):
         with Engine(root) as engine:
             assert_same(engine.restore(step), state(change))
@@ -193,7 +193,7 @@ def test_leaves_that_differ_from_the_base_are_written_whole_and_named(place: Pat
     values["model"]["layers.0.weight"] = values["model"]["layers.0.weight"].float()
     values["model"]["new.weight"] = torch.ones(70_000)
     with Engine(place / "run", base=place / "tiny") as engine:
-        report = engine.save(0, values).result(60)
+        report = engine.save(0, values).result(240)
         assert_same(engine.restore(), values)
     assert report.note == (
         f"2 leaves begin from the base {root_of(place)}; 2 are written whole, the first"
@@ -226,7 +226,7 @@ def test_a_run_that_is_killed_before_its_first_step_begins_again(
     assert 0 < len(calls) <= 20
     with Engine(place / "run", base=place / "tiny") as engine:
         assert engine.steps() == []
-        assert engine.save(1, state(1)).result(60).stored_bytes < 40_000
+        assert engine.save(1, state(1)).result(240).stored_bytes < 40_000
         assert_same(engine.restore(), state(1))
     assert deltacheck.open(place / "run").verify(deep=True) == []
 

@@ -35,7 +35,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
 
     def finish(self: Any) -> Any:
-        assert go.wait(120)
+        assert go.wait(240)
         return original(self)
 
     monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
@@ -62,7 +62,7 @@ def test_the_next_engine_waits_for_the_saves_of_a_dropped_one(
         def wait(self, timeout: float | None = None) -> bool:
             slow_disk.set()
             waits.append(timeout or 0)
-            return super().wait(120)
+            return super().wait(240)
 
     held = next(lease for lease in list(lease_module._held) if lease._root == tmp_path)
     assert held.holding.is_abandoned
@@ -140,7 +140,7 @@ def test_a_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     # The last thread of each ends after it has given the root back. Those that read stay.
     for thread in set(threading.enumerate()) - before:
         if thread.name != "deltacheck-reader":
-            thread.join(100)
+            thread.join(240)
             assert not thread.is_alive()
     gc.collect()
     assert not list(sessions)
@@ -178,7 +178,7 @@ from deltacheck.save import exits
 from deltacheck.save.job.save_job import SaveJob
 original, go = SaveJob.finish_segment, threading.Event()
 def finish(job):
-    assert go.wait(120)
+    assert go.wait(240)
     return original(job)
 SaveJob.finish_segment = finish
 ends = exits._saves_of_process

@@ -169,7 +169,7 @@ class Held:
         def held(capture_: LeafCapture, sources: deque[LeafSource]) -> None:
             if sources:
                 first = deque([sources.popleft()])
-                assert self._made.wait(60)
+                assert self._made.wait(240)
                 capture(capture_, first)
             capture(capture_, sources)
 

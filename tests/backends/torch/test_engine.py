@@ -137,7 +137,7 @@ def test_some_leaves_are_restored_flat_and_the_next_save_goes_on_as_before(tmp_p
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     weight = torch.randn(300, 400)
     with Engine(tmp_path) as engine:
-        report = engine.save(0, {"head": weight, "embed": weight, "view": weight[:10]}).result(60)
+        report = engine.save(0, {"head": weight, "embed": weight, "view": weight[:10]}).result(240)
         restored = engine.restore()
     assert report is not None
     assert sorted(leaf.path for leaf in report.leaves) == ["embed", "view"]
@@ -153,7 +153,7 @@ def test_a_delta_covers_every_change_since_its_base(tmp_path: Path) -> None:
             saved.append(copy.deepcopy(state))
             engine.save(step, state)
             nudge(state, 0.01 * step, seed=step)
-        engine.wait(60)
+        engine.wait(240)
         for step in (5, 0, 3, 1, 4, 2):
             assert_same(saved[step], engine.restore(step))
 
@@ -161,10 +161,10 @@ def test_a_delta_covers_every_change_since_its_base(tmp_path: Path) -> None:
 def test_a_zero_that_changes_its_sign_is_a_change(tmp_path: Path) -> None:
     state = {"x": torch.zeros(1000), "y": torch.ones(1000)}
     with Engine(tmp_path) as engine:
-        engine.save(0, state).wait(timeout=60)
+        engine.save(0, state).wait(timeout=240)
         state["x"][7] = -0.0
         state["y"][3] = 2.0
-        engine.save(1, state).wait(timeout=60)
+        engine.save(1, state).wait(timeout=240)
         assert bits(engine.restore()["x"]) == bits(state["x"])
 
 
@@ -295,13 +295,13 @@ def test_an_optimizer_is_known_from_its_first_step_on(
     layer(torch.ones(1, 5)).sum().backward()
     with Engine(tmp_path) as engine:
         assert engine.save(0, layer.state_dict()).wait(
-            timeout=120
+            timeout=240
         )  # nobody owns it yet: copied eagerly, the encoder is not asked
         optimizer.step()
         handle = engine.save(1, layer.state_dict())
         assert handle.state == "started"
         slow_encoder.set()
-        handle.wait(timeout=120)
+        handle.wait(timeout=240)
 
 
 def test_tensors_of_unknown_owner_are_captured_before_save_returns(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_write_that_breaks_the_promise_of_the_guard_fails_the_save_and_not_the
         with pytest.raises(errors.SnapshotTorn, match=r"'weight'.*before_update\(\)"):
             handle.wait(timeout=30)
         assert engine.steps() == []
-        engine.save(1, layer.state_dict()).wait(timeout=120)
+        engine.save(1, layer.state_dict()).wait(timeout=240)
         assert_same(layer.state_dict(), engine.restore(1))
 
 
@@ -369,7 +369,7 @@ def test_a_tiny_host_cache_gives_the_same_checkpoint(tmp_path: Path) -> None:
     with Engine(tmp_path, options=SaveOptions(host_cache_bytes=1000)) as engine:
         engine.save(0, state)
         nudge(state, 0.5)
-        engine.save(1, state).wait(timeout=60)
+        engine.save(1, state).wait(timeout=240)
         assert_same(state, engine.restore(1))
     segment = deltacheck.open(tmp_path).manifest(1).segments[-1].id
     assert len(list((tmp_path / "segments" / segment / "delta").glob("[0-9]*"))) > 1
@@ -382,7 +382,7 @@ def test_a_handle_passes_through_its_states_in_order(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         handle = engine.save(4, training_state(), metrics={"loss": 2})
         for state in ("captured", "encoded", "durable", "committed"):
-            assert handle.wait(state, timeout=60) is handle
+            assert handle.wait(state, timeout=240) is handle
         report = handle.result()
         assert report is not None
         assert (report.step, dict(report.metrics)) == (4, {"loss": 2.0})
@@ -410,7 +410,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
-        assert go.wait(120)
+        assert go.wait(240)
         return original(self)
 
     monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
@@ -426,7 +426,7 @@ def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(
         assert skipped.state == "skipped"
         assert skipped.result() is None
         slow_disk.set()
-        engine.wait(120)
+        engine.wait(240)
         assert engine.steps() == [0]
 
 
@@ -442,7 +442,7 @@ def test_save_waits_for_room_and_the_handle_says_how_long(
         assert slow_disk.is_set()
         assert first.done()
         assert second.blocking_seconds // WAIT_SECONDS == 1
-        engine.wait(120)
+        engine.wait(240)
         assert engine.steps() == [0, 1]
 
 
@@ -454,7 +454,7 @@ def test_two_saves_may_be_under_way_and_the_later_stands_on_the_earlier(
         engine.save(0, state)
         nudge(state)
         second = engine.save(1, state)
-        second.wait("encoded", timeout=120)
+        second.wait("encoded", timeout=240)
         assert engine.steps() == []
         slow_disk.set()
         assert_same(state, engine.restore(1))

@@ -260,7 +260,7 @@ def test_every_save_comes_back_bit_for_bit(
         states.append(changed(states[-1]))
     with Engine(tmp_path, options=SaveOptions(shadow=shadow)) as engine:
         for step, content in enumerate(states):
-            engine.save(step, content).result(60)
+            engine.save(step, content).result(240)
         for step, content in enumerate(states):
             assert_same(host(content), engine.restore(step))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
@@ -271,7 +271,7 @@ def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
     first = {"w": device.place(bfloat16(2_000_000))}
     raw = first["w"].numel() * 2
     with Engine(tmp_path) as engine:
-        engine.save(0, first).result(60)
+        engine.save(0, first).result(240)
         assert device.copied >= raw
         device.copied = 0
         handle = engine.save(1, changed(first))
@@ -288,7 +288,7 @@ def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
         handle = engine.save(0, content)
         content["w"].zero_()
         slow_encoder.set()
-        handle.result(60)
+        handle.result(240)
         assert_same(wanted, engine.restore(0))
 
 
@@ -341,7 +341,7 @@ def test_training_does_not_wait_for_a_state_that_was_copied_on_the_device(
             assert device.held == (held if step else held + 1)
             assert handle.state == "started" or step == 0
             slow_encoder.set()
-            handle.result(60)
+            handle.result(240)
             restored = engine.restore(step)
             for part in ("model", 0, 1):
                 found, expected = (
@@ -360,7 +360,7 @@ def test_a_large_leaf_of_the_host_delays_no_training_and_a_read_in_save_is_still
     slow_encoder.set()
     with Engine(tmp_path, options=SaveOptions(host_cache_bytes=4 << 20)) as engine:
         engine.guard(optimizer)
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         slow_encoder.clear()
         handle = engine.save(1, state)
         held = device.held
@@ -368,7 +368,7 @@ def test_a_large_leaf_of_the_host_delays_no_training_and_a_read_in_save_is_still
         assert handle.state == "started"
         assert device.held == held + 1
         slow_encoder.set()
-        handle.result(60)
+        handle.result(240)
 
 
 def test_a_state_is_copied_only_while_half_of_the_free_memory_holds_it(
@@ -384,7 +384,7 @@ def test_a_state_is_copied_only_while_half_of_the_free_memory_holds_it(
             [(4 * size, False), (2 * size - 1, False), (2 * size, True), (size, True)]
         ):
             device.unreserved = unreserved
-            engine.save(step, {"w": weight}).result(60)
+            engine.save(step, {"w": weight}).result(240)
             assert copies == [size] * is_copied, step
             copies.clear()
 
@@ -400,7 +400,7 @@ def test_the_memory_of_the_copies_can_be_limited(
     with Engine(tmp_path, options=SaveOptions(device_cache_bytes=most)) as engine:
         engine.guard(optimizer)
         for step in range(2):
-            engine.save(step, {"w": weight}).result(60)
+            engine.save(step, {"w": weight}).result(240)
     assert copies == [weight.nbytes] * (most >= weight.nbytes)
 
 
@@ -417,9 +417,9 @@ def test_memory_that_was_free_and_is_not_any_more_is_done_without(
     optimizer = torch.optim.SGD([weight])
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
-        engine.save(0, {"w": weight}).result(60)
+        engine.save(0, {"w": weight}).result(240)
         monkeypatch.setattr(device_leaves, "copied", full)
-        engine.save(1, {"w": weight}).result(60)
+        engine.save(1, {"w": weight}).result(240)
         assert_same({"w": weight.detach().cpu()}, engine.restore(1))
     assert "out of memory" in caplog.text
 
@@ -434,12 +434,12 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
     fetch = group._fetch
 
     def slow(*rest: Any) -> Any:
-        assert go.wait(120)
+        assert go.wait(240)
         return fetch(*rest)
 
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
-        engine.save(0, {"w": weight}).result(60)
+        engine.save(0, {"w": weight}).result(240)
         monkeypatch.setattr(group, "_fetch", slow)
         with torch.no_grad():
             weight *= 1.01
@@ -452,7 +452,7 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
             "the memory may be written to behind the device's reads, not at once"
         )
         go.set()
-        handle.result(60)
+        handle.result(240)
         assert_same(host({"w": wanted}), engine.restore(1))
 
 
@@ -467,7 +467,7 @@ def test_a_write_that_nothing_held_back_is_told(
         with torch.no_grad():
             layer.weight.zero_()
         slow_encoder.set()
-        assert "weight" in str(handle.exception(60))
+        assert "weight" in str(handle.exception(240))
     assert deltacheck.open(tmp_path).steps() == []
 
 
@@ -483,9 +483,9 @@ def test_frozen_weights_of_a_guarded_module_are_not_copied_on_a_full_device(
     layer.weight.data = device.place(layer.weight.data)
     with Engine(tmp_path, options=SaveOptions(shadow=shadow)) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).result(60)
+        engine.save(0, layer.state_dict()).result(240)
         assert copies == [300 * 300 * 4]
-        engine.save(1, layer.state_dict()).result(60)
+        engine.save(1, layer.state_dict()).result(240)
         assert copies == [300 * 300 * 4]
         assert_same(host(layer.state_dict()), engine.restore(1))
 
@@ -499,12 +499,12 @@ def test_a_write_to_a_frozen_weight_that_nothing_held_back_is_told(
     with Engine(tmp_path) as engine:
         engine.guard(layer)
         slow_encoder.set()
-        engine.save(0, layer.state_dict()).result(60)
+        engine.save(0, layer.state_dict()).result(240)
         slow_encoder.clear()
         handle = engine.save(1, layer.state_dict())
         layer.weight.zero_()
         slow_encoder.set()
-        assert "weight" in str(handle.exception(60))
+        assert "weight" in str(handle.exception(240))
     assert deltacheck.open(tmp_path).steps() == [0]
 
 
@@ -514,7 +514,7 @@ def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(
     first = state(device)
     second = first | {"w": changed(first)["w"]}
     with Engine(tmp_path, options=SaveOptions(shadow="none")) as engine:
-        engine.save(0, first).result(60)
+        engine.save(0, first).result(240)
         handle = engine.save(1, second)
         found = kinds(handle)
         assert found["w"] is LeafKind.KEYFRAME
@@ -532,7 +532,7 @@ def test_without_enough_device_memory_shadows_lie_on_the_host_and_the_log_says_s
     with caplog.at_level(logging.WARNING), Engine(tmp_path) as engine:
         for step, content in enumerate(states):
             handle = engine.save(step, content)
-            handle.result(60)
+            handle.result(240)
         assert kinds(handle)["w"] is LeafKind.DELTA
         assert_same(host(states[1]), engine.restore(1))
     assert "shadows go to host memory" in caplog.text
@@ -544,12 +544,12 @@ def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(
     first = state(device)
     second = changed(first)
     with Engine(tmp_path) as engine:
-        engine.save(0, first).result(60)
+        engine.save(0, first).result(240)
     with Engine(tmp_path) as engine:
         engine.restore(0)
         handle = engine.save(1, second)
         assert kinds(handle)["w"] is LeafKind.DELTA
-        engine.save(2, first).result(60)
+        engine.save(2, first).result(240)
         for step, content in enumerate([first, second, first]):
             assert_same(host(content), engine.restore(step))
 
@@ -560,10 +560,10 @@ def test_a_device_that_fails_fails_the_save_and_the_next_writes_whole_leaves(
     first = state(device)
     second = changed(first)
     with Engine(tmp_path) as engine:
-        engine.save(0, first).result(60)
+        engine.save(0, first).result(240)
         with monkeypatch.context() as patch:
             patch.setattr(group, "_fetch", lambda *rest: 1 / 0)
-            assert "ZeroDivisionError" in str(engine.save(1, second).exception(60))
+            assert "ZeroDivisionError" in str(engine.save(1, second).exception(240))
         handle = engine.save(2, second)
         assert kinds(handle)["w"] is LeafKind.KEYFRAME
         assert engine.steps() == [0, 2]

@@ -53,7 +53,7 @@ def begun(engine: Engine, step: int, state: object) -> tuple[SaveHandle, set[str
 def read_behind(engine: Engine, step: int, state: object) -> set[str]:
     """The leaves that a save which is then waited for has read after ``save`` had returned."""
     handle, behind = begun(engine, step, state)
-    handle.result(60)
+    handle.result(240)
     return behind
 
 
@@ -65,12 +65,12 @@ def test_the_second_save_of_a_guarded_frozen_weight_returns_before_it_is_read(
         engine.guard(layer)
         first = engine.save(0, layer.state_dict())
         first.wait(
-            timeout=120
+            timeout=240
         )  # read before save returned: the encoder, which is held back, has nothing to read
         second, behind = begun(engine, 1, layer.state_dict())
         assert (second.state, behind) == ("started", {"weight"})
         slow_encoder.set()
-        second.wait(timeout=120)
+        second.wait(timeout=240)
         assert torch.equal(engine.restore(1)["weight"], layer.weight)
 
 
@@ -111,7 +111,7 @@ def test_a_torch_write_to_a_frozen_weight_before_its_capture_fails_the_save_and_
     layer = frozen_layer()
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=120)
+        engine.save(0, layer.state_dict()).wait(timeout=240)
         handle = engine.save(1, layer.state_dict())
         layer.weight.add_(1)
         slow_encoder.set()
@@ -130,12 +130,12 @@ def test_a_write_by_way_of_the_parameter_is_seen_where_the_state_has_an_alias_th
     assert layer.weight._version == layer.weight.data._version == 0
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, {"w": layer.weight.data}).wait(timeout=120)
+        engine.save(0, {"w": layer.weight.data}).wait(timeout=240)
         handle, behind = begun(engine, 1, {"w": layer.weight.data})
         assert behind == {"w"}
         layer.weight.add_(1)
         slow_encoder.set()
-        assert isinstance(handle.exception(120), errors.SnapshotTorn)
+        assert isinstance(handle.exception(240), errors.SnapshotTorn)
 
 
 @pytest.mark.parametrize("announce", [True, False])
@@ -147,7 +147,7 @@ def test_before_update_waits_until_frozen_weights_are_read(
     wanted = copy.deepcopy(layer.state_dict())
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=120)
+        engine.save(0, layer.state_dict()).wait(timeout=240)
         handle = engine.save(1, layer.state_dict())
         open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         if announce:
@@ -261,14 +261,14 @@ def test_a_module_that_is_gone_is_forgotten_and_a_save_under_way_is_as_it_was(
     wanted, gone = layer.weight.detach().clone(), weakref.ref(layer)
     with Engine(tmp_path) as engine:
         engine.guard(layer)
-        engine.save(0, layer.state_dict()).wait(timeout=120)
+        engine.save(0, layer.state_dict()).wait(timeout=240)
         handle, behind = begun(engine, 1, layer.state_dict())
         assert behind == {"weight"}
         del layer
         gc.collect()
         assert gone() is None
         slow_encoder.set()
-        handle.wait(timeout=120)
+        handle.wait(timeout=240)
         assert torch.equal(engine.restore(1)["weight"], wanted)
         assert engine._guard.guarded().frozen == {}
 
@@ -368,7 +368,7 @@ def test_a_frozen_dtensor_is_read_behind_the_loop_and_writes_to_it_are_seen(
             assert behind == {"weight"}
             write(1)
             slow_encoder.set()
-            assert isinstance(handle.exception(60), errors.SnapshotTorn)
+            assert isinstance(handle.exception(240), errors.SnapshotTorn)
             assert read_behind(engine, 10 * step, layer.state_dict()) == set()
             assert torch.equal(engine.restore(10 * step)["weight"], layer.weight.full_tensor())
 
@@ -384,7 +384,7 @@ def test_frozen_weights_under_a_policy_that_derives_leaves_come_back_bit_for_bit
         engine.guard(model)
         for step in range(3):
             state = {"model": model.state_dict(), "master": masters}
-            engine.save(step, state).result(60)
+            engine.save(step, state).result(240)
             found = engine.restore(step)
             for kind, leaves in state.items():
                 for name, value in leaves.items():

@@ -116,7 +116,7 @@ class Run:
         reports = []
         for _ in range(steps):
             self.train_step()
-            reports.append(self.save(log).result(60))
+            reports.append(self.save(log).result(240))
         return reports
 
 
@@ -239,7 +239,7 @@ def test_several_updates_between_two_saves_are_all_replayed(run: Run, tmp_path: 
                 run.train_step()
             if steps > 3:
                 assert not any(update.inputs for update in log._book._base.fresh)  # type: ignore[union-attr]  # nobody will need them
-            report = run.save(log).result(60)
+            report = run.save(log).result(240)
             assert report.replayed_steps == replayed
             assert ("max_steps_per_save=3" in report.note) == (steps == 4)
         for step, state in run.saved.items():
@@ -262,7 +262,7 @@ def test_a_weight_that_somebody_else_wrote_to_is_stored_itself(run: Run, tmp_pat
         run.train_step()
         with torch.no_grad():
             run.model["second"].weight[0, 0] += 0.5
-        report = run.save(log).result(60)
+        report = run.save(log).result(240)
         assert report.replayed_steps == 0
         assert "'model/second.weight'" in report.note
         assert run.train_and_save(log, 1)[0].replayed_steps == 1
@@ -278,7 +278,7 @@ def test_a_log_gives_up_after_three_saves_that_it_could_not_replay(
             run.train_step()
             with torch.no_grad():
                 run.model["second"].weight.mul_(0.5)
-            report = run.save(log).result(60)
+            report = run.save(log).result(240)
         assert "the last 3 replays" in report.note
         assert len([record for record in caplog.records if "gives up" in record.message]) == 1
         assert_same(run.saved[6], log.restore())
@@ -317,7 +317,7 @@ def test_what_cannot_be_logged_exactly_is_stored_itself(name: str, tmp_path: Pat
         run.backward()
         spoil(run)
         run.optimizer.step()
-        report = log.save(3, run.state()).result(60)
+        report = log.save(3, run.state()).result(240)
         assert report.replayed_steps == 0
         assert note in report.note
         assert_same(run.state(), log.restore(3))
@@ -368,7 +368,7 @@ def test_saves_that_nobody_waits_for_are_all_restored(
         for _ in range(9):
             run.train_step()
             handles.append(run.save(log))
-        assert [handle.result(60).replayed_steps for handle in handles] == [
+        assert [handle.result(240).replayed_steps for handle in handles] == [
             0,
             1,
             2,
@@ -404,7 +404,7 @@ def test_gradients_of_a_skipped_save_are_in_the_next(
     finish = save_job.SaveJob.finish_segment
 
     def slow(self: save_job.SaveJob) -> Any:
-        assert go.wait(120)
+        assert go.wait(240)
         return finish(self)
 
     with (
@@ -418,7 +418,7 @@ def test_gradients_of_a_skipped_save_are_in_the_next(
         run.train_step()
         assert log.save(run.step, run.state()).state == "skipped"
         go.set()
-        assert first.result(60).replayed_steps == 1
+        assert first.result(240).replayed_steps == 1
         assert run.train_and_save(log, 1)[0].replayed_steps == 3
         assert engine.steps() == [1, 2, 4]
         for step, state in run.saved.items():
@@ -438,7 +438,7 @@ def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
         run.train_step()
         with monkeypatch.context() as patched:
             patched.setattr(root_writer, "commit", fail)
-            assert isinstance(log.save(3, run.state()).exception(60), errors.SaveFailed)
+            assert isinstance(log.save(3, run.state()).exception(240), errors.SaveFailed)
         reports = run.train_and_save(log, 2)
         assert [report.replayed_steps for report in reports] == [0, 1]
         for step, state in run.saved.items():
@@ -465,7 +465,7 @@ run.train_and_save(log, 1)
 
 def test_a_kill_in_the_middle_of_a_logged_save_changes_nothing(run: Run, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[3])]
-    assert subprocess.run(arguments, timeout=100).returncode == 9
+    assert subprocess.run(arguments, timeout=240).returncode == 9
     with Engine(tmp_path / "other") as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)  # the same training
     with Engine(tmp_path) as engine:
@@ -789,7 +789,7 @@ def test_a_gradient_of_many_chunks_is_encoded_whole_and_read_in_part(tmp_path: P
         log.save(0, {"w": weight})
         weight.grad = torch.randn(900, 1000).bfloat16()
         optimizer.step()
-        report = log.save(1, {"w": weight}).result(60)
+        report = log.save(1, {"w": weight}).result(240)
         assert report.replayed_steps == 1
         assert report.stored_bytes < 0.85 * weight.nbytes
         found = deltacheck.open(tmp_path).restore(

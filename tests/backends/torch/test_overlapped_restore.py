@@ -95,7 +95,7 @@ def held_back() -> Iterator[threading.Event]:
     go, second = threading.Event(), TwoStages.second
 
     def late(self: TwoStages) -> None:
-        assert go.wait(120)
+        assert go.wait(240)
         second(self)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -256,7 +256,7 @@ def test_a_process_that_ends_or_is_forked_meanwhile_does_no_harm(
     saved: tuple[Path, Run], root: Path
 ) -> None:
     program = [sys.executable, "-c", FORKING, str(root)]
-    subprocess.run(program, timeout=100, check=True, cwd=Path(__file__).parents[3])
+    subprocess.run(program, timeout=240, check=True, cwd=Path(__file__).parents[3])
     with Engine(root) as engine:
         assert engine.steps() == [0, 1]
         assert_same(engine.restore(), saved[1].state())

@@ -140,7 +140,7 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
         assert slow_encoder.is_set() == waits
         del parameter, optimizer
         slow_encoder.set()
-        error = handle.exception(120)
+        error = handle.exception(240)
         if told and capture == "auto":
             assert isinstance(error, errors.SnapshotTorn)
             assert "leaf 'p'" in str(error)

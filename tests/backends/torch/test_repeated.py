@@ -235,7 +235,7 @@ def test_a_save_that_was_given_up_before_its_plan_lets_others_go_on(
             handle = engine.save(1, run.state())
         with pytest.raises(errors.SaveFailed):
             handle.wait()
-        assert engine._saver._planned.wait(120)
+        assert engine._saver._planned.wait(240)
         assert engine.steps() == [0]
 
 

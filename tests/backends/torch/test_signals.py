@@ -60,7 +60,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
 
     def capture_late(job: Any, sources: Any) -> None:
         if job.request.step == 1:
-            assert is_copying.wait(60)
+            assert is_copying.wait(240)
         capture(job, sources)
 
     with Engine(tmp_path, options=SaveOptions(durability="process")) as engine:
@@ -71,7 +71,7 @@ def test_a_handler_that_interrupts_an_early_copy_may_wait_for_the_save(
 
         def handle() -> None:
             engine.before_update()  # copies, too, but not within a copy
-            engine.wait(60)
+            engine.wait(240)
             handled.extend(engine.steps())
 
         on_usr1(handle)
@@ -92,9 +92,9 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
         raise RuntimeError("DataLoader worker is killed by signal")
 
     def commit_late(self: Any, job: Any) -> None:
-        assert waits.wait(60)
+        assert waits.wait(240)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert is_interrupted.wait(60)
+        assert is_interrupted.wait(240)
         commit(self, job)
 
     @contextlib.contextmanager

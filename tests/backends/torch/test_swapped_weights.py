@@ -172,7 +172,7 @@ def test_data_of_a_weight_of_fsdp_waits_for_the_capture(
         open_when_called(monkeypatch, Progress, "wait_until", slow_encoder)
         layer.weight.data.mul_(0)
         assert slow_encoder.is_set()
-        handle.result(120)
+        handle.result(240)
         stored = engine.restore(0)["weight"]
         assert torch.equal(torch.as_tensor(stored), wanted)
         assert squares().full_tensor().item() == 0
@@ -190,7 +190,7 @@ def test_a_merged_adapter_of_peft_waits_for_the_capture(
     with Engine(tmp_path) as engine:
         engine.guard(adapted)
         slow_encoder.set()
-        engine.save(0, adapted.state_dict()).wait(timeout=120)
+        engine.save(0, adapted.state_dict()).wait(timeout=240)
         slow_encoder.clear()
         wanted = copy.deepcopy(adapted.state_dict())
         handle = engine.save(1, adapted.state_dict())

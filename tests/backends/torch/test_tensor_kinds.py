@@ -64,9 +64,9 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
     state |= {f"{name}.t": value.t() for name, value in state.items()}
     state |= {f"{dtype}.empty": random_tensor(dtype, (0, 3), 1) for dtype in DTYPES}
     with Engine(tmp_path) as engine:
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         leaves.copyable(state["torch.int4"])[0] += 1
-        engine.save(1, state).result(60)
+        engine.save(1, state).result(240)
     into = {
         name: random_tensor(value.dtype, tuple(value.shape), 2) for name, value in state.items()
     }
@@ -80,7 +80,7 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
 def test_bits_of_another_dtype_are_no_match_for_a_target(tmp_path: Path) -> None:
     half = random_tensor(torch.complex32, (3,), 1)
     with Engine(tmp_path) as engine:
-        engine.save(0, {"z": half}).result(60)
+        engine.save(0, {"z": half}).result(240)
         with pytest.raises(TreeMismatch, match=r"'z' is dtype:torch\.complex32 in step 0"):
             engine.restore(into={"z": half.view(torch.uint32)})
     # A reader without torch has the bits.
@@ -90,7 +90,7 @@ def test_bits_of_another_dtype_are_no_match_for_a_target(tmp_path: Path) -> None
 def test_small_integers_of_jax_are_those_of_torch(tmp_path: Path) -> None:
     values = torch.arange(4, dtype=torch.uint8).view(torch.uint4)
     with Engine(tmp_path) as engine:
-        engine.save(0, {"w": values}).result(60)
+        engine.save(0, {"w": values}).result(240)
         assert open_root(tmp_path).manifest().must_understand == ()
     assert deltacheck.open(tmp_path).restore()["w"].astype(int).tolist() == [0, 1, 2, 3]
 
@@ -99,11 +99,11 @@ def test_wrappers_come_back_with_the_tensors_that_they_wrap(tmp_path: Path) -> N
     inner = TwoTensor(torch.arange(4.0), torch.arange(4.0))
     state = {"moment": blocks(0), "two": TwoTensor(inner, inner), "w": inner.a}
     with Engine(tmp_path) as engine:
-        report = engine.save(0, state).result(60)
+        report = engine.save(0, state).result(240)
         paths = ["moment/codes", "moment/scale", "two/a/a", "two/a/b"]
         assert [leaf.path for leaf in report.leaves] == paths
         state["moment"].codes[3] += 1
-        engine.save(1, state).result(60)
+        engine.save(1, state).result(240)
     empty = TwoTensor(torch.zeros(4), torch.zeros(4))
     into = {"moment": blocks(5), "two": TwoTensor(empty, empty), "w": empty.a}
     with Engine(tmp_path) as engine:
@@ -131,7 +131,7 @@ def test_wrappers_in_the_state_of_a_known_optimizer_are_saved(tmp_path: Path) ->
         weight.grad = torch.ones(8)
         optimizer.step()
         optimizer.state[weight]["moment"] = blocks(0)
-        engine.save(0, {"optimizer": optimizer.state_dict(), "w": weight}).result(60)
+        engine.save(0, {"optimizer": optimizer.state_dict(), "w": weight}).result(240)
         assert type(engine.restore()["optimizer"]["state"][0]["moment"]) is Blocks
 
 
@@ -174,7 +174,7 @@ def test_a_wrapper_below_a_dtensor_is_refused_and_the_remedy_keeps_it(
             engine.save(0, {"m": [sharded_blocks(1)]})
         assert engine.steps() == []
         wrapped = sharded_blocks(1).to_local()
-        engine.save(0, {"rank0": {"m": [wrapped]}}).result(60)
+        engine.save(0, {"rank0": {"m": [wrapped]}}).result(240)
         target = {"rank0": {"m": [sharded_blocks(2).to_local()]}}
         assert same(engine.restore(into=target)["rank0"]["m"][0].codes, wrapped.codes)
         assert same(target["rank0"]["m"][0].scale, wrapped.scale)
@@ -205,7 +205,7 @@ def test_a_torchao_optimizer_resumes_exactly(name: str, tmp_path: Path) -> None:
     model, optimizer = run(None, range(2))
     with Engine(tmp_path) as engine:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
         resumed, _ = run(engine.restore(), range(2, 4))
     whole, _ = run(None, range(4))
     for left, right in zip(whole.parameters(), resumed.parameters(), strict=True):

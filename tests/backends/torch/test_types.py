@@ -43,7 +43,7 @@ def _named() -> Iterator[None]:
 
 def restored(root: Path, state: object) -> Any:
     with Engine(root) as engine:
-        engine.save(0, state).result(60)
+        engine.save(0, state).result(240)
     with Engine(root) as engine:
         return engine.restore()
 
@@ -194,7 +194,7 @@ def test_a_schedule_resumes_exactly(name: str, tmp_path: Path) -> None:
 
 def test_only_a_state_with_new_types_needs_the_feature(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
-        engine.save(0, {"a": [OrderedDict(w=torch.ones(2))]}).result(60)
-        engine.save(1, {"a": [Counter(w=1)]}).result(60)
+        engine.save(0, {"a": [OrderedDict(w=torch.ones(2))]}).result(240)
+        engine.save(1, {"a": [Counter(w=1)]}).result(240)
     root = open_root(tmp_path)
     assert [root.manifest(step).must_understand for step in (0, 1)] == [(), ("types",)]
