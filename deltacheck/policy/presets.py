@@ -14,18 +14,18 @@ WEIGHTS = ("exact", "bounded")
 
 # The largest error of a bounded master. Runs that were killed and resumed with it stayed within the
 # noise between data orders, and none of their elements moved by 50 learning rates, where harm
-# begins (docs/explanation/stability.md).
+# begins (docs/lab/stability.md).
 MASTER_ERROR_LR = 32.0
 
 # The unit of a master's error is at least this share of the largest learning rate of the run. With
 # MASTER_ERROR_LR, no master then errs by more than about one update at that rate. Runs that resumed
 # with it in the last tenth of a cosine ended far within the noise between data orders
-# (docs/explanation/stability.md).
+# (docs/lab/stability.md).
 RATE_FLOOR = 1 / 32
 
 # Spacing of first moments, in learning rates of the update m / sqrt(v) that they cause. They are
 # fresh noise every ten steps, so more precision would be wasted: a first moment that is reused
-# costs a resumed run as many steps with this spacing as without any (docs/explanation/stability.md,
+# costs a resumed run as many steps with this spacing as without any (docs/lab/stability.md,
 # "Precision of a reused first moment"), and at twice this spacing one more.
 MEAN_SPACING = 0.5
 

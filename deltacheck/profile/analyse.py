@@ -1,7 +1,7 @@
 """The analysis of a run: from its observations to its profile.
 
 It classifies each leaf as frozen, sparse, derived, stable or active, dates its stable stage and
-recommends a contract. ``docs/explanation/stability.md`` has the measurements behind the limits.
+recommends a contract. ``docs/lab/stability.md`` has the measurements behind the limits.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ exact state with the batches in other orders, and from each candidate. A candida
 one class of leaves replaced: rounded, older or zeroed. The other orders show the effect of chance
 alone. A candidate is accepted if it stays within that noise, moves no single element far away, and
 obeys Adam's law. The mean loss alone is not sufficient, because it can stay flat while rows are
-destroyed. ``docs/explanation/stability.md`` has results.
+destroyed. ``docs/lab/stability.md`` has results.
 
 This module depends on no framework: a state is any value that the caller's functions accept.
 """

@@ -98,7 +98,7 @@ def _reasons(verdict: Verdict, steps: int) -> Iterable[str]:
 
     They are those of ``profile.sensitivity``, with lost steps instead of the distance: where other
     batches hardly move the weights, every bounded master ends far away without any loss
-    (``docs/explanation/stability.md``).
+    (``docs/lab/stability.md``).
     """
     # Each test is the negation of a comparison, so that NaN is a reason, too.
     if not verdict.loss_change <= verdict.noise_sd:
