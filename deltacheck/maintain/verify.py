@@ -447,7 +447,7 @@ class _Derived:
             derived = uses[0][0]
             spec = LeafSpec.of(path, derived.shape, derived.dtype)
             elements = data.view(source.element.numpy)
-            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size)
+            values = derive.compute(derived, None, {source.path: elements}, 0)
             computed_digest = digest_of(spec, values.view(np.uint8))
             if computed_digest != recorded_digest:
                 problem = (

@@ -12,14 +12,9 @@ import numpy as np
 
 from deltacheck.codec.lossy import lattice, nested, octaves, ratios
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.policy import adam
 from deltacheck.store.manifest import Derived
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
-# Elements that are adjusted at a time. Temporary values then stay in the cache, and take no memory
-# of a leaf's size.
-_BLOCK = 1 << 15
 
 
 def compute(
@@ -27,7 +22,6 @@ def compute(
     codes: Array | None,
     sources: Mapping[str, Array],
     first: int,
-    count: int,
     out: Array | None = None,
 ) -> Array:
     """Compute elements of a derived leaf.
@@ -37,7 +31,6 @@ def compute(
         codes: The same elements of the codes that are stored under the leaf's path, 1-D.
         sources: The same elements of the leaves that the formula names, 1-D, by path.
         first: The first element.
-        count: The number of elements.
         out: Memory for elements that are computed from codes, in the leaf's dtype; ``None``: new
             memory.
 
@@ -53,8 +46,6 @@ def compute(
             values = sources[derived.of]
         case "cast":
             values = cast(sources[derived.of], element)
-        case "zeros":
-            values = np.zeros(count, element)
         case "lattice":
             assert codes is not None  # checked when the manifest was decoded
             options: dict[str, Any] = {
@@ -75,26 +66,14 @@ def compute(
             )
         case _:
             assert codes is not None
-            values = octaves.values(
-                codes, fraction_bits=derived.fraction_bits, signed=derived.signed, out=out
-            )
-    # The order of the two operations, and float32, are fixed by docs/reference/format.md, section 3
-    # (derived leaves): another order would give other bits.
-    if derived.scale == 1.0 and not derived.first:
+            values = octaves.values(codes, fraction_bits=derived.fraction_bits, out=out)
+    if derived.scale == 1.0:
         return values
     if derived.how == "same":
         # The source is a leaf of its own and must not be scaled with this one.
         values = values.copy()
     with np.errstate(all="ignore"):  # overflows concern codes that no save wrote
-        for begin in range(0, count, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            if derived.scale != 1.0:
-                np.multiply(values[block], np.float32(derived.scale), out=values[block])
-            if derived.first:
-                adam.repair(
-                    values[block], sources[derived.first][block], derived.limit, out=values[block]
-                )
-    return values
+        return np.multiply(values, np.float32(derived.scale), out=values)
 
 
 def cast(values: Array, element: np.dtype[Any]) -> Array:

@@ -252,7 +252,7 @@ class Formula(Leaf):
         # The caller's memory is for the whole leaf; a part of it gets new memory.
         out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
         try:
-            values = derive.compute(self.derived, codes, sources, first, stop - first, out)
+            values = derive.compute(self.derived, codes, sources, first, out)
         except ValueError as error:  # a code that stands for no value
             raise Damaged(
                 f"leaf {spec.path!r}: its stored codes do not follow the format: {error}"

@@ -189,7 +189,7 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
-            ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``, ``octaves``
+            ``of``; ``drawn`` from the cells of the leaf ``of``; ``lattice``, ``octaves``
             or ``ratio``: from the codes stored under the leaf's own path.
         dtype: Element type.
         shape: Shape of the leaf.
@@ -201,11 +201,8 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
         halvings: The number of times that the spacing of the lattice was halved.
         spare_bits: The number of bits of a lattice code that later halvings can take.
         fraction_bits: Precision of the octaves.
-        signed: Whether the octaves are signed.
-        scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
-            the first moment.
-        first: The leaf of the first moment.
-        limit: Bound of ``m^2 / v``, with ``first`` and of ratios.
+        scale: Factor of second moments.
+        limit: Bound of ``m^2 / v`` of ratios.
     """
 
     how: str
@@ -216,9 +213,7 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     spacing: float = 0.0
     seed: int = 0
     fraction_bits: int = 0
-    signed: bool = False
     scale: float = 1.0
-    first: str = ""
     limit: float = 0.0
     halvings: int = 0
     spare_bits: int = 0
@@ -226,7 +221,7 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def sources(self) -> tuple[str, ...]:
         """The leaves of the tree that this one is computed from."""
-        return tuple(path for path in (self.of, self.first) if path)
+        return (self.of,) if self.of else ()
 
 
 class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):

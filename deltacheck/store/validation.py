@@ -274,7 +274,7 @@ def _check_derived(
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     # The order matters: sources are known to exist before their types are looked up.
     fits = (
-        derived.how in ("cast", "same", "zeros", "drawn", "lattice", "octaves", "ratio")
+        derived.how in ("cast", "same", "drawn", "lattice", "octaves", "ratio")
         and stored_dtype in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
@@ -317,8 +317,6 @@ def _check_derived(
         )
         and 0 < derived.scale < 2.0**128
         and (derived.scale == 1.0 or derived.dtype == "float32")
-        and (not derived.first or derived.dtype == specs[derived.first].dtype == "float32")
-        and (not derived.first or 0 < derived.limit < math.inf)
         and (derived.how != "same" or specs[derived.of].dtype == derived.dtype)
     )
     if not fits:

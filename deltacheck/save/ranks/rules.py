@@ -101,7 +101,6 @@ def rules_of_tiles(
             # The digest of a tile stands among those of the leaf's tiles.
             digest="",
             of=tiles.leaf_of(rule.of),
-            first=tiles.leaf_of(rule.first),
         )
         form.append(forms.setdefault((common, rules[owner].codes.get(name, "")), len(forms)))
     known_steps = [from_step for from_step in from_steps if from_step is not None]

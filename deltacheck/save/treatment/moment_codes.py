@@ -144,7 +144,7 @@ class MomentCodes:
         """
         values: dict[str, Array] = {}
         for path in (path for path in self.in_order() if path in codes):
-            values[path] = derive.compute(self.rule(path), codes[path], values, 0, codes[path].size)
+            values[path] = derive.compute(self.rule(path), codes[path], values, 0)
         return values
 
 
