@@ -99,7 +99,7 @@ def test_values_without_a_code_are_counted(fraction_bits, end):
 def test_codes_without_fraction_bits_take_a_byte():
     x = np.ones((3, 5), np.float32)
     sizes = [octaves.codes(x, fraction_bits=f).codes.dtype.itemsize for f in EVERY_PRECISION]
-    assert sizes == [octaves.code_dtype(f).itemsize for f in EVERY_PRECISION] == [1] + 7 * [2]
+    assert sizes == [1] + 7 * [2]
     assert octaves.codes(x).codes.shape == octaves.values(octaves.codes(x).codes).shape == (3, 5)
 
 
@@ -229,7 +229,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(arguments, says):
     ("fraction_bits", "code"), [(1, 277 * 2 + 1), (3, 0x8000), (7, 277 * 128 + 1)]
 )
 def test_codes_that_no_value_has_are_refused(fraction_bits, code):
-    bad = np.array([0, 1, code], octaves.code_dtype(fraction_bits))
+    bad = np.array([0, 1, code], np.uint16)
     with pytest.raises(ValueError, match="1 of 3 codes are no octave codes"):
         octaves.values(bad, fraction_bits=fraction_bits)
 

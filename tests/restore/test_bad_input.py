@@ -22,10 +22,9 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import errors
+from deltacheck import derivation, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.extension import native
-from deltacheck.restore import derive
 from deltacheck.store import documents
 from deltacheck.store.files import arrays, chunk_files, native_files
 from deltacheck.store.files.arrays import ArraySpec
@@ -512,7 +511,7 @@ def test_a_formula_without_memory_is_an_error_of_ours(
         raise MemoryError
 
     root = forge.unpack("derived", tmp_path)
-    monkeypatch.setattr(derive, "compute", compute)
+    monkeypatch.setattr(derivation, "compute", compute)
     with pytest.raises(errors.BudgetExceeded, match=r"this process cannot have the .* bytes"):
         deltacheck.open(root).restore()
 

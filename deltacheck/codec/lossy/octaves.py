@@ -39,11 +39,6 @@ class OctaveCoded(NamedTuple):
     sum_error_octaves: float
 
 
-def code_dtype(fraction_bits: int) -> np.dtype[Any]:
-    """Return the dtype of codes with so many fraction bits."""
-    return np.dtype(_dtype(fraction_bits))
-
-
 def codes(
     values: F32,
     *,
