@@ -5,7 +5,7 @@ earlier save are restored, together with one of the candidates for the first mom
 measured along the path of the run that was not killed, over the next steps.
 
 Candidates that are coded at every save: the live first moment. Candidates that are reused: that of
-the earlier save, bit for bit, in octaves, or in steps of the update that it causes.
+the earlier save, bit for bit or in steps of the update that it causes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks import entropy, sentence_encoder
 from benchmarks.record import Result, Settings, Table, Unit
 from benchmarks.schedules import cosine
 from benchmarks.sentence_encoder import BETAS, EncoderTraining
-from deltacheck.codec.lossy import octaves, ratios
+from deltacheck.codec.lossy import ratios
 from deltacheck.policy import adam
 from deltacheck.profile.sensitivity import lost_steps
 
@@ -64,12 +64,6 @@ def _scaled(bits: float, levels: Callable[[F32], F32]) -> Candidate:
     return coded
 
 
-def _in_octaves(m: F32, v: F32, old: F32) -> tuple[F32, float]:
-    """Code the old first moment as a sign and an exponent."""
-    codes = octaves.codes(old, signed=True).codes
-    return octaves.values(codes, signed=True), _entropy(codes)
-
-
 def _in_steps(step: float) -> Candidate:
     """Return the candidate that codes the old first moment in steps of its update."""
 
@@ -92,7 +86,6 @@ CANDIDATES: dict[str, Candidate] = {
     "ternary": _scaled(1.58, lambda x: np.where(x < _TERNARY_LIMIT, 0.0, _TERNARY)),
     "two bits": _scaled(2.0, lambda x: np.where(x < _LIMIT, _INNER, _OUTER)),
     "reused": lambda m, v, old: (old, 32.0),
-    "reused, octaves": _in_octaves,
     **{f"reused, steps of {step}": _in_steps(step) for step in STEPS},
     "zero": lambda m, v, old: (np.zeros_like(m), 0.0),
 }

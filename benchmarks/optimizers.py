@@ -282,10 +282,7 @@ def _predicted(name: str, training: Workload, steps: int) -> list[Cell]:
     momentum, before = _momenta(training.state()), _flat_weights(training)
     _train(training, steps)
     change = _flat_weights(training) - before
-    codes, last = (
-        octaves.codes(values, signed=True).codes.astype(np.int64)
-        for values in (_momenta(training.state()), momentum)
-    )
+    codes, last = (_signed_codes(values) for values in (_momenta(training.state()), momentum))
     # Classes of equal size, by direction and size of the change.
     edges = np.quantile(change, np.arange(1, _CHANGES) / _CHANGES)
     moved = np.searchsorted(edges, change)
@@ -338,15 +335,20 @@ def _weights(training: Workload) -> dict[str, Any]:
     return {name: p.detach().numpy().copy() for name, p in named if p.requires_grad}
 
 
+def _signed_codes(values: Any) -> Any:
+    """Return a class for each value: the octave code of its size, 256 more below zero."""
+    return octaves.codes(np.abs(values)).codes + 256 * (values < 0)
+
+
 def _octaves(value: Tensor) -> Tensor:
-    codes = octaves.codes(np.ascontiguousarray(value.float().numpy()), signed=True)
-    restored = octaves.values(codes.codes, signed=True)
-    return torch.from_numpy(restored).to(value.dtype)
+    values = np.ascontiguousarray(value.float().numpy())
+    sizes = octaves.values(octaves.codes(np.abs(values)).codes)
+    return torch.from_numpy(np.copysign(sizes, values)).to(value.dtype)
 
 
 def _code_bits(state: dict[str, Any]) -> float:
     """Return the order-0 entropy of the codes of all momenta, in bits per element."""
-    return _entropy(octaves.codes(_momenta(state), signed=True).codes)
+    return _entropy(_signed_codes(_momenta(state)))
 
 
 def _train(training: Workload, steps: int) -> None:

@@ -101,12 +101,11 @@ def octave_codes(
     values: NDArray[np.float32],
     base: NDArray[np.uint8] | None,
     fraction_bits: int,
-    signed: bool,
     band: int,
     out: NDArray[np.uint8],
-) -> tuple[int, int, float, int]: ...
+) -> tuple[int, float, int]: ...
 def octave_values(
-    codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]
+    codes: NDArray[np.uint8], fraction_bits: int, out: NDArray[np.float32]
 ) -> int: ...
 def ratio_codes(
     values: NDArray[np.float32],

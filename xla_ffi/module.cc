@@ -425,17 +425,16 @@ uint64_t nested_values_arrays(const Array<const uint8_t>& codes,
 }
 
 // Returns the form of codes after a check of its range.
-OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
+OctaveForm form_of(uint32_t fraction_bits) {
   if (fraction_bits > 7) throw std::invalid_argument("fraction_bits must be at most 7");
-  return octave_form(fraction_bits, is_signed);
+  return octave_form(fraction_bits);
 }
 
 // Codes are passed as bytes, because their type (uint8 or uint16) depends on the fraction bits.
 nb::tuple octave_codes_arrays(const Array<const float>& values,
                               const std::optional<Array<const uint8_t>>& base,
-                              uint32_t fraction_bits, bool is_signed, uint32_t band,
-                              const Array<uint8_t>& out) {
-  const OctaveForm form = form_of(fraction_bits, is_signed);
+                              uint32_t fraction_bits, uint32_t band, const Array<uint8_t>& out) {
+  const OctaveForm form = form_of(fraction_bits);
   const uint64_t count = values.size();
   if (base && base->size() != count * form.code_bytes)
     throw std::invalid_argument("base must have a code a value");
@@ -450,12 +449,12 @@ nb::tuple octave_codes_arrays(const Array<const float>& values,
     nb::gil_scoped_release released;
     errors = octave_codes(from, before, count, form, band, to);
   }
-  return nb::make_tuple(errors.refused, errors.zeroed, errors.largest_ratio, errors.distance);
+  return nb::make_tuple(errors.refused, errors.largest_ratio, errors.distance);
 }
 
 uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fraction_bits,
-                              bool is_signed, const Array<float>& out) {
-  const OctaveForm form = form_of(fraction_bits, is_signed);
+                              const Array<float>& out) {
+  const OctaveForm form = form_of(fraction_bits);
   const uint64_t count = out.size();
   if (codes.size() != count * form.code_bytes)
     throw std::invalid_argument("out must have a value a code");
@@ -584,12 +583,12 @@ NB_MODULE(_native, m) {
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),
         "Return the number of codes that no value has.");
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
-        nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
-        nb::arg("band"), nb::arg("out").noconvert(),
-        "Return (refused, zeroed, largest ratio, sum of distances on the scale). base, out: the "
-        "bytes of codes.");
+        nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("band"),
+        nb::arg("out").noconvert(),
+        "Return (refused, largest ratio, sum of distances on the scale). base, out: the bytes of "
+        "codes.");
   m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
-        nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("out").noconvert(),
+        nb::arg("fraction_bits"), nb::arg("out").noconvert(),
         "Return the number of codes that no value has; they become 0.");
   m.def("ratio_codes", ratio_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("variances").noconvert(), nb::arg("step"), nb::arg("limit"),

@@ -27,7 +27,7 @@ from deltacheck.store.manifest import Manifest, Tiles
 _Part: TypeAlias = slice | NDArray[np.bool_]  # of the elements of a leaf, in one dimension
 
 _SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
-_ZERO_MOMENT = 2.0**-100  # smaller moments count as zero (deltacheck.leaf.contracts)
+_ZERO_MOMENT = 2.0**-100  # smaller moments count as zero
 # So do first moments below the first of these beside a second moment below the second.
 _ZERO_MEAN, _LEAST_SECOND = 2.0**-60, 2.0**-126
 # Errors of a reused first moment as it is stored (``Policy.auto``): in updates, for codes in
@@ -438,7 +438,6 @@ def _second_moment(
             if counts[0] and counts[1] and 1 <= counts[1] <= counts[0]:
                 before *= adam.bias_rescale(int(counts[0]), int(counts[1]), constants[1])
         expected = before if expected is None else expected
-        # Values that are too small for a code count as zero.
         differs = (after > np.maximum(before * high, _ZERO_MOMENT)) | (
             after < np.where(before > _ZERO_MOMENT, before * low, 0)
         )

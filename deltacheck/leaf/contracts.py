@@ -25,12 +25,12 @@ class Bounded(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contra
         limit: The largest error. Larger: smaller checkpoints; smaller: a restored run that deviates
             less.
         norm: The measure of the error. ``"lr"``: the largest ``|x' - x|`` in units of the learning
-            rate. ``"octaves"``: the largest ``|log2(x' / x)|``, with first moments below 2^-100
-            counted as zero. ``"updates"``: of a first moment, the largest change of an update of
-            Adam, in learning rates: ``|x' - x| / (1 - b1^t) / sqrt(v / (1 - b2^t))`` after ``t``
-            updates. Without a count of updates, ``t`` is infinite. Where ``v`` is below 2^-126,
-            values below 2^-60 count as zero. ``"max"``: the largest ``|x' - x|`` divided by the
-            largest ``|x|`` of the leaf. ``"l2"``: ``||x' - x|| / ||x||``.
+            rate. ``"octaves"``: the largest ``|log2(x' / x)|``. ``"updates"``:
+            of a first moment, the largest change of an update of Adam, in learning rates:
+            ``|x' - x| / (1 - b1^t) / sqrt(v / (1 - b2^t))`` after ``t`` updates. Without a count of
+            updates, ``t`` is infinite. Where ``v`` is below 2^-126, values below 2^-60 count as
+            zero. ``"max"``: the largest ``|x' - x|`` divided by the largest ``|x|`` of the leaf.
+            ``"l2"``: ``||x' - x|| / ||x||``.
         rate: The learning rate that is the unit of the norm ``"lr"``. ``None``: that of the saved
             state. Otherwise it is a share of the largest rate that the run has had, or the smallest
             rate of several groups that may be the leaf's.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import Damaged
 from deltacheck.leaf import tiles
@@ -27,7 +28,7 @@ from deltacheck.maintain.survey import (
     tables,
 )
 from deltacheck.maintain.verify import BATCH_BYTES
-from deltacheck.restore import derive, read
+from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
 from deltacheck.restore.read import apply_entry
@@ -366,7 +367,7 @@ class Reconstructor:
             ):
                 continue
             values = _load(*self._leaves[master.digest]).view(master.spec(path).element.numpy)
-            data = derive.cast(values, spec.element.numpy).view(np.uint8)
+            data = derivation.cast(values, spec.element.numpy).view(np.uint8)
             digests = all_chunk_digests(spec, data)
             # Many leaves have the same shape. The digest alone decides whether this one is the
             # master.

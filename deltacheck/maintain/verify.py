@@ -18,7 +18,9 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.codec.base import U8
+from deltacheck.derivation import Derived
 from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
 from deltacheck.leaf import limits, tiles
 from deltacheck.leaf.digest import digest_of
@@ -34,13 +36,13 @@ from deltacheck.maintain.survey import (
     survey,
     tables,
 )
-from deltacheck.restore import derive, read
+from deltacheck.restore import read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import Derived, Manifest
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
@@ -447,7 +449,7 @@ class _Derived:
             derived = uses[0][0]
             spec = LeafSpec.of(path, derived.shape, derived.dtype)
             elements = data.view(source.element.numpy)
-            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size)
+            values = derivation.compute(derived, None, elements, 0)
             computed_digest = digest_of(spec, values.view(np.uint8))
             if computed_digest != recorded_digest:
                 problem = (
@@ -461,9 +463,7 @@ def _is_direct(manifest: Manifest, path: str) -> bool:
     """Return whether a leaf of a step is derived from one stored leaf alone."""
     derived = manifest.derived[path]
     return (
-        derived.how in ("cast", "same")
-        and bool(derived.digest)
-        and derived.sources == (derived.of,)
+        bool(derived.digest)
         and derived.of in manifest.stored
         and derived.of not in manifest.derived
         and path not in manifest.stored

@@ -120,7 +120,7 @@ def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     return math.expm1(step * math.log(beta2)) / math.expm1(stored_step * math.log(beta2))
 
 
-def repair(second: F32, first: F32, limit: float, *, out: F32 | None = None) -> F32:
+def repair(second: F32, first: F32, limit: float) -> F32:
     """Return max(v, m^2 / C): v, raised to the least value that obeys the law m^2 <= C v.
 
     A v that is too small for its m, because it is stale or coarsely rounded, would multiply updates
@@ -130,12 +130,11 @@ def repair(second: F32, first: F32, limit: float, *, out: F32 | None = None) -> 
         second: v, float32.
         first: m, float32 of the same shape.
         limit: C of ``moment_limit``.
-        out: The array for the result, which may be ``second``; a new array by default.
     """
     # The square of a float32 overflows or vanishes for elements that are valid themselves.
     wide = np.square(first, dtype=np.float64)
     wide /= limit
-    return np.maximum(second, wide.astype(np.float32), out=out)
+    return np.maximum(second, wide.astype(np.float32))
 
 
 def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROUNDING) -> int:

@@ -46,8 +46,7 @@ class Decision:
     """The form in which one leaf is stored.
 
     Attributes:
-        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves`` or
-            ``ratio``. Field names are those of the manifest.
+        how: The name of a rule. Field names are those of ``derivation.Derived``.
         terms: The contract of the leaf, ``None`` if it is restored exactly.
         of: The leaf that this one is computed from, whose cells bound a lattice, or whose root is
             the unit of ratios.

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.codec.base import U8, U64
+from deltacheck.derivation import Derived
 from deltacheck.errors import Damaged
 from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
-from deltacheck.restore import derive
 from deltacheck.restore.content import (
     Array,
     Loaded,
@@ -31,7 +32,6 @@ from deltacheck.restore.content import (
     cut_box,
     element_runs,
 )
-from deltacheck.store.manifest import Derived
 
 # `chain` imports this module, so an import at run time would be a cycle.
 if TYPE_CHECKING:
@@ -214,27 +214,26 @@ class Formula(Leaf):
         spec: The leaf.
         derived: The formula.
         codes: The chain of codes that is stored under the leaf's own path, if the formula has any.
-        sources: Other leaves of the step that the formula reads, by path.
+        source: The other leaf of the step that the formula reads, if there is one.
     """
 
     spec: LeafSpec
     derived: Derived
     codes: Chain | None
-    sources: Mapping[str, Leaf]
+    source: Leaf | None
 
     @property
     def is_verified_whole(self) -> bool:
         return bool(self.derived.digest)
 
     def stored_chains(self) -> Iterator[Chain]:
-        if self.codes is not None:
-            yield self.codes
-        for source in self.sources.values():
-            yield from source.stored_chains()
+        for part in (self.codes, self.source):
+            if part is not None:
+                yield from part.stored_chains()
 
     def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
         # Formulas work element by element, so the range is the same in all of their inputs.
-        for part in (self.codes, *self.sources.values()):
+        for part in (self.codes, self.source):
             if part is not None:
                 part.add_needed(first, stop, chunk_numbers)
 
@@ -243,16 +242,16 @@ class Formula(Leaf):
         key = (spec.path, first, stop)
         if key in loaded.computed:
             return loaded.computed[key]
-        codes = None if self.codes is None else self.codes.elements(first, stop, loaded)
-        sources = {
-            path: source.elements(first, stop, loaded) for path, source in self.sources.items()
-        }
+        codes, source = (
+            None if part is None else part.elements(first, stop, loaded)
+            for part in (self.codes, self.source)
+        )
         memory = loaded.into.get(spec.path)
         size = (stop - first) * spec.element.item_bytes
         # The caller's memory is for the whole leaf; a part of it gets new memory.
         out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
         try:
-            values = derive.compute(self.derived, codes, sources, first, stop - first, out)
+            values = derivation.compute(self.derived, codes, source, first, out)
         except ValueError as error:  # a code that stands for no value
             raise Damaged(
                 f"leaf {spec.path!r}: its stored codes do not follow the format: {error}"

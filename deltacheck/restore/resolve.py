@@ -162,11 +162,8 @@ def _leaf_at(
         elif derived is None:
             leaves[path] = chains[path]
         else:
-            sources = {
-                source: _leaf_at(source, manifest, chains, names, leaves)
-                for source in derived.sources
-            }
-            leaves[path] = Formula(manifest.spec(path), derived, chains.get(path), sources)
+            source = _leaf_at(derived.of, manifest, chains, names, leaves) if derived.of else None
+            leaves[path] = Formula(manifest.spec(path), derived, chains.get(path), source)
     return leaves[path]
 
 
@@ -181,9 +178,9 @@ def _tile_at(
     name, rule = names[path][number], manifest.tiles[path].rule(number)
     if rule is None:
         return chains[name]
-    # The sources are cut alike, so the tile of the same number is the one at the same place.
-    sources = {source: _tile_at(source, number, manifest, chains, names) for source in rule.sources}
-    return Formula(LeafSpec.of(name, rule.shape, rule.dtype), rule, chains.get(name), sources)
+    # The source is cut alike, so the tile of the same number is the one at the same place.
+    source = _tile_at(rule.of, number, manifest, chains, names) if rule.of else None
+    return Formula(LeafSpec.of(name, rule.shape, rule.dtype), rule, chains.get(name), source)
 
 
 def proven_chains(

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from deltacheck.codec.regular import Axis, Series, length, numbers, series
+from deltacheck.derivation import Derived
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.structs import inspect_types
@@ -25,7 +26,6 @@ from deltacheck.leaf.tiles import Cuts
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
-    Derived,
     LeafEntry,
     Manifest,
     SegmentRef,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from deltacheck.derivation import Derived
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import Node, has_types
 from deltacheck.leaf.contracts import PeakRate, Promise
@@ -182,51 +183,6 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def spec(self, path: str) -> LeafSpec:
         """Return the description of the leaf at ``path``."""
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
-
-
-class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The rule by which a leaf of the tree follows from stored leaves (``format.md``, section 3).
-
-    Attributes:
-        how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf
-            ``of``; ``zeros``; ``drawn`` from the cells of the leaf ``of``; ``lattice``, ``octaves``
-            or ``ratio``: from the codes stored under the leaf's own path.
-        dtype: Element type.
-        shape: Shape of the leaf.
-        digest: Digest of the leaf's bytes, if they are exact.
-        of: The source leaf; of codes, the leaf whose cells bound the values, or the second moment
-            whose root is their unit. Codes of ``lattice`` may be without one.
-        spacing: Step of the lattice, or of the ratios to the root.
-        seed: Seed of the lattice.
-        halvings: The number of times that the spacing of the lattice was halved.
-        spare_bits: The number of bits of a lattice code that later halvings can take.
-        fraction_bits: Precision of the octaves.
-        signed: Whether the octaves are signed.
-        scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is
-            the first moment.
-        first: The leaf of the first moment.
-        limit: Bound of ``m^2 / v``, with ``first`` and of ratios.
-    """
-
-    how: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str = ""
-    of: str = ""
-    spacing: float = 0.0
-    seed: int = 0
-    fraction_bits: int = 0
-    signed: bool = False
-    scale: float = 1.0
-    first: str = ""
-    limit: float = 0.0
-    halvings: int = 0
-    spare_bits: int = 0
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The leaves of the tree that this one is computed from."""
-        return tuple(path for path in (self.of, self.first) if path)
 
 
 class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):

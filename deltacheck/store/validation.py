@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from deltacheck import derivation
 from deltacheck.codec.base import STREAMS
-from deltacheck.codec.lossy.lattice import MOST_HALVINGS, MOST_SPARE_BITS
+from deltacheck.derivation import Derived
 from deltacheck.leaf import grid, tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named
@@ -26,7 +27,6 @@ from deltacheck.store.manifest import (
     ORDERED,
     STAGES,
     TILES,
-    Derived,
     LeafEntry,
     LeafRecord,
     Manifest,
@@ -264,69 +264,13 @@ def _check_derived(
     if not _is_a_shape(derived.shape):
         raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
     dtype_named(derived.dtype)
-    stored_dtype = None if record is None else record.dtype
-    codes: tuple[str | None, ...] = {
-        "lattice": ("int32", "uint8", "uint16") if derived.of else ("int32",),
-        "octaves": ("uint8" if derived.fraction_bits == 0 else "uint16",),
-        "ratio": ("int8",),
-    }.get(derived.how, (None,))
-    on_lattice = derived.how == "lattice"
-    shapes = {specs[source].shape for source in derived.sources if source in specs}
-    # The order matters: sources are known to exist before their types are looked up.
-    fits = (
-        derived.how in ("cast", "same", "zeros", "drawn", "lattice", "octaves", "ratio")
-        and stored_dtype in codes
-        and (record is None or record.shape == derived.shape)
-        and all(source in specs for source in derived.sources)
-        and shapes <= {derived.shape}
-        and (derived.how not in ("cast", "same", "drawn", "ratio") or bool(derived.of))
-        and (
-            derived.how != "cast"
-            or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
-        )
-        and (
-            not on_lattice
-            or (derived.dtype == "float32" and 2.0**-149 <= derived.spacing < 2.0**128)
-        )
-        and (derived.how != "drawn" or derived.dtype == "float32")
-        and (
-            derived.how not in ("lattice", "drawn")
-            or not derived.of
-            or specs[derived.of].dtype == "bfloat16"
-        )
-        and (
-            derived.how != "octaves"
-            or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7)
-        )
-        and (
-            derived.how != "ratio"
-            or (
-                derived.dtype == specs[derived.of].dtype == "float32"
-                and 2.0**-32 <= derived.spacing <= 2.0**32
-                and 0 <= derived.limit < math.inf
-            )
-        )
-        and 0 <= derived.seed < 1 << 64
-        and (
-            not on_lattice
-            or (
-                0 <= derived.halvings <= MOST_HALVINGS
-                and 0 <= derived.spare_bits <= MOST_SPARE_BITS
-                and derived.spacing * 2.0**derived.halvings < 2.0**128
-            )
-        )
-        and 0 < derived.scale < 2.0**128
-        and (derived.scale == 1.0 or derived.dtype == "float32")
-        and (not derived.first or derived.dtype == specs[derived.first].dtype == "float32")
-        and (not derived.first or 0 < derived.limit < math.inf)
-        and (derived.how != "same" or specs[derived.of].dtype == derived.dtype)
-    )
-    if not fits:
+    source = specs.get(derived.of) if derived.of else None
+    is_known = source is not None or not derived.of
+    shapes = {leaf.shape for leaf in (source, record) if leaf is not None}
+    codes, source_dtype = ("" if leaf is None else leaf.dtype for leaf in (record, source))
+    is_possible = derivation.is_possible(derived, codes, source_dtype)
+    if not (is_known and shapes <= {derived.shape} and is_possible):
         raise ValueError(f"leaf {path!r} cannot be derived as it says: {derived}")
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
 
 
 class _Form(NamedTuple):

@@ -15,7 +15,7 @@ from tests.reference import codes as reference_codes
 
 pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
-FORMS = [(fraction_bits, signed) for fraction_bits in range(8) for signed in (False, True)]
+EVERY_PRECISION = range(8)  # fraction bits
 ROUNDING = 2.0**-23  # of the quotient of which the largest error is the logarithm
 
 
@@ -42,24 +42,20 @@ def distance(x, y):
 
 def restored(values, **options):
     coded = octaves.codes(values, **options)
-    return coded, octaves.values(
-        coded.codes, fraction_bits=options["fraction_bits"], signed=options["signed"]
-    )
+    return coded, octaves.values(coded.codes, fraction_bits=options["fraction_bits"])
 
 
 # --- the bound ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fraction_bits", "signed"), FORMS)
+@pytest.mark.parametrize("fraction_bits", EVERY_PRECISION)
 @given(any_floats())
-def test_whatever_has_a_code_is_within_half_a_cell_of_it(fraction_bits, signed, x):
-    coded, back = restored(x, fraction_bits=fraction_bits, signed=signed)
+def test_whatever_has_a_code_is_within_half_a_cell_of_it(fraction_bits, x):
+    coded, back = restored(x, fraction_bits=fraction_bits)
     kept = coded.codes != 0
     half = 2.0 ** -(fraction_bits + 1)
     assert np.all(distance(x[kept], back[kept]) <= half)
-    true = np.abs(
-        np.log2(np.abs(back[kept]).astype(np.float64) / np.abs(x[kept]).astype(np.float64))
-    )
+    true = np.abs(np.log2(back[kept].astype(np.float64) / x[kept].astype(np.float64)))
     assert np.all(true <= math.log2(1 + half) + 1e-12)
     assert np.all(np.signbit(back[kept]) == np.signbit(x[kept]))
     assert np.all(back[~kept] == 0)
@@ -70,78 +66,58 @@ def test_whatever_has_a_code_is_within_half_a_cell_of_it(fraction_bits, signed, 
 def test_subnormals_have_cells_like_all_others():
     x = np.arange(1, 1 << 23, 97, dtype=np.uint32).view(np.float32)
     for fraction_bits in (0, 2, 7):
-        coded, back = restored(x, fraction_bits=fraction_bits, signed=False)
-        assert coded.refused == coded.zeroed == 0
+        coded, back = restored(x, fraction_bits=fraction_bits)
+        assert coded.refused == 0
         assert (
             0 < coded.largest_error_octaves <= math.log2(1 + 2.0 ** -(fraction_bits + 1)) + ROUNDING
         )
         assert np.all(back > 0)
 
 
-@pytest.mark.parametrize(("fraction_bits", "signed"), FORMS)
-def test_zero_stays_zero_and_no_other_value_becomes_it_unless_that_is_said(fraction_bits, signed):
+@pytest.mark.parametrize("fraction_bits", EVERY_PRECISION)
+def test_zero_stays_zero_and_no_other_value_becomes_it(fraction_bits):
     x = np.array([0.0, -0.0, 2.0**-149, 2.0**-126, 2.0**-101, 2.0**-100, 1.0], np.float32)
-    coded, back = restored(x, fraction_bits=fraction_bits, signed=signed)
-    short = signed and fraction_bits == 0
-    assert coded.zeroed == (3 if short else 0)
-    assert (back != 0).tolist() == [False, False, not short, not short, not short, True, True]
+    coded, back = restored(x, fraction_bits=fraction_bits)
+    assert coded.refused == 0
+    assert (back != 0).tolist() == [False, False] + 5 * [True]
     assert (coded.codes != 0).tolist() == (back != 0).tolist()
     assert not np.signbit(back).any()
 
 
-@pytest.mark.parametrize(
-    ("fraction_bits", "signed", "end"),
-    [
-        (0, False, 2.0**106),
-        (0, True, 2.0**27),
-        (1, False, math.inf),
-        (7, False, math.inf),
-        (6, True, math.inf),
-    ],
-)
-def test_values_without_a_code_are_counted(fraction_bits, signed, end):
+@pytest.mark.parametrize(("fraction_bits", "end"), [(0, 2.0**106), (1, math.inf), (7, math.inf)])
+def test_values_without_a_code_are_counted(fraction_bits, end):
     nan, most = float("nan"), float(np.finfo(np.float32).max)
     last = float(np.nextafter(np.float32(end), np.float32(0)))
     x = np.array([nan, math.inf, -math.inf, last, end, -1.0, 1.0, most], np.float32)
-    coded, back = restored(x, fraction_bits=fraction_bits, signed=signed)
-    expected = [False, False, False, True, False, signed, True, end == math.inf]
+    coded, back = restored(x, fraction_bits=fraction_bits)
+    expected = [False, False, False, True, False, False, True, end == math.inf]
     assert (coded.codes != 0).tolist() == (back != 0).tolist() == expected
     assert coded.refused == expected.count(False)
     assert math.isfinite(coded.largest_error_octaves)
-    assert coded.zeroed == 0
 
 
 def test_codes_without_fraction_bits_take_a_byte():
     x = np.ones((3, 5), np.float32)
-    assert [octaves.codes(x, fraction_bits=f, signed=s).codes.dtype.itemsize for f, s in FORMS] == [
-        1,
-        1,
-    ] + 14 * [2]
-    assert [octaves.code_dtype(f).itemsize for f, _ in FORMS] == [1, 1] + 14 * [2]
+    sizes = [octaves.codes(x, fraction_bits=f).codes.dtype.itemsize for f in EVERY_PRECISION]
+    assert sizes == [1] + 7 * [2]
     assert octaves.codes(x).codes.shape == octaves.values(octaves.codes(x).codes).shape == (3, 5)
 
 
 # --- the dead band --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fraction_bits", "signed"), [(0, False), (0, True), (2, False), (3, True)]
-)
+@pytest.mark.parametrize("fraction_bits", [0, 2, 3])
 @pytest.mark.parametrize("cells", [0.5, 0.75, 2.0])
-def test_a_base_code_is_kept_just_where_it_is_near_enough(fraction_bits, signed, cells):
+def test_a_base_code_is_kept_just_where_it_is_near_enough(fraction_bits, cells):
     random = np.random.default_rng(1)
     before = live(random)
-    if signed:
-        before *= random.choice(np.array([-1, 1], np.float32), before.size)
     now = before * np.exp2(random.normal(0, 0.5, before.size)).astype(np.float32)
     dead_band = cells * 2.0**-fraction_bits
-    base = octaves.codes(before, fraction_bits=fraction_bits, signed=signed).codes
-    old = octaves.values(base, fraction_bits=fraction_bits, signed=signed)
-    nearest = octaves.codes(now, fraction_bits=fraction_bits, signed=signed)
-    coded, back = restored(
-        now, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=dead_band
-    )
-    keep = (base != 0) & (nearest.codes != 0) & (np.signbit(old) == np.signbit(now))
+    base = octaves.codes(before, fraction_bits=fraction_bits).codes
+    old = octaves.values(base, fraction_bits=fraction_bits)
+    nearest = octaves.codes(now, fraction_bits=fraction_bits)
+    coded, back = restored(now, fraction_bits=fraction_bits, base=base, dead_band=dead_band)
+    keep = (base != 0) & (nearest.codes != 0)
     keep[keep] &= distance(old[keep], now[keep]) <= dead_band
     assert 0.1 < keep.mean() < 1
     assert np.array_equal(coded.codes, np.where(keep, base, nearest.codes))
@@ -163,23 +139,21 @@ def test_values_that_drift_to_and_fro_keep_their_codes_under_a_dead_band():
     assert changed[0] > 5 * changed[1] > 5 * changed[2]
 
 
-def test_a_base_that_is_zero_or_of_the_other_sign_or_means_nothing_is_not_kept():
-    x = np.array([1.0, -1.0, 1.0, 0.0, 1.0], np.float32)
-    right = octaves.codes(x, fraction_bits=2, signed=True).codes
-    base = np.array([0, right[0], right[1], right[0], 0x7FFF], np.uint16)
-    assert np.array_equal(
-        octaves.codes(x, fraction_bits=2, signed=True, base=base, dead_band=8.0).codes, right
-    )
+def test_a_base_that_is_zero_or_means_nothing_is_not_kept():
+    x = np.array([1.0, 0.0, 1.0], np.float32)
+    right = octaves.codes(x, fraction_bits=2).codes
+    base = np.array([0, right[0], 0x7FFF], np.uint16)
+    assert np.array_equal(octaves.codes(x, fraction_bits=2, base=base, dead_band=8.0).codes, right)
 
 
 # --- the same bits everywhere ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())
-@pytest.mark.parametrize(("fraction_bits", "signed"), FORMS)
-def test_bits_are_those_of_the_plain_telling(fraction_bits, signed, kernels):
+@pytest.mark.parametrize("fraction_bits", EVERY_PRECISION)
+def test_bits_are_those_of_the_plain_telling(fraction_bits, kernels):
     _native.use_instruction_set(kernels)
-    random, form = np.random.default_rng(3), reference_codes.octave_form(fraction_bits, signed)
+    random, form = np.random.default_rng(3), reference_codes.octave_form(fraction_bits)
     for count in (0, 1, 33, 3000):
         anything = random.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
         near = np.clip(live(random, count), 0, 1)
@@ -192,18 +166,14 @@ def test_bits_are_those_of_the_plain_telling(fraction_bits, signed, kernels):
             (near, 0),
         ):
             if base is not None and np.isscalar(base):
-                base = octaves.codes(
-                    x * np.float32(1.2), fraction_bits=fraction_bits, signed=signed
-                ).codes
-            coded = octaves.codes(
-                x, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=0.7
-            )
-            codes, refused, zeroed, ratio, away = reference_codes.octave_codes(
+                base = octaves.codes(x * np.float32(1.2), fraction_bits=fraction_bits).codes
+            coded = octaves.codes(x, fraction_bits=fraction_bits, base=base, dead_band=0.7)
+            codes, refused, ratio, away = reference_codes.octave_codes(
                 x, form, base, math.floor(0.7 * 2**23)
             )
             assert np.array_equal(coded.codes, codes)
-            assert coded[1:] == (refused, zeroed, math.log2(ratio), away * 2.0**-23)
-            back = octaves.values(codes, fraction_bits=fraction_bits, signed=signed)
+            assert coded[1:] == (refused, math.log2(ratio), away * 2.0**-23)
+            back = octaves.values(codes, fraction_bits=fraction_bits)
             assert np.array_equal(
                 back.view(np.uint32), reference_codes.octave_values(codes, form).view(np.uint32)
             )
@@ -256,23 +226,22 @@ def test_arguments_that_do_not_fit_are_refused_by_name(arguments, says):
 
 
 @pytest.mark.parametrize(
-    ("fraction_bits", "signed", "code"),
-    [(0, True, 0x80), (1, False, 600), (3, True, 0x8000), (6, True, 20000)],
+    ("fraction_bits", "code"), [(1, 277 * 2 + 1), (3, 0x8000), (7, 277 * 128 + 1)]
 )
-def test_codes_that_no_value_has_are_refused(fraction_bits, signed, code):
-    bad = np.array([0, 1, code], octaves.code_dtype(fraction_bits))
+def test_codes_that_no_value_has_are_refused(fraction_bits, code):
+    bad = np.array([0, 1, code], np.uint16)
     with pytest.raises(ValueError, match="1 of 3 codes are no octave codes"):
-        octaves.values(bad, fraction_bits=fraction_bits, signed=signed)
+        octaves.values(bad, fraction_bits=fraction_bits)
 
 
 def test_the_extension_refuses_what_would_be_written_out_of_bounds():
     x, codes = np.zeros(4, np.float32), np.zeros(4, np.uint8)
     for call in (
-        lambda: _native.octave_codes(x, None, 0, False, 0, codes[:3].copy()),
-        lambda: _native.octave_codes(x, codes[:3].copy(), 0, False, 0, codes),
-        lambda: _native.octave_codes(x, None, 1, False, 0, codes),
-        lambda: _native.octave_codes(x, None, 8, False, 0, codes),
-        lambda: _native.octave_values(codes, 1, False, x),
+        lambda: _native.octave_codes(x, None, 0, 0, codes[:3].copy()),
+        lambda: _native.octave_codes(x, codes[:3].copy(), 0, 0, codes),
+        lambda: _native.octave_codes(x, None, 1, 0, codes),
+        lambda: _native.octave_codes(x, None, 8, 0, codes),
+        lambda: _native.octave_values(codes, 1, x),
     ):
         with pytest.raises(ValueError, match="must"):
             call()

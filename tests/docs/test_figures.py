@@ -11,7 +11,7 @@ import re
 import pytest
 
 from deltacheck.backends.torch import Engine
-from deltacheck.store import validation
+from deltacheck.derivation import RULES
 from deltacheck.store.manifest import FEATURES
 from tests.suites.figures import Figure, measure
 from tests.support.paths import REPOSITORY
@@ -69,7 +69,7 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("largest-folder", 16),
         ("import-layers", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
-        ("code-lines", 50_700),
+        ("code-lines", 50_667),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
@@ -100,9 +100,7 @@ def test_large_classes_have_a_reason(
 def test_concepts_stay_within_their_limits() -> None:
     """Each is one more thing to learn, and permanent once it is released."""
     assert len(FEATURES) <= 7, FEATURES
-    rules = re.search(r'derived\.how in \(("cast".*?)\)', inspect.getsource(validation))
-    assert rules is not None
-    assert rules[1].count(",") + 1 <= 7, rules[1]
+    assert len(RULES) <= 6, RULES
     assert len(inspect.signature(Engine).parameters) <= 26
 
 

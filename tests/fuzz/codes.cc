@@ -72,9 +72,8 @@ void check_nested(Reader* reader, double step, uint64_t seed, uint32_t code_byte
   promise(errors.refused > 0 || decode(again.data()) == 0, "what is coded has a value");
 }
 
-void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8_t kernels,
-                   size_t offset) {
-  const OctaveForm form = octave_form(fraction_bits, is_signed);
+void check_octaves(Reader* reader, uint32_t fraction_bits, uint8_t kernels, size_t offset) {
+  const OctaveForm form = octave_form(fraction_bits);
   const size_t count = std::min(kMostCodes, reader->left() / form.code_bytes);
   Exact codes(count * form.code_bytes, offset), values(count * 4, offset), again(count * 4),
       recoded(codes.size());
@@ -87,7 +86,7 @@ void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8
               (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
           "kernels give the same values and refuse the same codes");
   const OctaveErrors errors = octave_codes(values.data(), nullptr, count, form, 0, recoded.data());
-  promise(errors.refused == 0 && errors.zeroed == 0, "what a code stands for has a code");
+  promise(errors.refused == 0, "what a code stands for has a code");
   octave_values(recoded.data(), count, form, again.data());
   // The second code may differ from the first: subnormals are further apart than cells.
   promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0,
@@ -135,7 +134,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if ((flags & 3) == 3)
     check_ratios(&reader, step, static_cast<double>(flags >> 2), kernels, flags >> 4 & 3);
   else if (flags & 4)
-    check_octaves(&reader, flags >> 5, (flags & 8) != 0, kernels, flags >> 3 & 3);
+    check_octaves(&reader, flags >> 5, kernels, flags >> 3 & 3);
   else if (flags & 128)
     check_nested(&reader, step, seed, 1 + (flags >> 3 & 1), seed % 32, seed / 32 % 8, kernels,
                  flags >> 4 & 3);

@@ -77,7 +77,7 @@ TEXTS = (
     *"float32 bfloat16 complex128 int4 object float4_e2m1fn jax.key:threefry2x32 jax.key:x"
     " numpy.array numpy.scalar device".split(),
     *"dict odict list tuple deque fields array none bool int float complex str bytes exec".split(),
-    *"stream store values gaps tiles wide raw bitmap cast same zeros lattice relative octaves exact"
+    *"stream store values gaps tiles wide raw bitmap cast same drawn lattice octaves exact"
     " ratio bounded reused warm stable derived replay".split(),
 )
 

@@ -252,32 +252,26 @@ LEAST_OCTAVE, END = -149, 128  # positive finite float32 are from 2^-149 to belo
 
 
 class OctaveForm(NamedTuple):
-    """The layout of codes for a number of fraction bits, signed or not.
+    """The layout of codes for a number of fraction bits.
 
     Attributes:
         dtype: Type of a code.
         shift: Bits of the float32 pattern below a cell.
         lowest: The first cell that has a code.
-        most: The largest code, without its sign.
-        sign: The bit of the sign.
+        most: The largest code.
     """
 
     dtype: type[np.uint8] | type[np.uint16]
     shift: int
     lowest: int
     most: int
-    sign: int
 
 
-def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
-    """Return the layout of codes with these parameters."""
-    bits = (8 if fraction_bits == 0 else 16) - signed
-    lowest = -100 if signed and fraction_bits == 0 else LEAST_OCTAVE
-    largest = min((1 << bits) - 1, (END - lowest) << fraction_bits)
+def octave_form(fraction_bits: int) -> OctaveForm:
+    """Return the layout of codes with so many fraction bits."""
+    largest = 255 if fraction_bits == 0 else (END - LEAST_OCTAVE) << fraction_bits
     dtype = np.uint8 if fraction_bits == 0 else np.uint16
-    return OctaveForm(
-        dtype, 23 - fraction_bits, lowest << fraction_bits, largest, 1 << bits if signed else 0
-    )
+    return OctaveForm(dtype, 23 - fraction_bits, LEAST_OCTAVE << fraction_bits, largest)
 
 
 def octave(magnitude: U32) -> I64:
@@ -301,17 +295,15 @@ def magnitude_of(places: I64) -> U32:
 def octave_values(codes: Codes, form: OctaveForm) -> F32:
     """Return ``x'`` of octave codes; 0 for a code that no value has."""
     code = codes.astype(np.int64)
-    size = code & ~form.sign
-    valid = (size >= 1) & (size <= form.most)
-    cell = np.where(valid, size - 1 + form.lowest, 0)
+    valid = (code >= 1) & (code <= form.most)
+    cell = np.where(valid, code - 1 + form.lowest, 0)
     magnitude = magnitude_of((cell << form.shift) + (1 << (form.shift - 1)))
-    sign = np.where(code & form.sign, np.uint32(1 << 31), np.uint32(0))
-    return np.where(valid, magnitude | sign, np.uint32(0)).view(np.float32)
+    return np.where(valid, magnitude, np.uint32(0)).view(np.float32)
 
 
 def octave_codes(
     values: F32, form: OctaveForm, base: Codes | None, band: int
-) -> tuple[Codes, int, int, float, int]:
+) -> tuple[Codes, int, float, int]:
     """Return octave codes and their errors.
 
     Args:
@@ -321,36 +313,26 @@ def octave_codes(
         band: The dead band in units of ``L``.
 
     Returns:
-        The codes, the number of values without one, the number of values other than zero that are
-        coded as zero, the largest ratio of ``x'`` and ``x``, and the sum of ``|L(x') - L(x)|``.
+        The codes, the number of values without one, the largest ratio of ``x'`` and ``x``, and the
+        sum of ``|L(x') - L(x)|``.
     """
     bits = values.view(np.uint32)
     magnitude, minus = bits & np.uint32(MAGNITUDE), bits > MAGNITUDE
     zero = magnitude == 0
-    wrong = minus & (form.sign == 0)
     cell = octave(magnitude) >> form.shift
-    zeroed = ~zero & ~wrong & (cell < form.lowest)
     # Infinities and NaN lie above the cells of every form.
-    coded = ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)
-    codes = np.where(coded, (cell - form.lowest + 1) | np.where(minus, form.sign, 0), 0).astype(
-        form.dtype
-    )
+    coded = ~zero & ~minus & (cell < form.lowest + form.most)
+    codes = np.where(coded, cell - form.lowest + 1, 0).astype(form.dtype)
     if base is not None:
         base_bits = octave_values(base, form).view(np.uint32)
-        is_near = (base_bits != 0) & ((base_bits > MAGNITUDE) == minus)
-        is_near &= np.abs(octave(base_bits & np.uint32(MAGNITUDE)) - octave(magnitude)) <= band
+        is_near = base_bits != 0
+        is_near &= np.abs(octave(base_bits) - octave(magnitude)) <= band
         # A code of the base that no value has, or zero, is never used again.
         codes = np.where(coded & is_near, base, codes)
-    x, y = np.abs(values[coded]), np.abs(octave_values(codes[coded], form))
+    x, y = values[coded], octave_values(codes[coded], form)
     ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
     distance = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
-    return (
-        codes,
-        int(np.count_nonzero(~zero & ~zeroed & ~coded)),
-        int(np.count_nonzero(zeroed)),
-        ratio,
-        int(distance.sum()),
-    )
+    return codes, int(np.count_nonzero(~zero & ~coded)), ratio, int(distance.sum())
 
 
 # Section 4.5.4 of the format: ratio codes.

@@ -71,21 +71,18 @@ print(json.dumps([told, peak() - before]))
 """
 
 
-def huge_zeros(manifest: dict[str, Any]) -> None:
-    """Six GiB of a derived leaf, which has no file at all."""
-    manifest["derived"] = {"z": {"how": "zeros", "dtype": "float32", "shape": [6 << 28]}}
-    manifest["tree"]["k"].append(["z", {"t": "array"}])
-    manifest["must_understand"] = ["derived"]
+def many_leaves(count: int, elements: int) -> Callable[[dict[str, Any]], None]:
+    """Leaves that are equal to one that no file holds."""
 
+    def edit(manifest: dict[str, Any]) -> None:
+        owner = {"dtype": "float32", "shape": [elements]}
+        names = [f"z{number}" for number in range(count)]
+        manifest["leaves"]["z"] = owner | {"chunk": [1 << 18], "digest": "0" * 32}
+        manifest["derived"] = {name: owner | {"how": "same", "of": "z"} for name in names}
+        manifest["tree"]["k"] += [[name, {"t": "array"}] for name in ("z", *names)]
+        manifest["must_understand"] = ["derived"]
 
-def many_zeros(manifest: dict[str, Any]) -> None:
-    """The same in a hundred leaves, each of which is small."""
-    manifest["derived"] = {
-        f"z{number}": {"how": "zeros", "dtype": "float32", "shape": [1 << 24]}
-        for number in range(100)
-    }
-    manifest["tree"]["k"] += [[f"z{number}", {"t": "array"}] for number in range(100)]
-    manifest["must_understand"] = ["derived"]
+    return edit
 
 
 def tiles_by_rule(count: int) -> Callable[[dict[str, Any]], None]:
@@ -128,8 +125,12 @@ FORGERIES: dict[str, Callable[[Path], object]] = {
     "2^40 elements": lambda root: claim(root, [2**30, 2**10], [2**8, 2**10]),
     "2^40 chunks": lambda root: claim(root, [2**40, 1], [1, 1]),
     "2^28 chunks of a byte": lambda root: claim(root, [2**22, 8], [1, 1]),
-    "6 GiB without a file": lambda root: forge.forge_manifest(manifest_path(root), huge_zeros),
-    "many leaves": lambda root: forge.forge_manifest(manifest_path(root), many_zeros),
+    "6 GiB without a file": lambda root: forge.forge_manifest(
+        manifest_path(root), many_leaves(1, 6 << 28)
+    ),
+    "many leaves": lambda root: forge.forge_manifest(
+        manifest_path(root), many_leaves(100, 1 << 24)
+    ),
     "2^40 digests": many_rows,
     "600,000 tiles": lambda root: forge.forge_manifest(manifest_path(root), tiles_by_rule(150_000)),
     "2^40 tiles": lambda root: forge.forge_manifest(manifest_path(root), tiles_by_rule(1 << 40)),

@@ -379,7 +379,8 @@ def _body() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("good") / "root"
-    state = {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "b": np.arange(3.0)}
+    ramp = np.arange(64, dtype=np.float32).reshape(8, 8)
+    state = {"w": ramp, "v": 2 * ramp, "b": np.arange(3.0)}
     with RankedRun(root, 2) as run:
         saved(run, 0, state)
         state["w"] += 1
@@ -413,6 +414,9 @@ def bounded(body: Any) -> None:
         "b": {"terms": {"contract": "bounded", "limit": 1, "norm": "max"}, "measured": 0.1}
     }
     body["contract"] = "bounded"
+
+
+LIKE_V = {"how": "same", "of": "v"}
 
 
 def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
@@ -475,16 +479,16 @@ def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
         (bounded, "features .'tiles',. do not match"),
         (rules({"how": "cast", "of": "b"}), "cannot be derived as they say"),  # not in tiles
         (rules({"how": "cast", "of": "w"}), "cannot be derived|cycle"),  # of itself
-        (rules({"how": "zeros", "shape": [4, 8]}), "cannot be derived as they say"),
-        (rules({"how": "zeros", "dtype": "float64"}), "cannot be derived as they say"),
-        (rules({"how": "zeros", "digest": "0" * 32}), "cannot be derived as they say"),
+        (rules(LIKE_V | {"shape": [4, 8]}), "cannot be derived as they say"),
+        (rules(LIKE_V | {"dtype": "float64"}), "cannot be derived as they say"),
+        (rules(LIKE_V | {"digest": "0" * 32}), "cannot be derived as they say"),
         (rules({"how": "lattice", "spacing": 0.0}), "cannot be derived as it says"),
-        (rules({"how": "zeros"}, codes=["int32"]), "cannot be derived as it says"),
-        (rules({"how": "zeros"}, codes=[]), "1 rules and 0 codes"),
-        (rules({"how": "zeros"}, form=[0]), "tiles of rules that it does not have"),
-        (rules({"how": "zeros"}, form=[0, 1]), "tiles of rules that it does not have"),
-        (rules({"how": "zeros"}, form=[0, -2]), "tiles of rules that it does not have"),
-        (rules({"how": "zeros"}, from_steps=[0, 1]), "tiles of other steps than its contract"),
+        (rules(LIKE_V, codes=["int32"]), "cannot be derived as it says"),
+        (rules(LIKE_V, codes=[]), "1 rules and 0 codes"),
+        (rules(LIKE_V, form=[0]), "tiles of rules that it does not have"),
+        (rules(LIKE_V, form=[0, 1]), "tiles of rules that it does not have"),
+        (rules(LIKE_V, form=[0, -2]), "tiles of rules that it does not have"),
+        (rules(LIKE_V, from_steps=[0, 1]), "tiles of other steps than its contract"),
     ],
 )
 def test_a_manifest_of_tiles_that_cannot_be_is_refused(good: Path, edit: Any, message: str) -> None:

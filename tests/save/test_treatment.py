@@ -17,14 +17,13 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, derivation, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.codec.lossy import lattice
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import adam
-from deltacheck.restore import derive
 from deltacheck.save.treatment.weight_capture import WeightCapture
 from tests.suites.damage_trials import small_leaves
 from tests.support.adam_run import BFLOAT16, AdamRun
@@ -267,7 +266,7 @@ def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
     truncated = lambda values, element: (  # noqa: E731
         (values.view(np.uint32) >> 16).astype(np.uint16).view(element)
     )
-    monkeypatch.setattr("deltacheck.restore.derive.cast", truncated)
+    monkeypatch.setattr("deltacheck.derivation.cast", truncated)
     with pytest.raises(
         errors.Damaged, match=r"'model/w\d' follows from 'optimizer/state/\d/master' by cast"
     ):
@@ -684,16 +683,16 @@ def in_torch(node: Any) -> Any:
 def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
     saves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More elements than are adjusted at once, and a lattice that is finer than the weights.
+    # A lattice that is finer than the weights.
     made = saves(Policy.auto(derive=False), AdamRun((300, 200), rate=1e-6))
     made.until_stable()
     made.save(2)
     expected, arrays = made.restored(), made.run.state()
     target = in_torch(arrays)
     given = []
-    compute = derive.compute
+    compute = derivation.compute
     monkeypatch.setattr(
-        derive, "compute", lambda *arguments: given.append(compute(*arguments)) or given[-1]
+        derivation, "compute", lambda *arguments: given.append(compute(*arguments)) or given[-1]
     )
     assert (
         made.engine.restore(into=target)["optimizer"]["state"][0]["master"]
@@ -754,7 +753,7 @@ def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
     arrays = made.run.state()
     arrays["optimizer"]["state"][0]["master"][:] = 7.0
     wrong = lambda values, element: np.zeros_like(values, element)  # noqa: E731
-    monkeypatch.setattr("deltacheck.restore.derive.cast", wrong)
+    monkeypatch.setattr("deltacheck.derivation.cast", wrong)
     with pytest.raises(errors.Damaged, match="'model/w1' follows from"):
         made.engine.restore(into=in_torch(arrays))
     assert np.all(arrays["optimizer"]["state"][0]["master"] == 7.0)

@@ -248,7 +248,7 @@ def with_other_lane_digests(body: dict[str, Any]) -> None:
 
 def with_codes(body: dict[str, Any]) -> None:
     body["compact"]["leaves"]["w"] |= {
-        "forms": [{"how": "zeros", "dtype": "float32", "shape": [64, 30]}],
+        "forms": [{"how": "same", "of": "v", "dtype": "float32", "shape": [64, 30]}],
         "codes": [""],
     }
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 SLACK = 1 + 1e-5
-TINY = 2.0**-100  # first moments below count as zero
+TINY = 2.0**-100  # moments below count as zero
 # Reused first moments, in roots of their second moments without bias: half a step of 0.5, and a
 # second moment that is coded within half an octave.
 MEAN_ERROR, BETA1, BETA2 = 0.25 * 2**0.25, 0.9, 0.999

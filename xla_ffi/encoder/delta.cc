@@ -690,10 +690,9 @@ OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t c
     parts[part] = kernels.octave_codes_part(
         values + 4 * first, base != nullptr ? base + at : nullptr, size, form, band, codes + at);
   });
-  OctaveErrors whole{0, 0, 0, 1};
+  OctaveErrors whole{0, 0, 1};
   for (const OctaveErrors& part : parts) {
     whole.refused += part.refused;
-    whole.zeroed += part.zeroed;
     whole.distance += part.distance;
     whole.largest_ratio = std::max(whole.largest_ratio, part.largest_ratio);
   }

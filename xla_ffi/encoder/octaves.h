@@ -15,23 +15,21 @@ namespace deltacheck {
 
 constexpr int32_t kLeastOctave = -149, kOctavesEnd = 128;  // of positive finite floats
 
-// The numbers that fraction bits and sign determine.
+// The numbers that the fraction bits determine.
 struct OctaveForm {
   uint32_t code_bytes;  // 1 without fraction bits, else 2
   uint32_t shift;       // from L to cells
   int32_t lowest;       // the first cell that has a code
-  uint32_t most;        // code, without its sign; the cells that have one
-  uint32_t sign;        // bit of a code; 0 where unsigned
+  uint32_t most;        // code; the cells that have one
 };
 
 // Returns the form of codes. REQUIRES: fraction_bits <= 7.
-DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
-  const uint32_t code_bytes = fraction_bits == 0 ? 1 : 2, bits = 8 * code_bytes - is_signed;
-  const int32_t lowest_octave = is_signed && fraction_bits == 0 ? -100 : kLeastOctave;
-  const uint32_t room = (1u << bits) - 1, cells = static_cast<uint32_t>(kOctavesEnd - lowest_octave)
-                                                  << fraction_bits;
-  return {code_bytes, 23 - fraction_bits, lowest_octave * (1 << fraction_bits),
-          room < cells ? room : cells, is_signed ? 1u << bits : 0};
+DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits) {
+  const uint32_t code_bytes = fraction_bits == 0 ? 1 : 2;
+  const uint32_t room = (1u << 8 * code_bytes) - 1,
+                 cells = static_cast<uint32_t>(kOctavesEnd - kLeastOctave) << fraction_bits;
+  return {code_bytes, 23 - fraction_bits, kLeastOctave * (1 << fraction_bits),
+          room < cells ? room : cells};
 }
 
 constexpr uint32_t kLeastNormal = 1u << 23, kBias = 127u << 23, kSubnormalBias = 276u << 23;
@@ -57,19 +55,17 @@ DELTACHECK_HD uint32_t magnitude_of(uint32_t octave) {
   return either(subnormal, static_cast<uint32_t>(static_cast<int32_t>(whole)), octave + kBias);
 }
 
-// Returns the bits of the value of a code without its sign. REQUIRES: 1 <= size <= form.most.
-DELTACHECK_HD uint32_t middle_of(uint32_t size, const OctaveForm& form) {
-  const uint32_t cell = size - 1 + static_cast<uint32_t>(form.lowest);
+// Returns the bits of the value of a code. REQUIRES: 1 <= code <= form.most.
+DELTACHECK_HD uint32_t middle_of(uint32_t code, const OctaveForm& form) {
+  const uint32_t cell = code - 1 + static_cast<uint32_t>(form.lowest);
   return magnitude_of((cell << form.shift) + (1u << (form.shift - 1)));
 }
 
 // The errors of coding, x being a value and x' its code's value.
 struct OctaveErrors {
-  uint64_t refused;   // values that are infinite, NaN, too large, or negative in the unsigned form;
-                      // their code is 0
-  uint64_t zeroed;    // values other than zero that lie below the first cell; likewise
-  uint64_t distance;  // sum of |L(x') - L(x)| of the others
-  float largest_ratio;  // of |x'| and |x|, the larger over the smaller, of the others; at least 1
+  uint64_t refused;     // values that are infinite, NaN, too large or negative; their code is 0
+  uint64_t distance;    // sum of |L(x') - L(x)| of the others
+  float largest_ratio;  // of x' and x, the larger over the smaller, of the others; at least 1
 };
 
 namespace {
@@ -82,33 +78,28 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const typename Word<W>::Memory* before = reinterpret_cast<const typename Word<W>::Memory*>(base);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
-  const uint32_t sizes = (1u << 8 * W) - 1 - form.sign, negatives = form.sign == 0 ? ~0u : 0;
-  uint64_t distance = 0, refused = 0, zeroed = 0;
+  uint64_t distance = 0, refused = 0;
   float largest = 1;
   // In blocks, so that the counters of the inner loop fit 32 bits.
   for (uint64_t start = 0; start < count; start += kBlockOctaves) {
     const uint32_t size_of_block =
         static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
-    uint32_t block_coded = 0, block_zeroed = 0, zeros = 0, high = 0, low = 0;
-#pragma omp simd reduction(+ : block_coded, block_zeroed, zeros, high, low) reduction(max : largest)
+    uint32_t block_coded = 0, zeros = 0, high = 0, low = 0;
+#pragma omp simd reduction(+ : block_coded, zeros, high, low) reduction(max : largest)
     for (uint32_t i = 0; i < size_of_block; ++i) {
       const uint32_t bits = x[start + i], magnitude = bits & kMagnitude;
       const uint32_t minus = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
       const uint32_t octave = octave_of(magnitude);
-      const int32_t ahead = (static_cast<int32_t>(octave) >> form.shift) - form.lowest;
-      const uint32_t right = mask_of(magnitude != 0) & ~(minus & negatives),
-                     below = right & mask_of(ahead < 0),
-                     coded = right & mask_of(static_cast<uint32_t>(ahead) < form.most);
-      const uint32_t nearest = static_cast<uint32_t>(ahead) + 1;
-      uint32_t size = nearest;
+      const int32_t cell = static_cast<int32_t>(octave) >> form.shift;
+      const uint32_t nearest = static_cast<uint32_t>(cell - form.lowest) + 1,
+                     coded = mask_of(magnitude != 0) & ~minus & mask_of(nearest <= form.most);
+      uint32_t code = nearest;
       if (kBase) {
-        const uint32_t old = before[start + i], old_size = old & sizes;
-        const uint32_t valid =
-            mask_of(old_size - 1 < form.most) & mask_of(((old ^ minus) & form.sign) == 0);
-        const uint32_t apart = octave_of(middle_of(either(valid, old_size, 1), form)) - octave;
-        size = either(valid & mask_of(apart + band <= 2 * band), old_size, nearest);
+        const uint32_t old = before[start + i], valid = mask_of(old - 1 < form.most);
+        const uint32_t apart = octave_of(middle_of(either(valid, old, 1), form)) - octave;
+        code = either(valid & mask_of(apart + band <= 2 * band), old, nearest);
       }
-      const uint32_t restored = middle_of(either(coded, size, 1), form),
+      const uint32_t restored = middle_of(either(coded, code, 1), form),
                      exact = either(coded, magnitude, restored);
       const uint32_t larger = restored > exact ? restored : exact,
                      smaller = restored > exact ? exact : restored;
@@ -118,15 +109,13 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
       high += away >> 16;
       low += away & 0xffffu;
       block_coded += coded & 1;
-      block_zeroed += below & 1;
       zeros += mask_of(magnitude == 0) & 1;
-      to[start + i] = static_cast<typename Word<W>::type>(coded & (size | (minus & form.sign)));
+      to[start + i] = static_cast<typename Word<W>::type>(coded & code);
     }
-    refused += size_of_block - block_coded - block_zeroed - zeros;
-    zeroed += block_zeroed;
+    refused += size_of_block - block_coded - zeros;
     distance += (uint64_t{high} << 16) + low;
   }
-  return {refused, zeroed, distance, largest};
+  return {refused, distance, largest};
 }
 
 template <int W>
@@ -134,7 +123,6 @@ inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const Oct
                                  uint8_t* values) {
   const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
-  const uint32_t sizes = (1u << 8 * W) - 1 - form.sign, to_sign = form.sign == 0 ? 0 : 32 - 8 * W;
   uint64_t bad = 0;
   for (uint64_t start = 0; start < count; start += kPartValues) {
     const uint32_t size_of_block =
@@ -142,12 +130,11 @@ inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const Oct
     uint32_t bad_here = 0;
 #pragma omp simd reduction(+ : bad_here)
     for (uint32_t i = 0; i < size_of_block; ++i) {
-      const uint32_t code = from[start + i], size = code & sizes;
-      const bool valid = size - 1 < form.most;
+      const uint32_t code = from[start + i];
+      const bool valid = code - 1 < form.most;
       bad_here += !valid & (code != 0);
-      const uint32_t magnitude = middle_of(valid ? size : 1, form), sign = (code & form.sign)
-                                                                           << to_sign;
-      to[start + i] = valid ? magnitude | sign : 0;
+      const uint32_t magnitude = middle_of(valid ? code : 1, form);
+      to[start + i] = valid ? magnitude : 0;
     }
     bad += bad_here;
   }

@@ -24,10 +24,8 @@ class OctaveCoded(NamedTuple):
 
     Attributes:
         codes: In the shape of the values.
-        refused: Values without a code, because they are infinite, NaN, too large, or negative in
-            the unsigned form. If there is one, the codes cannot restore the tensor.
-        zeroed: Values other than zero that are restored as zero, in the signed form with no
-            fraction bits only.
+        refused: Values without a code, because they are infinite, NaN, too large or negative. If
+            there is one, the codes cannot restore the tensor.
         largest_error_octaves: Maximum of ``|log2(x' / x)|`` over the other values, if ``values``
             gives ``x'``: the logarithm of the largest quotient, a float32, so right to within
             2^-23.
@@ -37,21 +35,14 @@ class OctaveCoded(NamedTuple):
 
     codes: Codes
     refused: int
-    zeroed: int
     largest_error_octaves: float
     sum_error_octaves: float
-
-
-def code_dtype(fraction_bits: int) -> np.dtype[Any]:
-    """Return the dtype of codes with so many fraction bits, signed or not."""
-    return np.dtype(_dtype(fraction_bits))
 
 
 def codes(
     values: F32,
     *,
     fraction_bits: int = 0,
-    signed: bool = False,
     base: Codes | None = None,
     dead_band: float = 0.5,
     out: Codes | None = None,
@@ -63,19 +54,14 @@ def codes(
     division using binary logarithms", 1962). All arithmetic is on integers, so the bits are the
     same on every processor. A cell is restored as its middle, within half a cell of the value on
     this scale: ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``, 0.585 octaves with no
-    fraction bits, 0.17 with two. Zero of either sign has code 0, and so have the values that the
-    signed form zeroes.
+    fraction bits, 0.17 with two. Zero of either sign has code 0, and no other value has it.
 
     Args:
-        values: float32, C-contiguous.
+        values: float32, C-contiguous. Negative values are refused.
         fraction_bits: 0 to 7. Larger: a smaller error; smaller: fewer codes change. Codes are uint8
             if it is 0, else uint16.
-        signed: For first moments. ``False``: a negative value is refused, and a value that is not
-            zero is never restored as zero. ``True``: with no fraction bits a code is a sign and
-            seven bits; values below 2^-100 are zeroed, 2^27 and above refused.
         base: Codes of an earlier step in the shape of ``values``. Such a code is used again if its
-            sign is right and its value is within ``dead_band`` octaves of the new one on this
-            scale.
+            value is within ``dead_band`` octaves of the new one on this scale.
         dead_band: From half a cell, ``2^-(fraction_bits + 1)``, to 8; used with ``base`` only.
             Larger: values that drift change their codes less often; smaller: a smaller error, which
             may be as large as the dead band, less than ``dead_band + 0.087`` true octaves.
@@ -102,21 +88,18 @@ def codes(
         # The scale has 2^23 units per octave. An integer makes the comparison exact everywhere.
         band = math.floor(dead_band * 2**23)
     base_bytes = None if base is None else memory.as_bytes("base", base)
-    refused_count, zeroed, ratio, distance = native.octave_codes(
-        values.reshape(-1), base_bytes, fraction_bits, signed, band, memory.as_bytes("out", out)
+    refused_count, ratio, distance = native.octave_codes(
+        values.reshape(-1), base_bytes, fraction_bits, band, memory.as_bytes("out", out)
     )
-    return OctaveCoded(out, refused_count, zeroed, math.log2(ratio), distance * 2.0**-23)
+    return OctaveCoded(out, refused_count, math.log2(ratio), distance * 2.0**-23)
 
 
-def values(
-    codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F32 | None = None
-) -> F32:
+def values(codes: Codes, *, fraction_bits: int = 0, out: F32 | None = None) -> F32:
     """Return the values of ``codes``: the middles of their cells, float32; zero for code 0.
 
     Args:
         codes: uint8 or uint16.
         fraction_bits: As given to ``codes``.
-        signed: As given to ``codes``.
         out: float32 in the shape of ``codes``; ``None``: a new array.
 
     Raises:
@@ -124,13 +107,10 @@ def values(
     """
     memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
-    bad = native.octave_values(
-        memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1)
-    )
+    bad = native.octave_values(memory.as_bytes("codes", codes), fraction_bits, out.reshape(-1))
     if bad:
         raise ValueError(
-            f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits,"
-            f" signed={signed}"
+            f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits"
         )
     return out
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from deltacheck.derivation import Derived
 from deltacheck.leaf.contracts import PeakRate, Promise, weakest_of
 from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node
@@ -20,7 +21,6 @@ from deltacheck.save.job.source import torn_between_reads
 from deltacheck.store import layout
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
-    Derived,
     LeafRecord,
     Manifest,
     Replay,

@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.derivation import Derived
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import Bounded, PeakRate, Promise, Reused, name_of
 from deltacheck.leaf.sharding import Plan
 from deltacheck.leaf.structs import inspect_types
-from deltacheck.store.manifest import NO_DIGEST, Derived, Manifest, Tiles
+from deltacheck.store.manifest import NO_DIGEST, Manifest, Tiles
 
 
 class RankRules(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,7 +102,6 @@ def rules_of_tiles(
             # The digest of a tile stands among those of the leaf's tiles.
             digest="",
             of=tiles.leaf_of(rule.of),
-            first=tiles.leaf_of(rule.first),
         )
         form.append(forms.setdefault((common, rules[owner].codes.get(name, "")), len(forms)))
     known_steps = [from_step for from_step in from_steps if from_step is not None]

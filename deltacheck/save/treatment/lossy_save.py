@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from deltacheck.derivation import Derived
 from deltacheck.leaf.contracts import PeakRate, Promise
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
@@ -19,7 +20,6 @@ from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import Coded, LeafSource, torn_between_reads
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.run_state import LeafReader, RunState
-from deltacheck.store.manifest import Derived
 
 # The share of the elements of a sample that drift is measured on: the median over all second
 # moments needs few of each, and they are kept between saves.
@@ -173,10 +173,7 @@ class ParameterSave:
     def derived(self, path: str, decision: Decision, **fields: Any) -> Derived:
         """Return how a restore computes a leaf that is kept as decided, with further fields."""
         spec = self.spec(path)
-        names = (
-            *("of", "spacing", "seed", "fraction_bits", "limit"),
-            *("halvings", "spare_bits"),
-        )
+        names = ("of", "spacing", "seed", "fraction_bits", "limit", "halvings", "spare_bits")
         decided = {name: getattr(decision, name) for name in names}
         return Derived(decision.how, spec.dtype, spec.shape, **decided | fields)
 

@@ -40,7 +40,7 @@ class MomentCapture:
         self._coded = {  # the moments that are stored as codes
             path: decision
             for path, decision in group.decisions.items()
-            if decision.how in ("octaves", "ratio")
+            if path in (group.parameter.first, group.parameter.second)
         }
 
     def capture(self, path: str) -> Any:
@@ -100,7 +100,7 @@ class MomentCapture:
             group.save.run.stored_pairs[group.parameter.name] = StoredPair(group.save.step, count)
         # Old and new first moments have hardly anything in common.
         return {
-            path: Coded(forms.spec(path), codes[path].view(np.uint8), decision.how == "ratio")
+            path: Coded(forms.spec(path), codes[path].view(np.uint8), bool(decision.of))
             for path, decision in decisions.items()
         }
 

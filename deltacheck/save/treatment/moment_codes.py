@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.codec.lossy import octaves, ratios
+from deltacheck.derivation import Derived
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
-from deltacheck.restore import derive
 from deltacheck.save.treatment.error_measures import Array, largest_octaves, largest_update_change
-from deltacheck.store.manifest import Derived
 
 _ROUNDING = 1e-6  # of a step, since values are float32
 _MOST_CLIPPED = 0.2  # of a limit, by which a value may exceed it
@@ -26,7 +26,8 @@ class MomentCodes:
     """The forms of the moments of one parameter at one save.
 
     Args:
-        decisions: The decisions for both moments, by path.
+        decisions: The decisions for both moments, by path; that for a first moment names the second
+            one (``of``).
         specs: The specs of the live moments, by path.
         correction: 1 - b2^t of Adam, the share of the mean squared gradient that v holds; 1 if it
             is unknown. Codes of a second moment are of what it would be without that growth from
@@ -45,16 +46,14 @@ class MomentCodes:
 
     def spec(self, path: str) -> LeafSpec:
         """Return the form of the codes of a moment."""
-        decision = self.decisions[path]
-        dtype = (
-            "int8" if decision.how == "ratio" else octaves.code_dtype(decision.fraction_bits).name
-        )
+        rule = self.rule(path)
+        (dtype,) = derivation.RULES[rule.how].code_dtypes(rule)
         return LeafSpec.of(path, self.specs[path].shape, dtype)
 
     def rule(self, path: str) -> Derived:
         """Return how a restore computes a moment."""
         decision = self.decisions[path]
-        if decision.how == "octaves":
+        if not decision.of:
             return self.derived(path, decision, scale=self.correction)
         # The root of a second moment grows as its bias vanishes, and a reused first moment must
         # not.
@@ -63,8 +62,7 @@ class MomentCodes:
 
     def in_order(self) -> list[str]:
         """Return the paths of the moments, a moment that another one follows from first."""
-        sources = {path: self.rule(path).sources for path in self.decisions}
-        return sorted(sources, key=lambda path: len(sources[path]))
+        return sorted(self.decisions, key=lambda path: bool(self.decisions[path].of))
 
     def encode(
         self,
@@ -84,7 +82,7 @@ class MomentCodes:
             base: Its stored codes, which stay if they are close enough.
         """
         decision = self.decisions[path]
-        if decision.how == "ratio":
+        if decision.of:
             rule = self.rule(path)
             second = self.restored({rule.of: codes[rule.of]})[rule.of]
             ratio = ratios.codes(live, second, rule.spacing, limit=rule.limit)
@@ -144,7 +142,8 @@ class MomentCodes:
         """
         values: dict[str, Array] = {}
         for path in (path for path in self.in_order() if path in codes):
-            values[path] = derive.compute(self.rule(path), codes[path], values, 0, codes[path].size)
+            rule = self.rule(path)
+            values[path] = derivation.compute(rule, codes[path], values.get(rule.of), 0)
         return values
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.policy import adam, roles
 from deltacheck.policy.decide import is_treatable
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles
-from deltacheck.restore import derive
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.treatment.cells import Layout
 from deltacheck.save.treatment.error_measures import sample
@@ -184,7 +184,7 @@ def _is_cast(
         weights, masters = (
             sample(reader.live(sources[cell.names[path]])) for path in (weight, master)
         )
-        restored = derive.cast(masters, weights.dtype)
+        restored = derivation.cast(masters, weights.dtype)
         if weights.dtype.itemsize != 2 or not np.array_equal(
             weights.view(np.uint8), restored.view(np.uint8)
         ):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from deltacheck import derivation
 from deltacheck.codec.lossy import lattice, nested
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision
-from deltacheck.restore import derive
 from deltacheck.save.job.source import Coded
 from deltacheck.save.treatment.error_measures import Array, relative_error
 from deltacheck.save.treatment.lossy_save import ParameterSave, value_digest
@@ -83,7 +83,7 @@ class WeightCapture:
         error = None if bounded is None else self._cast_error(live, master, bounded)
         if error is None:
             # The master is stored exactly, so the cast must be equal bit for bit.
-            restored = derive.cast(master, spec.element.numpy)
+            restored = derivation.cast(master, spec.element.numpy)
             # Bits are compared: a NaN differs from itself, and -0.0 equals 0.0.
             if not np.array_equal(restored.view(np.uint16), live.view(np.uint16)):
                 save.run.doubt_proof()

@@ -4,7 +4,7 @@ import { bitsFloat, drawn, lattice, nested, octaves, ratios } from "./decode/cod
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
-  cast: [], same: [], zeros: [], drawn: [], lattice: ["int32", "uint8", "uint16"],
+  cast: [], same: [], drawn: [], lattice: ["int32", "uint8", "uint16"],
   octaves: ["uint8", "uint16"], ratio: ["int8"],
 };
 const word = new DataView(new ArrayBuffer(8));
@@ -18,16 +18,14 @@ export async function derive(rule, shape, codes, other) {
   check(codes === null || expected.includes(codes.dtype), `${rule.how} with codes of ${codes?.dtype}`);
   const of = "of" in rule ? await other(rule.of) : null;
   check(of === null || product(of.shape) === product(shape), `${rule.of} has another shape`);
-  let bytes = await first(rule, shape, codes, of);
+  let bytes = unscaled(rule, codes, of);
   if ((rule.scale ?? 1) !== 1) bytes = scaled(rule, bytes);
-  if ("first" in rule) bytes = raised(rule, bytes, await other(rule.first));
   check(bytes.length === product(shape) * itemBytes(rule.dtype), `${bytes.length} bytes`);
   return bytes;
 }
 
-async function first(rule, shape, codes, of) {
+function unscaled(rule, codes, of) {
   const { how, dtype } = rule;
-  if (how === "zeros") return new Uint8Array(product(shape) * itemBytes(dtype));
   if (how === "same") {
     check(of !== null && of.dtype === dtype, "same as a leaf of another dtype");
     return of.bytes;
@@ -53,16 +51,6 @@ function scaled(rule, bytes) {
   check(rule.dtype === "float32", "scale of a leaf that is not float32");
   const scale = Math.fround(rule.scale);
   return bytesOf(Float32Array.from(numbers("float32", bytes), (x) => x * scale));
-}
-
-function raised(rule, bytes, m) {
-  check(rule.dtype === "float32" && m.dtype === "float32", "first of a leaf that is not float32");
-  const least = numbers("float32", m.bytes);
-  check(least.length * 4 === bytes.length, `${rule.first} has another shape`);
-  return bytesOf(numbers("float32", bytes).map((x, i) => {
-    const bound = Math.fround((least[i] * least[i]) / rule.limit);
-    return bound > x || Number.isNaN(bound) ? bound : x;
-  }));
 }
 
 const ARRAYS = {

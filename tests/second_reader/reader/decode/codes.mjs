@@ -108,21 +108,17 @@ export function nested(codes, weights, { spacing, seed = 0, halvings: n = 0, spa
 }
 
 // 4.5.2.
-export function octaves(codes, { fraction_bits: f = 0, signed = false }) {
+export function octaves(codes, { fraction_bits: f = 0 }) {
   check(Number.isInteger(f) && f >= 0 && f <= 7, `fraction_bits ${f}`);
-  const k = (f === 0 ? 8 : 16) - (signed ? 1 : 0);
-  const e0 = 2 ** f * (signed && f === 0 ? -100 : -149);
-  const top = Math.min(2 ** k - 1, 128 * 2 ** f - e0);
-  return Float32Array.from(codes, (stored, i) => {
-    const negative = signed && stored >= 2 ** k;
-    const code = negative ? stored - 2 ** k : stored;
-    check(code <= top && !(negative && code === 0), `element ${i}: code ${stored}`);
+  const e0 = -149 * 2 ** f;
+  const top = f === 0 ? 255 : 277 * 2 ** f;
+  return Float32Array.from(codes, (code, i) => {
+    check(code <= top, `element ${i}: code ${code}`);
     if (code === 0) return 0;
     const limit = (code - 1 + e0) * 2 ** (23 - f) + 2 ** (22 - f);
-    const size = limit >= -126 * 2 ** 23
+    return limit >= -126 * 2 ** 23
       ? bitsFloat(limit + 127 * 2 ** 23)
       : Math.floor(bitsFloat(limit + 276 * 2 ** 23)) * 2 ** -149;
-    return negative ? -size : size;
   });
 }
 
