@@ -233,21 +233,21 @@ def plan(  # noqa: PLR0913 - one argument per option
         name: observed_rates if state_bytes is None else scaled(observed_rates, state_bytes)
         for name, observed_rates in observed.rates.items()
     }
-    planned = next(iter(rates))
-    prediction = predict(rates[planned], interval_steps=interval_steps)
+    policy_name = next(iter(rates))
+    prediction = predict(rates[policy_name], interval_steps=interval_steps)
     ways: dict[str, Strategy] = {}
     if len(names) > 1:
         # One interval for all rows: the one that was asked for, or the best one of the first.
         interval = prediction.ways[0].interval_steps
-        prediction = predict(rates[planned], interval_steps=interval)
+        prediction = predict(rates[policy_name], interval_steps=interval)
         ways = {name: predict(rates[name], interval_steps=interval).ways[0] for name in rates}
     if as_json:
         output.print_json(
             {
                 "source": observed.source,
-                "policy": planned or None,
+                "policy": policy_name or None,
                 "compared": [asdict(way) | {"name": name} for name, way in ways.items()],
-                "observed_interval_steps": rates[planned].interval_steps,
+                "observed_interval_steps": rates[policy_name].interval_steps,
                 "run": asdict(run),
                 "machine": asdict(machine),
                 "verdict": verdict(prediction),
@@ -256,7 +256,7 @@ def plan(  # noqa: PLR0913 - one argument per option
             }
         )
         return
-    _print(prediction, rates[planned], machine, run, ways, interval_steps is not None)
+    _print(prediction, rates[policy_name], machine, run, ways, interval_steps is not None)
     output.print_line("")
     if measured is not None:
         _print_policies(measured, policies)
@@ -387,7 +387,7 @@ def _print(
     machine: Machine,
     run: PlannedRun,
     ways: Mapping[str, Strategy],
-    asked: bool,
+    is_interval_given: bool,
 ) -> None:
     output.print_line(verdict(prediction))
     for reason in prediction.reasons:
@@ -403,7 +403,7 @@ def _print(
     output.print_line(f"machine: {speeds}")
     output.print_line(
         f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
-        f" (Daly); {'planned' if asked else 'recommended'}:"
+        f" (Daly); {'planned' if is_interval_given else 'recommended'}:"
         f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
         f" {prediction.max_chain_depth}"
     )

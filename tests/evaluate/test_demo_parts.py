@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.demo.demonstration import Demonstration
+from deltacheck.evaluate.demo.demonstration import create_plan
 from deltacheck.evaluate.workloads import equality, text
 from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
@@ -353,5 +353,5 @@ def test_recipe_survives_the_disk(tmp_path: Path) -> None:
 
 
 def test_the_demo_always_saves_the_last_step() -> None:
-    assert Demonstration.create(seed=1, steps=5).plan.checkpoints() == (2, 4, 5)
-    assert Demonstration.create(seed=1, steps=4).plan.checkpoints() == (2, 4)
+    assert create_plan(seed=1, steps=5).checkpoints() == (2, 4, 5)
+    assert create_plan(seed=1, steps=4).checkpoints() == (2, 4)

@@ -8,7 +8,6 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from deltacheck.cli.output import Row
 if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
-    from deltacheck.evaluate.run import Progress
 
 # Workloads are named and not imported: worker processes make the runs, and some are killed.
 _BUILT_IN = "deltacheck.evaluate.workloads.builtin"
@@ -134,11 +132,14 @@ def evaluate(  # noqa: PLR0913 - one argument per option
 
     The exit code is 1 if a restore is wrong, and 6 if the seeds are too few to tell the quality.
     """
+    from rich.console import Console
+
     from deltacheck import __version__
     from deltacheck.evaluate import machine
     from deltacheck.evaluate.judge import judge
     from deltacheck.evaluate.records import POLICIES, EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
+    from deltacheck.evaluate.run import show_progress
 
     if policy not in POLICIES:
         raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
@@ -173,7 +174,10 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             f" {3 * plan.every + 1}"
         )
     start = time.time()
-    with working_folder(keep, "deltacheck-eval-") as folder, _progress() as progress:
+    # On a terminal only: JSON and files have results alone.
+    quiet = not sys.stderr.isatty() or output.json_requested()
+    console = Console(stderr=True, quiet=quiet)
+    with working_folder(keep, "deltacheck-eval-") as folder, show_progress(console) as progress:
         # The machine is described before the runs: afterwards its load would be ours.
         description = machine.describe(folder)
         evidence = run(plan, folder, progress)
@@ -210,9 +214,14 @@ def document(
             return None
         return {name: value for name, value in ending.items() if name != "digests"}
 
+    def row(recovery: Row) -> Row:
+        del recovery["way"]
+        return recovery | {"ending": without_digests(recovery["ending"])}
+
     content = asdict(evidence)
-    # Always false for this command, and no part of its document.
-    del content["plan"]["save_last"]
+    # The same for each run of this command, and no part of its document.
+    for name in ("save_last", "ways", "savers"):
+        del content["plan"][name]
     verdict = asdict(judgement)
     seeds = {
         "killed_seeds": evidence.plan.killed_seeds(),
@@ -232,51 +241,14 @@ def document(
         "latency": verdict["latency"],
         "saves": content["saves"],
         "recovery": verdict["correctness"],
-        "recoveries": [
-            recovery | {"ending": without_digests(recovery["ending"])}
-            for recovery in content["recoveries"]
-        ],
+        "recoveries": [row(recovery) for recovery in content["recoveries"]],
         "contracts": content["contracts"],
         "chains": [
-            chain
-            | {
-                "links": [
-                    link | {"ending": without_digests(link["ending"])} for link in chain["links"]
-                ]
-            }
-            for chain in content["chains"]
+            chain | {"links": [row(link) for link in chain["links"]]} for chain in content["chains"]
         ],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Show a bar for each phase of the evaluation on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or output.json_requested():
-        yield lambda phase, completed, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(phase: str, completed: int, total: int) -> None:
-            # Phases are not known beforehand. A bar appears with the first report of its phase.
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=total)
-            bars.update(tasks[phase], completed=completed)
-
-        yield show
 
 
 def _write_page(
