@@ -79,7 +79,6 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "report": reporting.report,
         "plan": planning.plan,
         "eval": evaluate.evaluate,
-        "demo": evaluate.demo,
     },
 }
 

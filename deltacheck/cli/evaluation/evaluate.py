@@ -1,15 +1,11 @@
-"""Commands that measure a whole training: ``eval`` and ``demo``."""
+"""The ``eval`` command: measure the checkpoints of a whole training."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shlex
 import sys
-import tempfile
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -290,50 +286,6 @@ def _write_page(
         "Does not hold:",
     )
     page.write_page(file, text)
-
-
-def demo(
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of weights, data order, dropout and kill, to repeat a run."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of fine-tuning steps.")] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A tiny model, in seconds. The figures have no meaning."),
-    ] = False,
-    keep: Annotated[
-        Path | None, typer.Option(help="Keep checkpoints and logs in this new folder.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write each figure as a PNG image.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train, save in six ways, kill, resume each way, and compare, also in JAX and zarr.
-
-    The exit code is 1 if a comparison failed.
-    """
-    from deltacheck.evaluate.demo import demonstration
-
-    play = partial(
-        demonstration.main, seed=seed, steps=steps, quick=quick, keep=keep, html=html, png=png
-    )
-    if not as_json:
-        # The demo has its own exit codes, which are those of this command.
-        raise typer.Exit(play())
-    with tempfile.TemporaryDirectory(prefix="deltacheck-demo-json-") as folder:
-        figures = Path(folder) / "figures.json"
-        # stdout holds the JSON document only; the report for people goes to stderr.
-        with contextlib.redirect_stdout(sys.stderr):
-            code = play(json_file=figures)
-        # A demo that cannot run on this machine ends before it writes its figures.
-        if figures.exists():
-            output.print_json(json.loads(figures.read_text()))
-    raise typer.Exit(code)
 
 
 def _profile_file(profile: str | None) -> str:
