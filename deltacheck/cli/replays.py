@@ -91,11 +91,12 @@ def measure(
         folder: An empty folder for the scratch roots.
     """
     from deltacheck.errors import StepNotFound
-    from deltacheck.evaluate.offline.measured import chosen_steps, rates_under
+    from deltacheck.evaluate.offline.measured import rates_under, thinned
     from deltacheck.evaluate.offline.policy_replay import replay
+    from deltacheck.evaluate.offline.recorded import steps_in
 
     try:
-        step_set = chosen_steps(source, item, interval_steps)
+        step_set = thinned(steps_in(source, item), interval_steps)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
     step: int | None = None

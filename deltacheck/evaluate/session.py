@@ -37,7 +37,6 @@ class Reports:
     """The events of one worker so far."""
 
     step: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
     trained_steps: int = 0
     step_seconds: list[float] = field(default_factory=list)
     saved: list[Event] = field(default_factory=list)
@@ -49,7 +48,6 @@ class Reports:
         match event["event"]:
             case "stepped":
                 self.step, self.trained_steps = event["step"], self.trained_steps + 1
-                self.losses[self.step] = event["loss"]
                 self.step_seconds.append(event["seconds"])
             case "saved":
                 self.saved.append(event)

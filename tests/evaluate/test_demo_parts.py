@@ -330,12 +330,6 @@ def test_comparison_takes_torch_numpy_and_jax_for_the_same(tmp_path: Path) -> No
     assert not equality.in_jax("jax", {**state, "n": torch.tensor(1)}, tmp_path, 0).holds
 
 
-def test_losses_are_compared_step_by_step() -> None:
-    assert equality.compare_losses("same", {1: 0.5, 2: 0.25, 3: 0.125}, {2: 0.25, 3: 0.125}).holds
-    assert not equality.compare_losses("other", {1: 0.5, 2: 0.25}, {2: 0.25 + 1e-16}).holds
-    assert not equality.compare_losses("none", {1: 0.5}, {}).holds
-
-
 def test_every_leaf_has_a_class() -> None:
     assert leaf_class("model/layers.0.attn.qkv.weight") == "bf16 weights"
     assert leaf_class("optimizer/state/0/exp_avg_sq") == "exp_avg_sq"
