@@ -12,7 +12,7 @@ from deltacheck import __version__
 
 # These modules import numpy, frameworks and matplotlib only inside the functions that need them. So
 # a command works with no framework installed, and loads nothing that it does not use.
-from deltacheck.cli import check, copies, planning, profiling, prune, reporting, simulation
+from deltacheck.cli import check, copies, planning, profiling, prune, reporting
 from deltacheck.cli.doctor import doctor
 from deltacheck.cli.evaluation import evaluate
 from deltacheck.cli.inspection import compare, inspect
@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Inspect, check, keep and copy delta checkpoints of any framework.",
     epilog=(
         "Exit codes: 0 success, 1 damage found, 2 wrong usage, 3 not found, 4 damaged data, "
-        "5 refused. Every command takes --json. Documentation: docs/reference/cli.md"
+        "5 refused, 6 undecided. Every command takes --json. Documentation: docs/reference/cli.md"
     ),
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,10 +77,8 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Plan and measure": {
         "profile": profiling.profile,
         "report": reporting.report,
-        "simulate": simulation.simulate,
         "plan": planning.plan,
         "eval": evaluate.evaluate,
-        "demo": evaluate.demo,
     },
 }
 

@@ -1,58 +1,70 @@
-"""The ``plan`` command: predicted cost of checkpoints, and their best interval."""
+"""The ``plan`` command: predicted cost of checkpoints, their best interval, measured policies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, RootOnly, parse
+from deltacheck.cli import output, replays
+from deltacheck.cli.arguments import Item, Json, RootOnly, parse, working_folder
 from deltacheck.cli.output import Column, Row
+from deltacheck.cli.profiling import TrialOptions
+from deltacheck.cli.replays import Replays
 from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
+    from deltacheck.policy import Policy
     from deltacheck.profile.planner import Machine, PlannedRun, Prediction, Strategy
     from deltacheck.profile.rates import Rates
 
 # The fields of ``Machine``, in the order of the options below.
-# The policies of ``--compare``, the lossless one first.
-_COMPARED = ("exact", "auto")
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 
 
 def plan(  # noqa: PLR0913 - one argument per option
     words: RootOnly = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help=(
+                "Measure this policy: the checkpoints of RUN are saved again under it. whole, exact"
+                " or auto, with arguments of its preset (auto:moments=bounded). May be repeated."
+            ),
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Predict from this profile instead of from the saves of a root."
+            metavar="FILE",
+            help=(
+                "Predict exact saves from this profile instead of from the saves of a root. With"
+                " --policy: the profile for auto."
+            ),
         ),
     ] = None,
-    policy: Annotated[
+    factory: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help=(
-                "Plan for this policy, as `simulate` names it: the checkpoints of RUN are saved"
-                " again under it. With a profile: exact, or a policy that it was measured for."
-                " Default: that of the root; exact with a profile."
-            ),
+            metavar="FILE.py:FACTORY",
+            help="Also train on from what each policy restores, and compare the progress.",
         ),
     ] = None,
-    compare: Annotated[
-        bool,
+    trial_steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Training steps of each trial.")
+    ] = 10,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the recorded run.")] = 1,
+    keep: Annotated[
+        Path | None,
         typer.Option(
-            "--compare",
-            help=(
-                "Compare exact and auto: the checkpoints of RUN are saved again under"
-                " each, into a temporary folder."
-            ),
+            metavar="FOLDER", help="Keep the roots of the policies in this new or empty folder."
         ),
-    ] = False,
+    ] = None,
     mtbf_hours: Annotated[
         float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
     ] = 24.0,
@@ -166,86 +178,92 @@ def plan(  # noqa: PLR0913 - one argument per option
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Predict bytes, blocking and restore time, the best interval, and whether deltas pay."""
-    from deltacheck.evaluate.offline.policy_replay import policy_of
-    from deltacheck.profile import planner
+    """Predict bytes, blocking and restore time, the best interval, and whether deltas pay.
+
+    With --policy: also measure what policies write for recorded checkpoints, and what they restore.
+    """
+    from deltacheck.profile import Profile, planner
     from deltacheck.profile.rates import scaled
 
-    unsteady: dict[str, str] = {}
-    others: dict[str, Rates] = {}
-    if compare and (profile is not None or policy is not None):
-        raise typer.BadParameter("--compare takes neither --profile nor --policy")
-    if compare:
-        names = [_limits(name, max_chain_depth, max_restore_ratio) for name in _COMPARED]
-        observed, others = _observe_policies(words, item, names, interval_steps, unsteady)
-    elif profile is not None:
-        observed = _observe_profile(profile, policy or "exact")
-    elif policy is None:
-        observed = _observe_root(words, item)
-    else:
-        limits = _limits(policy, max_chain_depth, max_restore_ratio)
-        observed = _observe_replay(words, item, limits, interval_steps)
+    names = policy or []
+    if not names and (factory or keep):
+        raise typer.BadParameter("--factory and --keep go with --policy")
+    # The option accepts its minimum, 0, for which there is no best interval.
+    if not mtbf_hours:
+        raise typer.BadParameter("--mtbf-hours must be more than 0")
+    speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
+    # The bytes of a policy depend on no machine, so they are shown without one.
+    predicts = not names or probe is not None or set(speeds.values()) != {None}
+    if predicts:
+        _require_speeds(probe, speeds)
+    source = str(parse(words).root)
+    measured: Replays | None = None
+    policies: dict[str, Policy] = {}
+    if names:
+        run_profile = None if profile is None else Profile.read(profile)
+        policies = replays.policies_of(names, run_profile, max_chain_depth, max_restore_ratio)
+        trial = None if factory is None else TrialOptions(factory, seed, trial_steps)
+        with working_folder(keep, "deltacheck-plan-") as folder:
+            measured = replays.measure(source, item, policies, interval_steps, trial, folder)
+    if measured is not None and not predicts:
+        if as_json:
+            output.print_json({"source": source, "policy": names[0], **replays.document(measured)})
+        else:
+            _print_policies(measured, policies)
+        return
+    observed = _observe(source, item, profile, measured)
     # A given step time wins: the plan may be for another machine than that of the saves.
     seconds = step_seconds or observed.step_seconds
     if not seconds:
         raise typer.BadParameter(
-            "--step-seconds is needed: it cannot be derived from "
-            + ("a profile" if profile else "this root")
+            f"--step-seconds is needed: it cannot be derived from {observed.source}"
         )
-    # The option accepts its minimum, 0, for which there is no best interval.
-    if not mtbf_hours:
-        raise typer.BadParameter("--mtbf-hours must be more than 0")
     run = planner.PlannedRun(seconds, mtbf_hours * 3600, processes, restart_seconds)
-    speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
     machine = _machine(probe, speeds)
-    rates = observed.rates
-
-    def predict(rates: Rates, interval_steps: int | None) -> Prediction:
-        return planner.plan(
-            rates if state_bytes is None else scaled(rates, state_bytes),
-            machine,
-            run,
-            max_chain_depth=max_chain_depth,
-            # 0 means "no limit" on the command line, which the planner writes as ``None``.
-            max_restore_ratio=max_restore_ratio or None,
-            max_restore_seconds=max_restore_seconds,
-            interval_steps=interval_steps,
-        )
-
-    asked = interval_steps is not None
-    prediction = predict(rates, interval_steps)
-    if compare:
-        # One interval for all rows: the one that was asked for, or the best one of exact saves.
-        interval_steps = prediction.ways[0].interval_steps
-        prediction = predict(rates, interval_steps)
-    ways = {
-        name: predict(policy_rates, interval_steps).ways[0] for name, policy_rates in others.items()
+    predict = partial(
+        planner.plan,
+        machine=machine,
+        run=run,
+        max_chain_depth=max_chain_depth,
+        # 0 means "no limit" on the command line, which the planner writes as ``None``.
+        max_restore_ratio=max_restore_ratio or None,
+        max_restore_seconds=max_restore_seconds,
+    )
+    rates = {
+        name: observed_rates if state_bytes is None else scaled(observed_rates, state_bytes)
+        for name, observed_rates in observed.rates.items()
     }
+    policy_name = next(iter(rates))
+    prediction = predict(rates[policy_name], interval_steps=interval_steps)
+    ways: dict[str, Strategy] = {}
+    if len(names) > 1:
+        # One interval for all rows: the one that was asked for, or the best one of the first.
+        interval = prediction.ways[0].interval_steps
+        prediction = predict(rates[policy_name], interval_steps=interval)
+        ways = {name: predict(rates[name], interval_steps=interval).ways[0] for name in rates}
     if as_json:
         output.print_json(
             {
                 "source": observed.source,
-                "policy": policy or ("exact" if profile or compare else None),
+                "policy": policy_name or None,
                 "compared": [asdict(way) | {"name": name} for name, way in ways.items()],
-                "unsteady": unsteady,
-                "observed_interval_steps": rates.interval_steps,
+                "observed_interval_steps": rates[policy_name].interval_steps,
                 "run": asdict(run),
                 "machine": asdict(machine),
                 "verdict": verdict(prediction),
                 **asdict(prediction),
+                **replays.document(measured),
             }
         )
-    else:
-        _print(prediction, rates, machine, run, ways, asked)
-        for name in _COMPARED if compare else filter(None, (policy,)):
-            promises = (f"  {line}" for line in policy_of(name).promises())
-            for line in ("", f"a restore under {name}:", *promises):
-                output.print_line(line)
-        for name, reason in unsteady.items():
+        return
+    _print(prediction, rates[policy_name], machine, run, ways, interval_steps is not None)
+    output.print_line("")
+    if measured is not None:
+        _print_policies(measured, policies)
+        for name, reason in measured.unsteady.items():
             output.warn(f"{name} is not in the table: {reason}")
-        if not compare and profile is None:
-            output.print_line("")
-            output.print_line("other policies: add --compare")
+    elif profile is None:
+        output.print_line("other policies: add --policy exact --policy auto")
 
 
 def verdict(prediction: Prediction) -> str:
@@ -260,93 +278,53 @@ def verdict(prediction: Prediction) -> str:
 
 
 class _Observation(NamedTuple):
-    """Rates of change to predict from, and the time of a step if the source shows it."""
+    """Rates of change to predict from, and the time of a step if the source shows it.
+
+    ``rates``: by policy, that of the plan first; the policy of a root has no name.
+    """
 
     source: str
-    rates: Rates
+    rates: Mapping[str, Rates]
     step_seconds: float | None
 
 
-def _observe_root(words: list[str] | None, item: str | None) -> _Observation:
+def _observe(
+    source: str, item: str | None, profile: Path | None, measured: Replays | None
+) -> _Observation:
+    """Return the rates of measured policies, else of a profile, else of the saves of a root."""
+    if measured is not None:
+        return _observe_policies(source, item, measured)
+    return _observe_root(source, item) if profile is None else _observe_profile(profile)
+
+
+def _observe_root(root: str, item: str | None) -> _Observation:
     from deltacheck.report.data import collect
     from deltacheck.report.root_rates import rates_of, step_seconds_of
 
-    record = collect(parse(words).root, item)
-    return _Observation(record.root, rates_of(record), step_seconds_of(record))
+    record = collect(root, item)
+    return _Observation(record.root, {"": rates_of(record)}, step_seconds_of(record))
 
 
-def _observe_profile(file: Path, policy: str) -> _Observation:
-    from deltacheck.profile.rates import from_profile, from_sizes
-    from deltacheck.profile.record import Profile
+def _observe_profile(file: Path) -> _Observation:
+    from deltacheck.profile import Profile
+    from deltacheck.profile.rates import from_profile
 
-    profile = Profile.read(file)
-    measured = {sizes.policy: sizes for sizes in profile.sizes}
-    if policy in measured:
-        return _Observation(str(file), from_sizes(measured[policy]), None)
-    # No formula predicts refreshes, lattices and guards, so nothing is planned without a
+    # No formula predicts refreshes, lattices and guards, so only exact saves are planned without a
     # measurement.
-    if policy != "exact":
-        known_policies = f"; it has {', '.join(measured)}" if measured else ""
-        raise typer.BadParameter(
-            f"{file} has no measurement of {policy}{known_policies}. Plan from recorded"
-            f" checkpoints, deltacheck plan RUN --policy {policy}, or measure it with deltacheck"
-            f" profile RUN --policy {policy}"
-        )
-    return _Observation(str(file), from_profile(profile), None)
+    return _Observation(str(file), {"exact": from_profile(Profile.read(file))}, None)
 
 
-def _limits(policy: str, max_chain_depth: int, max_restore_ratio: float) -> str:
-    """Return the description of a policy with the limits of its chains, unless it names them."""
-    limits = {
-        "max_chain_depth": max_chain_depth,
-        "max_restore_ratio": max_restore_ratio or None,
-    }
-    words = [f"{name}={value}" for name, value in limits.items() if name not in policy]
-    if policy.partition(":")[0] == "whole":
-        words = words[1:]
-    return policy + (":" if ":" not in policy else ",") + ",".join(words) if words else policy
+def _observe_policies(source: str, item: str | None, measured: Replays) -> _Observation:
+    """Return the rates of the policies that had steady saves.
 
-
-def _observe_replay(
-    words: list[str] | None, item: str | None, policy: str, interval_steps: int | None
-) -> _Observation:
-    """Save recorded checkpoints again under a policy, and return what it wrote."""
-    from deltacheck.cli.profiling import measured_rates, run_steps
-
-    source = str(parse(words).root)
-    try:
-        step_set = run_steps(source, item, interval_steps)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from problem
-    rates, _ = measured_rates(source, item, [policy], step_set=step_set)[policy]
-    return _Observation(source, rates, _step_seconds_of(source, item))
-
-
-def _observe_policies(
-    words: list[str] | None,
-    item: str | None,
-    names: Sequence[str],
-    interval_steps: int | None,
-    unsteady: dict[str, str],
-) -> tuple[_Observation, dict[str, Rates]]:
-    """Save recorded checkpoints again under policies, of which the first is exact.
-
-    Returns:
-        The first policy, and the rates of each policy by its name without limits. A policy without
-        a steady save is missing, with its reason in ``unsteady``.
+    Raises:
+        StepNotFound: No policy had any.
     """
-    from deltacheck.cli.profiling import measured_rates, run_steps
+    from deltacheck.errors import StepNotFound
 
-    source = str(parse(words).root)
-    try:
-        step_set = run_steps(source, item, interval_steps)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from problem
-    reasons: dict[str, str] = {}
-    measured = measured_rates(source, item, names, step_set=step_set, unsteady=reasons)
-    unsteady |= {name.partition(":")[0]: reason for name, reason in reasons.items()}
-    rates = {name.partition(":")[0]: policy_rates for name, (policy_rates, _) in measured.items()}
-    return _Observation(source, rates[_COMPARED[0]], _step_seconds_of(source, item)), rates
+    if not measured.rates:
+        raise StepNotFound(next(iter(measured.unsteady.values())))
+    return _Observation(source, measured.rates, _step_seconds_of(source, item))
 
 
 def _step_seconds_of(source: str, item: str | None) -> float | None:
@@ -361,12 +339,9 @@ def _step_seconds_of(source: str, item: str | None) -> float | None:
         return None
 
 
-def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
-    """Return the speeds of the machine: those given, and measured ones for the others."""
-    from deltacheck.profile.planner import Machine
-
-    speeds = {name: speed for name, speed in options.items() if speed is not None}
-    missing = [name for name in _MACHINE if name not in speeds]
+def _require_speeds(folder: Path | None, options: Mapping[str, float | None]) -> None:
+    """Raise ``BadParameter`` if a speed is neither given nor can be measured in a folder."""
+    missing = [name for name, speed in options.items() if speed is None]
     if missing and folder is None:
         names = ", ".join(
             f"--{'disk-' if name in ('write', 'read') else ''}{name}-bytes-per-second"
@@ -375,19 +350,35 @@ def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
         raise typer.BadParameter(
             f"the speed of the machine is unknown: measure it with --probe FOLDER, or give {names}"
         )
-    if missing and folder is not None:
-        from deltacheck.profile import probe
-
-        # Given speeds overwrite measured ones: they may be those of another machine.
-        speeds = asdict(probe.measure(folder)) | speeds
     # ``not >`` also catches NaN.
-    invalid = {name: speed for name, speed in speeds.items() if not speed > 0}
+    invalid = {n: speed for n, speed in options.items() if speed is not None and not speed > 0}
     if invalid:
         values = " and ".join(f"{speed:g}" for speed in invalid.values())
         raise typer.BadParameter(
             f"{', '.join(invalid)}: a speed must be more than 0 bytes per second, not {values}"
         )
+
+
+def _machine(folder: Path | None, options: Mapping[str, float | None]) -> Machine:
+    """Return the speeds of the machine: those given, and measured ones for the others."""
+    from deltacheck.profile import probe
+    from deltacheck.profile.planner import Machine
+
+    speeds = {name: speed for name, speed in options.items() if speed is not None}
+    if folder is not None and len(speeds) < len(options):
+        # Given speeds overwrite measured ones: they may be those of another machine.
+        speeds = asdict(probe.measure(folder)) | speeds
     return Machine(**speeds)
+
+
+def _print_policies(measured: Replays, policies: Mapping[str, Policy]) -> None:
+    """Print what policies wrote, and what they promise."""
+    replays.show(measured)
+    for name, policy in policies.items():
+        output.print_line("")
+        output.print_line(f"a restore under {name}:")
+        for line in policy.promises():
+            output.print_line(f"  {line}")
 
 
 def _print(
@@ -396,7 +387,7 @@ def _print(
     machine: Machine,
     run: PlannedRun,
     ways: Mapping[str, Strategy],
-    asked: bool,
+    is_interval_given: bool,
 ) -> None:
     output.print_line(verdict(prediction))
     for reason in prediction.reasons:
@@ -412,7 +403,7 @@ def _print(
     output.print_line(f"machine: {speeds}")
     output.print_line(
         f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
-        f" (Daly); {'planned' if asked else 'recommended'}:"
+        f" (Daly); {'planned' if is_interval_given else 'recommended'}:"
         f" every {output.count(prediction.ways[0].interval_steps, 'step')}, max_chain_depth"
         f" {prediction.max_chain_depth}"
     )

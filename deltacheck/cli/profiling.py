@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -17,9 +16,7 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.recorded import Recorded
-    from deltacheck.policy import Policy
     from deltacheck.profile import LeafProfile, Profile
-    from deltacheck.profile.rates import Rates
     from deltacheck.profile.record import AdamRule
 
 # Names that training frameworks give to the loss and to the gradient norm in their metrics.
@@ -59,16 +56,6 @@ def profile(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = 64,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=(
-                "Also measure the bytes of this policy, as `simulate` names it, for"
-                " `plan --profile`. May be repeated."
-            ),
-        ),
-    ] = None,
     sensitivity: Annotated[
         str | None,
         typer.Option(
@@ -111,9 +98,8 @@ def profile(  # noqa: PLR0913 - one argument per option
         )
     result = profiler.profile(tolerance)
     if sensitivity is not None:
-        result = _with_sensitivity(result, source, item, (sensitivity, seed, trial_steps))
-    if policy:
-        result = _with_sizes(result, source, item, policy)
+        trial = TrialOptions(sensitivity, seed, trial_steps)
+        result = _with_sensitivity(result, source, item, trial)
     result.write(out)
     rows = _rows(result)
     if not as_json:
@@ -135,14 +121,24 @@ def profile(  # noqa: PLR0913 - one argument per option
                 for event in result.events
             ],
             "sensitivity": [to_builtins(trial) for trial in result.sensitivity],
-            "sizes": [to_builtins(sizes) for sizes in result.sizes],
             "classes": rows,
         }
     )
 
 
+class TrialOptions(NamedTuple):
+    """The trial of a restored state, as options of a command ask for it.
+
+    ``factory``: of the recorded run, with its ``seed``. ``steps``: of training.
+    """
+
+    factory: str
+    seed: int
+    steps: int
+
+
 def _with_sensitivity(
-    profile: Profile, source: str, item: str | None, trial: tuple[str, int, int]
+    profile: Profile, source: str, item: str | None, trial: TrialOptions
 ) -> Profile:
     """Return a profile with the harm of inexact classes of leaves.
 
@@ -150,38 +146,21 @@ def _with_sensitivity(
         profile: The profile.
         source: The run.
         item: The item of a manager's steps.
-        trial: The factory of the run, its seed, and the steps of a trial.
+        trial: The trial of each class.
     """
     from msgspec.structs import replace
 
     from deltacheck.evaluate.offline.class_trials import class_sensitivity
     from deltacheck.evaluate.offline.quality import Trials
-    from deltacheck.evaluate.workload import create_workload, load_factory
+    from deltacheck.evaluate.workload import create_workload, load_factory, workload_folder
 
-    factory, seed, steps = trial
-    create = load_factory(factory)
-    with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as name:
-        folder = Path(name)
-        with workload_folder(folder):
-            like = create_workload(create, seed).state()
-            roots = folder / "roots"
-            roots.mkdir()
-            checkpoints = steps_as(like, source, item)
-            trials = Trials(create, seed, steps)
-            return replace(profile, sensitivity=class_sensitivity(checkpoints, trials, like, roots))
-
-
-def _with_sizes(profile: Profile, source: str, item: str | None, names: Sequence[str]) -> Profile:
-    """Return a profile with the measured bytes of policies."""
-    from msgspec.structs import replace
-
-    from deltacheck.profile.rates import sizes_of
-
-    measured = measured_rates(source, item, names, profile)
-    return replace(
-        profile,
-        sizes=tuple(sizes_of(name, rates, saves) for name, (rates, saves) in measured.items()),
-    )
+    create = load_factory(trial.factory)
+    with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as roots, workload_folder():
+        like = create_workload(create, trial.seed).state()
+        checkpoints = steps_as(like, source, item)
+        trials = Trials(create, trial.seed, trial.steps)
+        measured = class_sensitivity(checkpoints, trials, like, Path(roots))
+    return replace(profile, sensitivity=measured)
 
 
 def _rule(betas: str | None) -> AdamRule | None:
@@ -215,92 +194,16 @@ def steps_of(
         raise typer.BadParameter(str(problem)) from problem
 
 
-def run_steps(source: str, item: str | None, interval_steps: int | None) -> Collection[int] | None:
-    """Return the recorded steps to replay for an interval, ``None`` for all of them."""
-    from deltacheck.evaluate.offline.measured import chosen_steps
-
-    return chosen_steps(source, item, interval_steps)
-
-
-def measured_rates(
-    source: str,
-    item: str | None,
-    names: Sequence[str],
-    run_profile: Profile | None = None,
-    step_set: Container[int] | None = None,
-    unsteady: dict[str, str] | None = None,
-) -> dict[str, tuple[Rates, int]]:
-    """Save recorded checkpoints again under policies.
-
-    Args:
-        source: The run.
-        item: The item of a manager's steps.
-        names: The policies, as ``simulate`` names them.
-        run_profile: The profile for ``auto``, ``None`` for none.
-        step_set: The steps to save, ``None`` for all.
-        unsteady: Receives the reason for each policy that has no steady save, instead of an error.
-
-    Returns:
-        The rates of each policy, with the measured mean, and the number of saves behind it.
-
-    Raises:
-        StepNotFound: A policy has no steady save, and ``unsteady`` is ``None``.
-    """
-    from deltacheck.errors import StepNotFound
-    from deltacheck.evaluate.offline.measured import rates_under
-    from deltacheck.evaluate.offline.policy_replay import replay
-
-    policies = policies_of(names, run_profile)
-    with tempfile.TemporaryDirectory(prefix="deltacheck-measure-") as folder:
-        replays = replay(steps_of(source, item, step_set), policies, Path(folder))
-        rates = {}
-        for result in replays:
-            try:
-                rates[result.policy] = rates_under(result), result.sizes.steady_saves
-            except StepNotFound as error:
-                if unsteady is None:
-                    raise
-                unsteady[result.policy] = str(error)
-        return rates
-
-
-def policies_of(names: Sequence[str], run_profile: Profile | None = None) -> dict[str, Policy]:
-    """Return the named policies, ``auto`` with a profile if there is one."""
-    from deltacheck.evaluate.offline.policy_replay import policy_of
-
-    try:
-        return {name: policy_of(name, run_profile) for name in names}
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def steps_as(like: object, source: str, item: str | None) -> Iterator[Recorded]:
+def steps_as(
+    like: object, source: str, item: str | None, step_set: Container[int] | None = None
+) -> Iterator[Recorded]:
     """Yield the recorded checkpoints in the types of a run's state."""
     from deltacheck.backends import profiler
     from deltacheck.evaluate.offline.recorded import recorded
 
     arrays = profiler.flatten(like).arrays.values()
     as_torch = any(profiler.package_of(array) == "torch" for array in arrays)
-    return recorded(source, item, as_torch=as_torch)
-
-
-@contextmanager
-def workload_folder(folder: Path) -> Iterator[None]:
-    """Provide the folder that a factory writes to, as an evaluation does."""
-    import os
-
-    from deltacheck.evaluate.workload import FOLDER
-
-    if FOLDER in os.environ:
-        yield
-        return
-    place = folder / "made"
-    place.mkdir()
-    os.environ[FOLDER] = str(place)
-    try:
-        yield
-    finally:
-        del os.environ[FOLDER]
+    return recorded(source, item, as_torch=as_torch, step_set=step_set)
 
 
 def _rows(profile: Profile) -> list[Row]:
@@ -359,11 +262,6 @@ def _print(profile: Profile, rows: list[Row]) -> None:
             f"{trial.name}, restored inexactly at step {trial.step}: {trial.lost_steps:.2f} of"
             f" {trial.trial_steps} steps lost, loss {trial.loss_change:+.2g} (noise"
             f" {trial.noise_sd:.2g}): {verdict}"
-        )
-    for sizes in profile.sizes:
-        output.print_line(
-            f"{sizes.policy}: a save of {output.size(sizes.mean_bytes)}, mean of {sizes.saves};"
-            f" a state of {output.size(sizes.raw_bytes)}"
         )
     for event in profile.events:
         output.print_line(f"event at step {event.step}: {event.what} {event.size:.3g}")

@@ -114,7 +114,7 @@ def _recovery(evidence: Evidence) -> Drawing:
         paths = [leaf.path for leaf in recovery.failed] + list(recovery.not_put_back)
         rows.append(
             (
-                recovery.kill.name,
+                recovery.name,
                 str(recovery.last_step),
                 str(recovery.restored_step),
                 str(recovery.leaves),
@@ -122,7 +122,7 @@ def _recovery(evidence: Evidence) -> Drawing:
                 recovery.error or ", ".join(paths) or "nothing",
             )
         )
-    names = [recovery.kill.name for recovery in evidence.recoveries]
+    names = [recovery.name for recovery in evidence.recoveries]
     axes.set_yticks(range(len(names)), names)
     # The first kill is on top, as in the table.
     axes.invert_yaxis()
@@ -155,7 +155,7 @@ def _losses(evidence: Evidence) -> Drawing:
         axes.plot(list(losses), list(losses.values()), color=_OURS, linewidth=0.8)
         expected = unkilled[recovery.kill.seed].evaluation
         difference = f"{final - expected:+.3g}"
-        rows.append((recovery.kill.name, f"{final:.6g}", f"{expected:.6g}", difference))
+        rows.append((recovery.name, f"{final:.6g}", f"{expected:.6g}", difference))
     axes.set_xlabel("step")
     axes.set_ylabel("loss of a step")
     caption = (

@@ -208,7 +208,7 @@ def correctness(evidence: Evidence) -> Correctness:
         for recovery in evidence.recoveries
     ]
     reasons += [
-        f"{recovery.kill.name}: {problem}"
+        f"{recovery.name}: {problem}"
         for recovery, problem_list in zip(evidence.recoveries, problem_lists, strict=True)
         for problem in problem_list
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # These are values of ``--policy`` and names of methods of ``Policy``.
 POLICIES = ("exact", "auto")
@@ -19,6 +20,7 @@ MEASURED = "measured"
 # Names in the folder of an evaluation
 PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
 FINAL_STATE, WEIGHTS = "final_state", "weights"
+ROOT, LIVE = "root", "live"  # in the folder of a killed run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,14 @@ class EvaluationPlan:
             run; empty: none.
         chain: The number of kills, one after the other, of a further run of each killed seed; 0:
             there is no such run.
-        save_last: Also save the last step, for a run whose end is compared. Without it, a restored
-            step always has training steps left.
+        save_last: Also save the last step, and leave the last state of the first seed in
+            ``FINAL_STATE``, for a run whose end is compared. Without it, a restored step always has
+            training steps left.
+        ways: Names of ways of saving. The killed run is saved in each of them, side by side, and
+            resumed from each of them; without any, it is saved under ``policy``.
+        savers: The function that opens the saver of a way, as ``workload.load_factory`` reads it.
+            It is called with the way, a folder for its files (its root, if it has one, is
+            ``ROOT`` in there) and the workload.
     """
 
     factory: str
@@ -54,6 +62,8 @@ class EvaluationPlan:
     profile: str = ""
     save_last: bool = False
     chain: int = 0
+    ways: tuple[str, ...] = ()
+    savers: str = ""
 
     def checkpoints(self) -> tuple[int, ...]:
         """Return the steps that are saved."""
@@ -93,17 +103,17 @@ class Kill:
 class WorkerTask:
     """The task of one worker process: the name of a function of ``worker.py`` and its arguments.
 
-    ``kill``: for ``save_until_killed`` and ``resume``. ``root``: for ``save``, relative to the
-    folder of the evaluation.
+    ``kill``: for ``save_until_killed`` and ``resume``. ``way``: of saving, for ``resume``; empty
+    for the policy of the plan.
     """
 
     name: str
     kill: Kill | None = None
-    root: str = ""
+    way: str = ""
 
 
 def folder_of(folder: Path, kill: Kill) -> Path:
-    """Return the folder of one killed run, which holds its root and its live states."""
+    """Return the folder of one killed run: its live states, and the root or a folder per way."""
     return folder / ROOTS / f"{kill.seed}-{kill.number}"
 
 
@@ -141,6 +151,20 @@ class LeafGroup:
     raw_bytes: int
     key_bytes: float
     save_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaySaves:
+    """The saves of one way until the kill.
+
+    ``saves``: an event for each complete one; ``overlapped`` is true if training went on beside it.
+    ``mean_bytes``: of all files that the way has left, over their number; of the saves, for a way
+    without a root.
+    """
+
+    way: str
+    saves: tuple[Mapping[str, Any], ...]
+    mean_bytes: float
 
 
 # --- recovery -------------------------------------------------------------------------------------
@@ -201,6 +225,7 @@ class Recovery:
     training from the restored step to the next checkpoint lacks beside the unkilled run, in steps;
     ``None`` if it was not measured. ``error``: why the run did not recover;
     then there is no ``ending``, and the fields after ``acknowledged_step`` have no meaning.
+    ``way``: of saving, empty for the policy of the plan.
     """
 
     kill: Kill
@@ -216,6 +241,12 @@ class Recovery:
     ending: Ending | None = None
     error: str = ""
     missing_steps: float | None = None
+    way: str = ""
+
+    @property
+    def name(self) -> str:
+        """A description of the recovery."""
+        return f"{self.kill.name}, {self.way}" if self.way else self.kill.name
 
     @property
     def lost_steps(self) -> int:
@@ -250,6 +281,7 @@ class Evidence:
     once more, with checkpoints and the peer's files. ``contracts``: the contracts that these
     checkpoints have used (``LeafCheck.exercise``). ``chains``: runs that were killed many times.
     ``held_out``: held-out losses of the first seed without a kill, by step, if there are chains.
+    ``way_saves``: of each way of the plan, in the killed run.
     """
 
     plan: EvaluationPlan
@@ -264,3 +296,4 @@ class Evidence:
     contracts: tuple[str, ...] = ()
     chains: tuple[RepeatedKills, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
+    way_saves: tuple[WaySaves, ...] = ()

@@ -7,10 +7,15 @@ imports no framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 import deltacheck
 from deltacheck.errors import DeltacheckError
@@ -18,6 +23,7 @@ from deltacheck.evaluate.contract import used_contracts
 from deltacheck.evaluate.processes import Event
 from deltacheck.evaluate.records import (
     OBSERVED,
+    ROOT,
     ROOTS,
     EvaluationPlan,
     Evidence,
@@ -27,6 +33,7 @@ from deltacheck.evaluate.records import (
     MeasuredSave,
     Recovery,
     RepeatedKills,
+    WaySaves,
     WorkerTask,
     folder_of,
 )
@@ -36,6 +43,27 @@ from deltacheck.report.groups import classes
 
 # Called with the current phase, the finished parts of it, and their total.
 Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Progress]:
+    """Show a bar for each phase of an evaluation on a console."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, completed: int, total: int) -> None:
+            # Phases are not known beforehand. A bar appears with the first report of its phase.
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=completed)
+
+        yield show
 
 
 def evaluate(
@@ -54,8 +82,8 @@ def evaluate(
     shared = folder / "made"
     shared.mkdir()
     # One task for all runs without a kill, and two for each kill: the killed run and the resumed
-    # one.
-    session = Workers(plan, folder, shared, tasks=1 + 2 * len(kills(plan)))
+    # one, or one of each way.
+    session = Workers(plan, folder, shared, 1 + (1 + len(plan.ways or [""])) * len(kills(plan)))
     try:
         return _evaluate(session, progress)
     finally:
@@ -77,10 +105,13 @@ def _evaluate(session: Workers, progress: Progress) -> Evidence:
     used = contracts_of(session.folder / ROOTS / OBSERVED)
     contracts = tuple(sorted(set().union(*used.values())))
     planned_kills = kills(plan, best_saves(used))
-    recoveries = []
+    recoveries: list[Recovery] = []
+    way_saves: tuple[WaySaves, ...] = ()
     for number, kill in enumerate(planned_kills):
         progress("kills and resumes", number, len(planned_kills))
-        recoveries.append(_recovery(session, kill, pace))
+        before, error = _until_killed(session, kill, pace)
+        way_saves += tuple(_way_saves(before, session.folder, kill, way) for way in plan.ways)
+        recoveries += [_recovery(session, kill, way, before, error) for way in plan.ways or ("",)]
     progress("kills and resumes", len(planned_kills), len(planned_kills))
     return Evidence(
         plan,
@@ -95,6 +126,7 @@ def _evaluate(session: Workers, progress: Progress) -> Evidence:
         contracts,
         _chains(session, pace, progress),
         _held_out(observed),
+        way_saves,
     )
 
 
@@ -145,7 +177,7 @@ def _chain(session: Workers, seed: int, pace: tuple[float, float]) -> RepeatedKi
         reports = Reports()
         try:
             if number < session.plan.chain:
-                session.run_until_killed(WorkerTask("chain", kill), kill, reports, pace=pace)
+                session.run_until_killed(WorkerTask("chain", kill), kill, reports, pace)
             else:
                 session.run(WorkerTask("chain", kill), reports.replay)
         except DeltacheckError as error:
@@ -158,24 +190,46 @@ def _chain(session: Workers, seed: int, pace: tuple[float, float]) -> RepeatedKi
     return RepeatedKills(seed, tuple(links))
 
 
-def _recovery(session: Workers, kill: Kill, pace: tuple[float, float]) -> Recovery:
+def _until_killed(session: Workers, kill: Kill, pace: tuple[float, float]) -> tuple[Reports, str]:
+    """Return the reports of a run up to its kill, and why it was not killed, empty if it was."""
     before = Reports()
     try:
-        session.run_until_killed(WorkerTask("save_until_killed", kill), kill, before, pace=pace)
-        if not deltacheck.open(folder_of(session.folder, kill) / "root").steps():
-            raise EvaluationFailed("no checkpoint survived the kill")
-        resumed = session.run(WorkerTask("resume", kill)).other_events["resumed"]
+        session.run_until_killed(WorkerTask("save_until_killed", kill), kill, before, pace)
     except DeltacheckError as error:
+        return before, str(error)
+    return before, ""
+
+
+def _way_saves(before: Reports, folder: Path, kill: Kill, way: str) -> WaySaves:
+    saves, root = before.saved_in(way), folder_of(folder, kill) / way / ROOT
+    if root.exists():
+        total = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        return WaySaves(way, saves, total / max(1, len(deltacheck.open(root).steps())))
+    total = sum(save["stored_bytes"] for save in saves)
+    return WaySaves(way, saves, total / max(1, len(saves)))
+
+
+def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: str) -> Recovery:
+    root = folder_of(session.folder, kill) / way / ROOT
+    try:
+        if error:
+            raise EvaluationFailed(error)
+        if root.exists() and not deltacheck.open(root).steps():
+            raise EvaluationFailed("no checkpoint survived the kill")
+        resumed = session.run(WorkerTask("resume", kill, way)).other_events["resumed"]
+    except DeltacheckError as problem:
         # A failed recovery is a result of the evaluation, not its end: the others still count.
-        return Recovery(kill, before.step, before.acknowledged_step, error=str(error))
-    return replace(_resumed(kill, before, resumed), ending=ending_of(resumed["ending"]))
+        acknowledged = before.acknowledged_step(way)
+        return Recovery(kill, before.step, acknowledged, error=str(problem), way=way)
+    recovery = _resumed(kill, before, resumed, way)
+    return replace(recovery, ending=ending_of(resumed["ending"]))
 
 
-def _resumed(kill: Kill, before: Reports, resumed: Event) -> Recovery:
+def _resumed(kill: Kill, before: Reports, resumed: Event, way: str = "") -> Recovery:
     return Recovery(
         kill,
         before.step,
-        before.acknowledged_step,
+        before.acknowledged_step(way),
         resumed["restored_step"],
         resumed["restore_seconds"],
         resumed["leaves"],
@@ -184,6 +238,7 @@ def _resumed(kill: Kill, before: Reports, resumed: Event) -> Recovery:
         tuple(resumed["not_put_back"]),
         resumed["stage"],
         missing_steps=resumed.get("missing_steps"),
+        way=way,
     )
 
 

@@ -23,6 +23,9 @@ from deltacheck.evaluate.records import PLAN, Ending, EvaluationPlan, Kill, Work
 from deltacheck.evaluate.workload import FOLDER, NoWorkload
 
 _WORKER = "deltacheck.evaluate.worker"
+# With several ways, kills come after this share of the steps: before the run is stable, policies
+# that are not exact do nearly the same as an exact one.
+_EARLIEST_KILL = 0.6
 
 
 class EvaluationFailed(DeltacheckError):
@@ -34,10 +37,8 @@ class Reports:
     """The events of one worker so far."""
 
     step: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
     trained_steps: int = 0
     step_seconds: list[float] = field(default_factory=list)
-    acknowledged_step: int = 0
     saved: list[Event] = field(default_factory=list)
     unkilled: list[Ending] = field(default_factory=list)
     other_events: dict[str, Event] = field(default_factory=dict)
@@ -47,10 +48,7 @@ class Reports:
         match event["event"]:
             case "stepped":
                 self.step, self.trained_steps = event["step"], self.trained_steps + 1
-                self.losses[self.step] = event["loss"]
                 self.step_seconds.append(event["seconds"])
-            case "acknowledged":
-                self.acknowledged_step = event["step"]
             case "saved":
                 self.saved.append(event)
             case "unkilled":
@@ -61,7 +59,15 @@ class Reports:
     def replay(self, reports: Reports) -> None:
         """Take over the events of another worker's reports."""
         self.step, self.other_events = reports.step, reports.other_events
-        self.acknowledged_step = reports.acknowledged_step
+        self.saved = reports.saved
+
+    def saved_in(self, way: str) -> tuple[Event, ...]:
+        """Return the saves of a way of saving that were reported durable."""
+        return tuple(event for event in self.saved if event.get("way", "") == way)
+
+    def acknowledged_step(self, way: str) -> int:
+        """Return the newest step of a way that was reported durable, 0 without one."""
+        return max((event["step"] for event in self.saved_in(way)), default=0)
 
     def pace(self, every: int) -> tuple[float, float]:
         """Return the seconds of a save until it is durable, and between two saves."""
@@ -83,16 +89,13 @@ class Workers:
         folder: For plan, log and checkpoints.
         shared: An existing folder for what the factory creates once, such as weights.
         tasks: The number of expected tasks.
-        worker: The module of the workers.
     """
 
-    def __init__(
-        self, plan: EvaluationPlan, folder: Path, shared: Path, tasks: int, worker: str = _WORKER
-    ) -> None:
+    def __init__(self, plan: EvaluationPlan, folder: Path, shared: Path, tasks: int) -> None:
         self.plan, self.folder = plan, folder
         (folder / PLAN).write_bytes(msgspec.json.encode(plan))
         environment = {FOLDER: str(shared)}
-        self._pool = WorkerPool(worker, [str(folder)], folder, environment, tasks)
+        self._pool = WorkerPool(_WORKER, [str(folder)], folder, environment, tasks)
 
     def run(self, task: WorkerTask, on_report: OnReport = lambda reports: None) -> Reports:
         """Let a worker perform a task to its end.
@@ -119,9 +122,8 @@ class Workers:
         task: WorkerTask,
         kill: Kill,
         reports: Reports,
-        on_report: OnReport = lambda reports: None,
-        pace: tuple[float, float] | None = None,
-    ) -> float:
+        pace: tuple[float, float],
+    ) -> None:
         """Let a worker come to the save that a kill names, and end it there with SIGKILL.
 
         In a chain the worker itself names the save.
@@ -130,38 +132,29 @@ class Workers:
             task: A task that saves.
             kill: The moment of the kill.
             reports: Is filled with the events of the worker, even if the call fails.
-            on_report: Called after every event.
-            pace: As ``Reports.pace`` returns it; by default that of this worker.
-
-        Returns:
-            Seconds between the call of the save and the kill.
+            pace: As ``Reports.pace`` returns it.
 
         Raises:
             EvaluationFailed: The worker ended before.
         """
-        delay = 0.0
         with self._worker(task) as process:
             events = processes.events(process)
             for event in events:
                 reports.add(event)
-                on_report(reports)
                 is_moment = event["event"] == "saving" and (
                     event["step"] == kill.saving_step or event.get("is_tested", False)
                 )
                 if is_moment:
-                    save_seconds, between_seconds = pace or reports.pace(self.plan.every)
+                    save_seconds, between_seconds = pace
                     # Relative to measured times, so that a kill falls into the save on any machine.
-                    delay = (save_seconds if kill.mid_save else between_seconds) * kill.share
-                    time.sleep(delay)
+                    time.sleep((save_seconds if kill.mid_save else between_seconds) * kill.share)
                     process.send_signal(signal.SIGKILL)
                     break
             for event in events:  # those that it had reported before it died
                 reports.add(event)
-                on_report(reports)
         # A worker that ended by itself before the signal has not tested any recovery.
         if process.returncode != -signal.SIGKILL:
             raise EvaluationFailed(f"before the kill: {self._reason(process, reports)}")
-        return delay
 
     def close(self) -> None:
         """End the worker that waits for a task."""
@@ -186,7 +179,8 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
     """Choose when to kill: spread evenly over the saves, in turn during a save and between two.
 
     The moment within that is random, from the seed. The first save is left out, because a restore
-    needs one; so is the last step, after which nothing is left to train.
+    needs one; so is the last step, after which nothing is left to train. If there are several ways
+    of saving, each kill falls into the saves of a late checkpoint.
 
     Args:
         plan: Gives seeds, saves and the number of kills.
@@ -195,6 +189,8 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
             policy that is not exact does the same as an exact one.
     """
     checkpoints = plan.checkpoints()
+    if plan.ways:
+        inexact = [step for step in checkpoints if step >= _EARLIEST_KILL * plan.steps]
     saves = [
         step
         for before, step in pairwise(checkpoints)
@@ -211,7 +207,10 @@ def kills(plan: EvaluationPlan, inexact: Collection[int] = ()) -> tuple[Kill, ..
             # One random position in each of as many equal parts of the run as there are kills.
             position = (number + dice.random()) / plan.kills
             step = saves[min(len(saves) - 1, int(position * len(saves)))]
-            result.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
+            mid_save = bool(plan.ways) or (number + seed) % 2 == 1
+            # A share counts in saves, and a checkpoint has one of each way.
+            share = dice.random() * max(1, len(plan.ways))
+            result.append(Kill(seed, number, step, mid_save, share))
     return tuple(result)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,10 +26,12 @@ from deltacheck.evaluate.offline.policy_replay import policy_of
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
     FINAL_STATE,
+    LIVE,
     MEASURED,
     OBSERVED,
     PLAN,
     PROFILE,
+    ROOT,
     ROOTS,
     WEIGHTS,
     Ending,
@@ -119,6 +121,8 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
         if seed == first and plan.profile == MEASURED:
             _profile(run, plan).write(folder / PROFILE)
         _train_and_keep_weights(run, plan, folder, seed)
+        if seed == first and plan.save_last:
+            run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
         report("unkilled", ending=asdict(run.ending(seed)))
     # The repeat shows if the run is deterministic. Only then are resumed runs compared in bits.
     repeat = WorkerRun(factory, first)
@@ -126,7 +130,7 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     report("repeat", ending=asdict(repeat.ending(first)))
     if plan.chain and plan.policy != "exact":
         report("held_out", losses=_held_out_losses(plan, factory))
-    save(plan, folder, factory, folder / ROOTS / OBSERVED)
+    save(plan, folder, factory)
 
 
 def _held_out_losses(plan: EvaluationPlan, factory: Factory) -> dict[int, float]:
@@ -182,31 +186,14 @@ def _missing_steps(
     return sensitivity.lost_steps(before, exact, contract.trained_weights(run.snapshot()), steps)
 
 
-def train(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
-    """Run the first seed without checkpoints, and leave its last state in the peer's format."""
-    run = WorkerRun(factory, plan.first_seed)
-    run.train_until(plan.steps)
-    run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
-    report("unkilled", ending=asdict(run.ending(plan.first_seed)))
-
-
-def save(plan: EvaluationPlan, folder: Path, factory: Factory, root: Path) -> None:
-    """Run the first seed with checkpoints, and save each state as the peer does, too.
-
-    The run continues from the newest checkpoint of ``root`` if there is one.
-    """
+def save(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
+    """Run the first seed with checkpoints, and save each state as the peer does, too."""
     run, peer_file = WorkerRun(factory, plan.first_seed), folder / "peer"
-    resuming = root.exists() and bool(deltacheck.open(root).steps())
-    saver = run.backend.Saver(root, _policy(plan, folder))
-    if resuming:
-        start_time = time.perf_counter()
-        run.step, state = saver.restore(run.workload.state())
-        run.workload.load(state)
-        report("restored", step=run.step, seconds=time.perf_counter() - start_time)
+    saver = run.backend.Saver(folder / ROOTS / OBSERVED, _policy(plan, folder))
     # The first file of a process is slower than the others: imports, and a file system at rest.
     run.backend.peer_save(run.workload.state(), peer_file)
     peer: dict[str, Any] = {}
-    for step in (step for step in plan.checkpoints() if step > run.step):
+    for step in plan.checkpoints():
         loss = run.train_until(step)
         # The peer writes while no save of ours is in progress, which would slow it down.
         report_saved(saver.finish(), **peer)
@@ -226,35 +213,45 @@ def save(plan: EvaluationPlan, folder: Path, factory: Factory, root: Path) -> No
 def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Run with checkpoints, and write each live state to a file as it is saved.
 
-    The parent ends the process with SIGKILL.
+    Several ways take turns: each save ends before that of the next way begins, except the last of a
+    checkpoint, beside which training goes on. Another way is last at each checkpoint. The parent
+    ends the process with SIGKILL.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
-    (run_folder / "live").mkdir(parents=True)
-    saver = run.backend.Saver(run_folder / "root", _policy(plan, folder))
-    files: list[Path] = []
+    (run_folder / LIVE).mkdir(parents=True)
+    savers = {way: _open(way, plan, folder, run, run_folder) for way in plan.ways or ("",)}
+    turns, files = deque(savers), list[Path]()
     for step in plan.checkpoints():
         loss = run.train_until(step)
-        finished_save = saver.finish()
-        if finished_save is not None:
-            report("acknowledged", step=finished_save[0])
+        report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
         state = run.workload.state()
         files.append(live_file(run_folder, step))
         run.write_snapshot(state, files[-1])
         # Under another policy, a restored leaf may have the values of any earlier save.
-        for old in files[:-LIVE_SNAPSHOTS] if plan.policy == "exact" else ():
+        only_exact = plan.policy == "exact" and not plan.ways
+        for old in files[:-LIVE_SNAPSHOTS] if only_exact else ():
             old.unlink(missing_ok=True)
+        turns.rotate()
         report("saving", step=step)
-        saver.save(step, state, run.metrics(loss))
+        for way in turns:
+            savers[way].save(step, state, run.metrics(loss))
+            if way != turns[-1]:
+                report_saved(savers[way].finish(), way=way, overlapped=False)
     run.train_until(plan.steps)
     time.sleep(_WAIT_FOR_KILL_SECONDS)  # a short run may end before the signal comes
 
 
-def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> None:
+def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill, way: str) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
     run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
-    policy = _policy(plan, folder)
-    saver = run.backend.Saver(run_folder / "root", policy)
-    resumed, start = restore_and_check(run, saver, policy, run_folder)
+    if way:
+        # Ways are compared by a second restore: the first one imports modules and reads files that
+        # are not in memory.
+        first = _open(way, plan, folder, run, run_folder)
+        first.restore(run.workload.state())
+        first.close()
+    saver = _open(way, plan, folder, run, run_folder)
+    resumed, start = restore_and_check(run, saver, run_folder, run_folder / way / ROOT)
     missing: float | None = None
     for next_step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
         loss = run.train_until(next_step)
@@ -272,16 +269,24 @@ def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> 
     report("resumed", **resumed, missing_steps=missing, ending=ending)
 
 
+def _open(way: str, plan: EvaluationPlan, folder: Path, run: WorkerRun, run_folder: Path) -> Any:
+    """Open the saver of a way of saving, or that of the policy of the plan."""
+    if not way:
+        return run.backend.Saver(run_folder / ROOT, _policy(plan, folder))
+    open_saver: Any = load_factory(plan.savers)
+    return open_saver(way, run_folder / way, run.workload)
+
+
 def restore_and_check(
-    run: WorkerRun, saver: Any, policy: Policy, run_folder: Path
+    run: WorkerRun, saver: Any, run_folder: Path, root: Path
 ) -> tuple[dict[str, Any], Snapshot]:
     """Restore the newest step into a run, and compare it with the live state of the save.
 
     Args:
         run: A new run.
-        saver: A saver on ``run_folder / "root"``.
-        policy: The policy of the saver.
-        run_folder: Has the root, and live states in ``live``.
+        saver: The saver of the run before.
+        run_folder: Has the live states.
+        root: The root of the saver. Without one, it promises every bit.
 
     Returns:
         The fields of the event that reports it, and the live state.
@@ -289,19 +294,19 @@ def restore_and_check(
     start_time = time.perf_counter()
     step, state = saver.restore(run.workload.state())
     seconds = time.perf_counter() - start_time
-    manifest = deltacheck.open(run_folder / "root").manifest(step)
+    manifest = deltacheck.open(root).manifest(step) if root.exists() else None
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(live_file(run_folder, earlier)))
-    live_steps = sorted(int(file.stem) for file in (run_folder / "live").glob("*.npz"))
+    live_steps = sorted(int(file.stem) for file in (run_folder / LIVE).glob("*.npz"))
     checks = contract.check(
         live_at(step),
         restored,
-        manifest.contracts,
+        {} if manifest is None else manifest.contracts,
         step,
         live_at,
-        cut=manifest.tiles,
+        cut={} if manifest is None else manifest.tiles,
         earlier_steps=[earlier for earlier in live_steps if earlier < step],
-        rate_floor=0.0 if policy.hidden is None else policy.hidden.rate_floor,
+        rate_floor=saver.rate_floor if manifest is not None else 0.0,
     )
     # Compared before and after ``load``: a wrong restore is a defect of deltacheck, but a wrong
     # ``load`` is one of the workload.
@@ -316,7 +321,7 @@ def restore_and_check(
         "failed": [asdict(leaf) for leaf in checks if leaf.problem],
         "inexact": [asdict(leaf) for leaf in checks if leaf.contract != "exact"],
         "not_put_back": contract.differences(snapshot.digests(restored), loaded),
-        "stage": manifest.stage,
+        "stage": "" if manifest is None else manifest.stage,
     }
     return fields, live_at(step)
 
@@ -329,13 +334,12 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
     SIGKILL, except the last one.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
-    root = run_folder / "root"
-    (run_folder / "live").mkdir(parents=True, exist_ok=True)
+    root = run_folder / ROOT
+    (run_folder / LIVE).mkdir(parents=True, exist_ok=True)
     resuming = root.exists() and bool(deltacheck.open(root).steps())
-    policy = _policy(plan, folder)
-    saver = run.backend.Saver(root, policy)
+    saver = _open("", plan, folder, run, run_folder)
     if resuming:
-        resumed, start = restore_and_check(run, saver, policy, run_folder)
+        resumed, start = restore_and_check(run, saver, run_folder, root)
     else:
         resumed, start = {"restored_step": 0}, None
     observed = deltacheck.open(folder / ROOTS / OBSERVED)
@@ -356,7 +360,7 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
             reported = True
         finished_save = saver.finish()
         if finished_save is not None:
-            report("acknowledged", step=finished_save[0])
+            report_saved(finished_save)
             manifest = deltacheck.open(root).manifest(finished_save[0])
             used = contract.used_contracts(manifest)
             # An exact policy has nothing to test but its chain of deltas.
@@ -373,7 +377,7 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
 
 def live_file(run_folder: Path, step: int) -> Path:
     """Return the file of the live state that was saved at a step."""
-    return run_folder / "live" / f"{step}.npz"
+    return run_folder / LIVE / f"{step}.npz"
 
 
 def _profile(run: WorkerRun, plan: EvaluationPlan) -> Profile:
@@ -401,12 +405,12 @@ def _framework(state: Any) -> str:
     raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
 
 
-def report_saved(save_times: tuple[int, float, float, int] | None, **others: Any) -> None:
+def report_saved(save_times: tuple[int, float, float, int] | None, **fields: Any) -> None:
     """Report the times and the bytes of a save, if one has ended.
 
     Args:
         save_times: The step, the blocking and the durable seconds, and the stored bytes.
-        **others: Further fields of the report.
+        **fields: Further fields of the report.
     """
     if save_times is not None:
         step, blocking, durable, stored_bytes = save_times
@@ -416,27 +420,30 @@ def report_saved(save_times: tuple[int, float, float, int] | None, **others: Any
             blocking_seconds=blocking,
             durable_seconds=durable,
             stored_bytes=stored_bytes,
-            **others,
+            **fields,
         )
 
 
-Perform: TypeAlias = Callable[[WorkerTask, EvaluationPlan, Path, Factory], None]
+def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
+    if task.kill is None:
+        observe(plan, folder, factory)
+    elif task.name == "resume":
+        resume(plan, folder, factory, task.kill, task.way)
+    else:
+        {"save_until_killed": save_until_killed, "chain": chain}[task.name](
+            plan, folder, factory, task.kill
+        )
 
 
-def main(folder: Path, perform: Perform) -> None:
-    """Wait for a task, and let a function perform it.
-
-    Args:
-        folder: The folder of the plan.
-        perform: Performs one task of the plan.
-    """
+def main(folder: Path) -> None:
+    """Wait for a task of the plan in a folder, and perform it."""
     reserve_stdout()
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=EvaluationPlan)
     try:
         factory = load_factory(plan.factory)
         line = sys.stdin.readline()
         if line:  # nothing: the evaluation has ended without this process
-            perform(msgspec.json.decode(line, type=WorkerTask), plan, folder, factory)
+            _perform(msgspec.json.decode(line, type=WorkerTask), plan, folder, factory)
     except Exception as error:
         is_expected = isinstance(error, DeltacheckError)
         problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -444,17 +451,5 @@ def main(folder: Path, perform: Perform) -> None:
         raise  # the traceback goes to the log
 
 
-def _perform(task: WorkerTask, plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
-    if task.kill is not None:
-        function = {"save_until_killed": save_until_killed, "resume": resume, "chain": chain}[
-            task.name
-        ]
-        function(plan, folder, factory, task.kill)
-    elif task.root:
-        save(plan, folder, factory, folder / task.root)
-    else:
-        {"observe": observe, "train": train}[task.name](plan, folder, factory)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), _perform)
+    main(Path(sys.argv[1]))

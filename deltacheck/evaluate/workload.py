@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -33,7 +35,7 @@ class Workload(Protocol):
     A run may have an attribute ``learning_rate``, a number. Policies that are not exact need it if
     the state does not contain the rate (optax). It may have a method ``reorder(seed)``, which
     continues with other data and other random draws. Trials of a restored state
-    (``deltacheck simulate --factory``, ``deltacheck profile --sensitivity``) need it: other data
+    (``deltacheck plan --factory``, ``deltacheck profile --sensitivity``) need it: other data
     show the noise.
     """
 
@@ -177,6 +179,20 @@ def load_factory(reference: str) -> Factory:
     if not callable(factory):
         raise NoWorkload(f"{source} has no function {name!r}")
     return cast(Factory, factory)
+
+
+@contextmanager
+def workload_folder() -> Iterator[None]:
+    """Provide a temporary folder that factories may write to, unless an evaluation provides one."""
+    if FOLDER in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="deltacheck-factory-") as name:
+        os.environ[FOLDER] = name
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
 
 
 def create_workload(factory: Factory, seed: int) -> Workload:

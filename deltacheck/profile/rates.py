@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.profile.record import LeafProfile, PolicySizes, Profile
+from deltacheck.profile.record import LeafProfile, Profile
 
 # Growth of the share of changed words with the steps between two checkpoints. The exponent is below
 # 1 because the same words change again. Fitted to our own runs, see planning.md.
@@ -105,29 +105,6 @@ def _leaf_rate(leaf: LeafProfile) -> LeafRate:
     density = _last(leaf.density.values)
     return LeafRate(
         raw, element.word_bytes, density, count * leaf.exact_bytes if density > 0 else 0.0, raw
-    )
-
-
-def from_sizes(sizes: PolicySizes) -> Rates:
-    """Return the rates of a policy whose saves were measured."""
-    leaf = LeafRate(sizes.raw_bytes, 1, sizes.density, sizes.delta_bytes, sizes.keyframe_bytes)
-    return Rates(sizes.interval_steps, (leaf,), sizes.tables_bytes, sizes.mean_bytes)
-
-
-def sizes_of(policy: str, rates: Rates, saves: int) -> PolicySizes:
-    """Return the record of measured saves, see ``PolicySizes``."""
-    state = rates.state_bytes
-    density = sum(leaf.raw_bytes * leaf.density for leaf in rates.leaves) / state if state else 0.0
-    return PolicySizes(
-        policy,
-        rates.interval_steps,
-        saves,
-        state,
-        mean_bytes(rates, 0) if rates.measured_bytes is None else rates.measured_bytes,
-        sum(leaf.key_bytes for leaf in rates.leaves),
-        sum(leaf.delta_bytes for leaf in rates.leaves),
-        rates.tables_bytes,
-        density,
     )
 
 

@@ -96,33 +96,6 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
     refresh_steps: int = 0
 
 
-class PolicySizes(msgspec.Struct, frozen=True):
-    """The bytes that one policy wrote for recorded checkpoints of the run, saved again.
-
-    Args:
-        policy: The policy, as ``deltacheck simulate`` names it.
-        interval_steps: The number of steps between two checkpoints.
-        saves: The number of saves in the stable stage; of all after the first one under an exact
-            policy.
-        raw_bytes: The size of the state.
-        mean_bytes: The mean of these saves, with everything that they wrote.
-        keyframe_bytes: The stored size of all leaves, written whole.
-        delta_bytes: The stored size of the changes of all leaves from save to save.
-        tables_bytes: The size of manifest, tables, indexes and digests of a save.
-        density: The share of the words that change from save to save.
-    """
-
-    policy: str
-    interval_steps: float
-    saves: int
-    raw_bytes: int
-    mean_bytes: float
-    keyframe_bytes: float
-    delta_bytes: float
-    tables_bytes: float
-    density: float
-
-
 class ClassSensitivity(msgspec.Struct, frozen=True):
     """The effect of restoring one class of leaves as ``Policy.auto`` does.
 
@@ -171,7 +144,6 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         loss: The loss, as the run reported it.
         gradient_norm: The gradient norm before clipping, as the run reported it.
         events: The events that ended stable stages.
-        sizes: The measured bytes of policies, if they were asked for.
         sensitivity: The effect of inexact classes of leaves, if it was asked for.
     """
 
@@ -187,7 +159,6 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     loss: Curve = Curve()
     gradient_norm: Curve = Curve()
     events: tuple[Event, ...] = ()
-    sizes: tuple[PolicySizes, ...] = ()
     sensitivity: tuple[ClassSensitivity, ...] = ()
 
     @typed

@@ -52,7 +52,7 @@ COMMANDS = (
     "profile",
     "report",
     "plan",
-    "demo",
+    "eval",
 )
 SPEEDS = [
     f"--{name}-bytes-per-second=1e9"
@@ -1050,47 +1050,6 @@ def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(
     shutil.rmtree(manager_root / "0")
     assert deltacheck_("gc", manager_root, "--grace", 0, "--json").json["removed"] == []
     assert deltacheck_("verify", manager_root, "--deep").code == 0
-
-
-# --- demo -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Replace the demo by one that fails, and return the options of its calls."""
-    from deltacheck.evaluate.demo import demonstration
-
-    calls: list[dict[str, Any]] = []
-
-    def play(*, json_file: Path | None = None, **options: Any) -> int:
-        calls.append(options)
-        print("the story")
-        if json_file is not None:
-            json_file.write_text('{"figure": NaN}')
-        return 1
-
-    monkeypatch.setattr(demonstration, "main", play)
-    return calls
-
-
-def test_demo_passes_its_options_and_its_verdict_on(
-    played: list[dict[str, Any]], tmp_path: Path, deltacheck_: Command
-) -> None:
-    words = ("--keep", tmp_path / "kept", "--html", tmp_path / "demo.html", "--png", tmp_path)
-    done = deltacheck_("demo", "--seed", 5, "--steps", 12, "--quick", *words)
-    files = {"keep": tmp_path / "kept", "html": tmp_path / "demo.html", "png": tmp_path}
-    assert played == [{"seed": 5, "steps": 12, "quick": True} | files]
-    assert done.code == 1
-    assert done.out == "the story\n"
-
-
-def test_demo_with_json_tells_its_story_on_stderr(
-    played: list[dict[str, Any]], deltacheck_: Command
-) -> None:
-    done = deltacheck_("demo", "--json")
-    assert done.code == 1
-    assert done.json == {"schema": 1, "figure": "NaN"}
-    assert done.err == "the story\n"
 
 
 # --- failures -------------------------------------------------------------------------------------

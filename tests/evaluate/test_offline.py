@@ -77,17 +77,17 @@ def tensors_of(value: Any) -> Any:
     return value
 
 
-def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
+def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
     capsys.readouterr()
-    assert main(["simulate", *words, "--json"]) == 0
+    assert main(["plan", *words, "--json"]) == 0
     return {row["policy"]: row for row in json.loads(capsys.readouterr().out)["policies"]}
 
 
-def test_a_simulation_writes_what_the_run_itself_wrote(
+def test_a_replay_writes_what_the_run_itself_wrote(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bytes, causes and errors are those of the same policy during the run."""
-    rows = simulated(capsys, str(recorded / "root"), "--policy", "exact", "--policy", LOSSY)
+    rows = replayed(capsys, str(recorded / "root"), "--policy", "exact", "--policy", LOSSY)
     for name, policy in (("root", "exact"), ("lossy", LOSSY)):
         steps = collect(recorded / name).steps
         made = rows[policy]["steps"]
@@ -111,7 +111,7 @@ def test_a_simulation_writes_what_the_run_itself_wrote(
 def test_files_of_torch_give_the_same(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--policy", "auto:moments=bounded"]
     ours, files = (
-        simulated(capsys, str(recorded / name), *words)[words[1]] for name in ("root", "files")
+        replayed(capsys, str(recorded / name), *words)[words[1]] for name in ("root", "files")
     )
     assert files["stable_from"] == ours["stable_from"]
     assert files["causes"]["changed"] == ours["causes"]["changed"]
@@ -126,7 +126,7 @@ def test_a_folder_of_orbax_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
             arrays = {"w": np.full((64, 64), step, np.float32), "frozen": frozen}
             manager.save(step, args=ocp.args.StandardSave(arrays))
         manager.wait_until_finished()
-    rows = simulated(capsys, str(tmp_path / "run"), "--policy", "whole", "--policy", "exact")
+    rows = replayed(capsys, str(tmp_path / "run"), "--policy", "whole", "--policy", "exact")
     assert rows["whole"]["saves"] == rows["exact"]["saves"] == 3
     assert rows["exact"]["steady_bytes"] < rows["whole"]["steady_bytes"]
 
@@ -134,12 +134,12 @@ def test_a_folder_of_orbax_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_tables_name_policies_causes_and_errors(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["simulate", str(recorded / "root"), "--keep", str(tmp_path / "kept")]
+    line = ["plan", str(recorded / "root"), "--keep", str(tmp_path / "kept")]
     assert main([*line, "--policy", "auto:weights=bounded", "--policy", "exact:derive=True"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("REFRESH", "LATTICE", "auto:weights=bounded", "OF LIMIT"))
     assert len(list((tmp_path / "kept").iterdir())) == 2
-    assert main(line) == 2
+    assert main([*line, "--policy", "exact"]) == 2
     assert "not empty" in capsys.readouterr().err
 
 
@@ -150,15 +150,15 @@ def test_the_tables_name_policies_causes_and_errors(
         (["root", "--policy", "auto:moments=none"], 2, "moments must be one of"),
         (["root", "--policy", "exact:nothing=1"], 2, "unexpected keyword"),
         (["root", "--policy", "exact:nothing"], 2, "NAME=VALUE"),
-        (["lossy"], 5, "contract"),
-        (["nowhere"], 3, "nowhere"),
-        (["root", "--factory", "nothing.py:make"], 2, "nothing.py"),
+        (["lossy", "--policy", "exact"], 5, "contract"),
+        (["nowhere", "--policy", "exact"], 3, "nowhere"),
+        (["root", "--policy", "exact", "--factory", "nothing.py:make"], 2, "nothing.py"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(
+def test_what_cannot_be_replayed_is_refused_in_one_line(
     words: list[str], code: int, message: str, recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", str(recorded / words[0]), *words[1:]]) == code
+    assert main(["plan", str(recorded / words[0]), *words[1:]]) == code
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

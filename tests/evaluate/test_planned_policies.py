@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -70,23 +71,19 @@ def test_a_plan_is_within_a_third_of_the_later_saves_of_its_policy(
     assert fmean(later) / 1.3 <= plan["ways"][0]["bytes"] <= fmean(later) * 1.3
 
 
-def test_a_profile_and_a_root_give_the_same_plan(
+def test_auto_uses_the_profile_that_is_given(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, file = str(run / "before"), str(tmp_path / "profile.json")
-    assert main(["profile", root, "-o", file, "--policy", "auto"]) == 0
-    (sizes,) = Profile.read(file).sizes
-    assert (sizes.policy, sizes.interval_steps) == ("auto", EVERY)
+    root, file = str(run / "before"), tmp_path / "profile.json"
+    assert main(["profile", root, "-o", str(file)]) == 0
+    early = msgspec.structs.replace(Profile.read(file), stable_start=EVERY, confidence=1.0)
+    early.write(file)
     words = ["--policy", "auto", "--interval-steps", str(EVERY)]
-    from_root, from_profile = (
-        planned(capsys, *source, *words)["ways"][0]["bytes"]
-        for source in ([root], ["--profile", file])
+    (without,), (given,) = (
+        planned(capsys, root, *words, *profile)["policies"]
+        for profile in ([], ["--profile", str(file)])
     )
-    assert from_profile == pytest.approx(from_root, rel=0.01)
-    assert main(["plan", "--profile", file, "--policy", "exact:derive=True", *SPEEDS]) == 2
-    error = capsys.readouterr().err
-    assert "no measurement of exact:derive=True; it has auto" in error
-    assert "deltacheck plan RUN --policy exact:derive=True" in error
+    assert given["stable_from"] < without["stable_from"]
 
 
 def test_another_interval_is_measured_on_every_second_checkpoint(

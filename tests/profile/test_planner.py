@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -39,7 +38,7 @@ from deltacheck.profile.rates import (
     mean_bytes,
     mean_chain,
 )
-from deltacheck.profile.record import FORMAT, VERSION, Curve, LeafProfile, PolicySizes, Profile
+from deltacheck.profile.record import FORMAT, VERSION, Curve, LeafProfile, Profile
 from deltacheck.report.data import collect
 from deltacheck.report.root_rates import rates_of
 from tests.support.adam_run import AdamRun
@@ -418,11 +417,12 @@ def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
     roots: dict[int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["plan", str(roots[12]), *SPEEDS, "--step-seconds", "1", "--interval-steps", "12"]
-    assert main([*line, "--compare"]) == 0
+    line += ["--policy", "exact", "--policy", "auto"]
+    assert main(line) == 0
     shown = capsys.readouterr()
     text, *told = shown.out[shown.out.index("METHOD") :].split("\n\n")
-    assert told[0] == "a restore under exact:\n  all leaves: every bit"
-    assert told[1].startswith("a restore under auto:\n  masters of bfloat16 weights: within 32")
+    assert told[-2] == "a restore under exact:\n  all leaves: every bit"
+    assert told[-1].startswith("a restore under auto:\n  masters of bfloat16 weights: within 32")
     table = text.splitlines()
     rows = [re.split(r" {2,}", row) for row in table]
     assert [row[0] for row in rows] == [
@@ -434,7 +434,7 @@ def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
     ]
     assert {row[1] for row in rows[1:]} == {"12"}
     assert max(map(len, table)) <= 80
-    assert main([*line, "--compare", "--json"]) == 0
+    assert main([*line, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     exact, auto = document["compared"]
     # The headline, the table, and what is then measured agree.
@@ -442,7 +442,7 @@ def test_one_table_compares_policies_at_the_interval_that_was_asked_for(
     assert exact["bytes"] == pytest.approx(stored_bytes(roots[12]), rel=0.05)
     assert auto["bytes"] < exact["bytes"] / 4
     assert document["unsteady"] == {}
-    assert main([*line, "--compare", "--policy", "exact"]) == 2
+    assert [row["policy"] for row in document["policies"]] == ["exact", "auto"]
 
 
 def test_a_policy_that_bounds_nothing_is_missing_and_the_reason_is_said(
@@ -453,28 +453,21 @@ def test_a_policy_that_bounds_nothing_is_missing_and_the_reason_is_said(
         for step in range(3):
             weight[:, step] += 1
             engine.save(step, {"w": weight.copy()}).wait()
-    line = ["plan", str(tmp_path), *SPEEDS, "--step-seconds", "1", "--compare"]
-    assert main(line) == 0
+    line = ["plan", str(tmp_path), *SPEEDS, "--step-seconds", "1"]
+    assert main([*line, "--policy", "exact", "--policy", "auto"]) == 0
     assert "auto is not in the table" in capsys.readouterr().err
 
 
 def test_the_command_plans_from_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exactly by the laws, and under another policy by its measured sizes alone."""
-    sizes = PolicySizes("auto", 10, 12, 400_000, 3000.0, 200_000.0, 2500.0, 400.0, 0.1)
-    profile = profile_of(leaf("v", "second_moment", "float32"))
-    msgspec.structs.replace(profile, sizes=(sizes,)).write(tmp_path / "p.json")
+    profile_of(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
     line = ["plan", "--profile", str(tmp_path / "p.json"), *SPEEDS, "--step-seconds", "1", "--json"]
-    result = []
-    for options in (["exact"], ["auto"], ["auto", "--state-bytes", "40000000"]):
-        assert main([*line, "--interval-steps", "10", "--policy", *options]) == 0
-        result.append(json.loads(capsys.readouterr().out))
-    assert [plan["policy"] for plan in result] == ["exact", "auto", "auto"]
-    assert result[0]["delta_bytes"] > 200_000
-    assert result[1]["ways"][0]["bytes"] == 3000
-    assert result[2]["ways"][0]["bytes"] == pytest.approx(300_000)
-    assert result[0]["verdict"].startswith("deltas")
+    assert main([*line, "--interval-steps", "10"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["policy"] == "exact"
+    assert result["delta_bytes"] > 200_000
+    assert result["verdict"].startswith("deltas")
 
 
 @pytest.mark.parametrize(
@@ -485,15 +478,13 @@ def test_the_command_plans_from_a_profile(
             "measure it with --probe FOLDER, or give --disk-write-bytes-per-second, --disk-read",
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
-        (
-            [*SPEEDS, "--profile", "PROFILE", "--policy", "auto"],
-            "has no measurement of auto",
-        ),
+        (["--policy", "auto", SPEEDS[0]], "or give --disk-read-bytes-per-second, --encode"),
+        (["--factory", "FILE.py:make"], "--factory and --keep go with --policy"),
         ([*SPEEDS[1:], "--disk-write-bytes-per-second=0"], "write: a speed must be more than 0"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
         ([*SPEEDS, "--profile", "PROFILE"], "--step-seconds is needed"),
     ],
-    ids=["no speed", "policy", "policy of a profile", "speed of nothing", "failures", "steps"],
+    ids=["no speed", "policy", "one speed", "no policy", "speed of nothing", "failures", "steps"],
 )
 def test_misuse_of_plan_names_the_way_out(
     line: list[str],

@@ -113,3 +113,8 @@ def planted(seed: int) -> Linear:
 
     Engine.restore = restore  # type: ignore[method-assign]
     return Forgetful(seed)
+
+
+def broken(seed: int) -> Linear:
+    """Fail."""
+    raise ZeroDivisionError(f"seed {seed}")

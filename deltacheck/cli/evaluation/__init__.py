@@ -1,1 +1,1 @@
-"""The commands ``eval`` and ``demo``, and the tables that ``eval`` prints."""
+"""The command ``eval``, and the tables that it prints."""

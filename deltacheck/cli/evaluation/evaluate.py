@@ -1,16 +1,11 @@
-"""Commands that measure a whole training: ``eval`` and ``demo``."""
+"""The ``eval`` command: measure the checkpoints of a whole training."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +19,6 @@ from deltacheck.cli.output import Row
 if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
-    from deltacheck.evaluate.run import Progress
 
 # Workloads are named and not imported: worker processes make the runs, and some are killed.
 _BUILT_IN = "deltacheck.evaluate.workloads.builtin"
@@ -134,11 +128,14 @@ def evaluate(  # noqa: PLR0913 - one argument per option
 
     The exit code is 1 if a restore is wrong, and 6 if the seeds are too few to tell the quality.
     """
+    from rich.console import Console
+
     from deltacheck import __version__
     from deltacheck.evaluate import machine
     from deltacheck.evaluate.judge import judge
     from deltacheck.evaluate.records import POLICIES, EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
+    from deltacheck.evaluate.run import show_progress
 
     if policy not in POLICIES:
         raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
@@ -173,7 +170,10 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             f" {3 * plan.every + 1}"
         )
     start = time.time()
-    with working_folder(keep, "deltacheck-eval-") as folder, _progress() as progress:
+    # On a terminal only: JSON and files have results alone.
+    quiet = not sys.stderr.isatty() or output.json_requested()
+    console = Console(stderr=True, quiet=quiet)
+    with working_folder(keep, "deltacheck-eval-") as folder, show_progress(console) as progress:
         # The machine is described before the runs: afterwards its load would be ours.
         description = machine.describe(folder)
         evidence = run(plan, folder, progress)
@@ -210,9 +210,14 @@ def document(
             return None
         return {name: value for name, value in ending.items() if name != "digests"}
 
+    def row(recovery: Row) -> Row:
+        del recovery["way"]
+        return recovery | {"ending": without_digests(recovery["ending"])}
+
     content = asdict(evidence)
-    # Always false for this command, and no part of its document.
-    del content["plan"]["save_last"]
+    # The same for each run of this command, and no part of its document.
+    for name in ("save_last", "ways", "savers"):
+        del content["plan"][name]
     verdict = asdict(judgement)
     seeds = {
         "killed_seeds": evidence.plan.killed_seeds(),
@@ -232,51 +237,14 @@ def document(
         "latency": verdict["latency"],
         "saves": content["saves"],
         "recovery": verdict["correctness"],
-        "recoveries": [
-            recovery | {"ending": without_digests(recovery["ending"])}
-            for recovery in content["recoveries"]
-        ],
+        "recoveries": [row(recovery) for recovery in content["recoveries"]],
         "contracts": content["contracts"],
         "chains": [
-            chain
-            | {
-                "links": [
-                    link | {"ending": without_digests(link["ending"])} for link in chain["links"]
-                ]
-            }
-            for chain in content["chains"]
+            chain | {"links": [row(link) for link in chain["links"]]} for chain in content["chains"]
         ],
         "quality": verdict["quality"],
         "unkilled": [without_digests(ending) for ending in content["unkilled"]],
     }
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Show a bar for each phase of the evaluation on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or output.json_requested():
-        yield lambda phase, completed, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(phase: str, completed: int, total: int) -> None:
-            # Phases are not known beforehand. A bar appears with the first report of its phase.
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=total)
-            bars.update(tasks[phase], completed=completed)
-
-        yield show
 
 
 def _write_page(
@@ -318,50 +286,6 @@ def _write_page(
         "Does not hold:",
     )
     page.write_page(file, text)
-
-
-def demo(
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of weights, data order, dropout and kill, to repeat a run."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of fine-tuning steps.")] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A tiny model, in seconds. The figures have no meaning."),
-    ] = False,
-    keep: Annotated[
-        Path | None, typer.Option(help="Keep checkpoints and logs in this new folder.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with figures.")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write each figure as a PNG image.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train, save in six ways, kill, resume each way, and compare, also in JAX and zarr.
-
-    The exit code is 1 if a comparison failed.
-    """
-    from deltacheck.evaluate.demo import demonstration
-
-    play = partial(
-        demonstration.main, seed=seed, steps=steps, quick=quick, keep=keep, html=html, png=png
-    )
-    if not as_json:
-        # The demo has its own exit codes, which are those of this command.
-        raise typer.Exit(play())
-    with tempfile.TemporaryDirectory(prefix="deltacheck-demo-json-") as folder:
-        figures = Path(folder) / "figures.json"
-        # stdout holds the JSON document only; the report for people goes to stderr.
-        with contextlib.redirect_stdout(sys.stderr):
-            code = play(json_file=figures)
-        # A demo that cannot run on this machine ends before it writes its figures.
-        if figures.exists():
-            output.print_json(json.loads(figures.read_text()))
-    raise typer.Exit(code)
 
 
 def _profile_file(profile: str | None) -> str:

@@ -140,7 +140,7 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
     rows: list[Row] = []
     for recovery in evidence.recoveries:
         moment = "during" if recovery.kill.mid_save else "after"
-        row: Row = {"name": recovery.kill.name, "at": f"{recovery.kill.saving_step}, {moment}"}
+        row: Row = {"name": recovery.name, "at": f"{recovery.kill.saving_step}, {moment}"}
         # A recovery that failed has no measurements. Its row has dashes, and the verdict names the
         # reason.
         if recovery.ending is not None:
@@ -203,7 +203,7 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
     for recovery, curve in zip(finished, quality.curves, strict=True):
         if recovery.ending is not None:
             loss, reference = recovery.ending.evaluation, unkilled[recovery.kill.seed]
-            row: Row = {"name": recovery.kill.name, "loss": loss, "unkilled": reference}
+            row: Row = {"name": recovery.name, "loss": loss, "unkilled": reference}
             row |= {"gap": loss - reference, "missing": recovery.missing_steps}
             rows.append(row | asdict(curve))
     lines = [

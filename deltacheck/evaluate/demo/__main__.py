@@ -1,4 +1,4 @@
-"""`python -m deltacheck.evaluate.demo`: the same as `deltacheck demo`."""
+"""`python -m deltacheck.evaluate.demo`: the options of the demo."""
 
 from __future__ import annotations
 

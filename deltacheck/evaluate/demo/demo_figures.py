@@ -1,28 +1,24 @@
-"""The figures of the demo's page, each with a table of the same numbers."""
+"""The figures that only the demo has: its ways beside each other. The others are of ``eval``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median, stdev
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from deltacheck.evaluate.demo import summary
+from deltacheck.evaluate import drawings
+from deltacheck.evaluate.demo import results
 from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
-from deltacheck.evaluate.demo.summary import DemoOutcome, Way
+from deltacheck.evaluate.demo.results import DemoOutcome, Way
 from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 from deltacheck.report.drawing import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     INK,
     ORANGE,
-    PINK,
-    RED,
     SKY,
     Drawing,
     format_size,
@@ -36,16 +32,16 @@ _MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", AUTO: "D", LOG:
 
 def facts(outcome: DemoOutcome) -> dict[str, str]:
     """Return the facts at the head of the page."""
-    kill = outcome.kill
-    holds = all(verdict.holds for verdict in outcome.verdicts)
+    plan, recovery = outcome.evidence.plan, outcome.peer.recovery
     return {
-        "verdict": "every promise was kept" if holds else "a promise was broken",
-        "model": f"{outcome.parameters / 1e6:.1f} M parameters, AdamW, bf16 weights",
-        "run": f"{outcome.steps} steps, a checkpoint every {outcome.every}",
+        "verdict": "every promise was kept" if outcome.holds else "a promise was broken",
+        "state": f"{format_size(outcome.evidence.saves[-1].raw_bytes)}, AdamW, bf16 weights",
+        "run": f"{plan.steps} steps, a checkpoint every {plan.every}",
         "optimizer": f"settled: {MATURED_STEPS:,} steps added to its count",
-        "killed": f"after step {kill['last_step']}, in the save of step {kill['saving_step']}",
-        "a training step": f"{median(outcome.step_seconds) * 1e3:.0f} ms",
-        "seed": str(outcome.seed),
+        "killed": f"after step {recovery.last_step}, in the save of step"
+        f" {recovery.kill.saving_step}",
+        "noise": f"{outcome.noise:.1e}, standard deviation of the final loss between seeds",
+        "seed": str(plan.first_seed),
         "in all": f"{outcome.seconds:.0f} s",
     }
 
@@ -53,8 +49,8 @@ def facts(outcome: DemoOutcome) -> dict[str, str]:
 def draw(outcome: DemoOutcome) -> tuple[Drawing, ...]:
     """Draw all figures, in the order in which they are shown."""
     with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
-        figures = (_overview, _bytes, _losses, _noise, _promises)
-        return tuple(figure(outcome) for figure in figures)
+        figures = (_overview(outcome), _bytes(outcome))
+    return (*figures, *drawings.draw(outcome.evidence))
 
 
 def _overview(outcome: DemoOutcome) -> Drawing:
@@ -64,8 +60,8 @@ def _overview(outcome: DemoOutcome) -> Drawing:
     parts: tuple[tuple[str, Callable[[Way], float], Callable[[float], str]], ...] = (
         (
             "bytes of a save, mean",
-            lambda way: way.mean_bytes / 1e6,
-            lambda value: f"{value:.1f} MB, {_share(value * 1e6 / peer.mean_bytes)}",
+            lambda way: way.saved.mean_bytes / 1e6,
+            lambda value: f"{value:.1f} MB, {_share(value * 1e6 / peer.saved.mean_bytes)}",
         ),
         (
             "bytes of a save, median",
@@ -79,7 +75,7 @@ def _overview(outcome: DemoOutcome) -> Drawing:
         ),
         (
             "restore after the kill",
-            lambda way: way.restore_seconds * 1e3,
+            lambda way: way.recovery.restore_seconds * 1e3,
             lambda value: f"{value:.0f} ms",
         ),
     )
@@ -108,8 +104,8 @@ def _overview(outcome: DemoOutcome) -> Drawing:
         " was settled: after some steps its moments were set to their unbiased estimates, and"
         f" {MATURED_STEPS:,} steps were added to its count."
     )
-    columns = ("way", *summary.COSTS[1:])
-    rows = tuple(summary.costs(outcome))
+    columns = ("way", *results.COSTS[1:])
+    rows = tuple(results.costs(outcome))
     return Drawing("overview", "Cost of a checkpoint", caption, figure, (), columns, rows)
 
 
@@ -121,8 +117,8 @@ def _bytes(outcome: DemoOutcome) -> Drawing:
     figure, (axes,) = make_figure(3.4)
     rows = []
     for way in outcome.ways:
-        steps = [save["step"] for save in way.saves]
-        sizes = [save["stored_bytes"] for save in way.saves]
+        steps = [save["step"] for save in way.saved.saves]
+        sizes = [save["stored_bytes"] for save in way.saved.saves]
         axes.plot(
             steps,
             [size / 1e6 for size in sizes],
@@ -136,7 +132,7 @@ def _bytes(outcome: DemoOutcome) -> Drawing:
             (way.method.title, str(step), format_size(size))
             for step, size in zip(steps, sizes, strict=True)
         ]
-    sizes = [save["stored_bytes"] / 1e6 for way in outcome.ways for save in way.saves]
+    sizes = [save["stored_bytes"] / 1e6 for way in outcome.ways for save in way.saved.saves]
     set_log_axis(axes, sizes)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} MB"))
     axes.set_xlabel("step", fontsize=8)
@@ -148,124 +144,3 @@ def _bytes(outcome: DemoOutcome) -> Drawing:
     )
     columns = ("way", "step", "bytes")
     return Drawing("bytes", "Bytes of each save", caption, figure, (), columns, tuple(rows))
-
-
-def _losses(outcome: DemoOutcome) -> Drawing:
-    figure, (axes,) = make_figure(3.0)
-    steps = list(outcome.losses)
-    axes.plot(steps, list(outcome.losses.values()), color=FAINT, linewidth=5, label="not killed")
-    for way in outcome.ways:
-        # Drawn one upon the other: equal losses show as a single line.
-        axes.plot(
-            list(way.losses),
-            list(way.losses.values()),
-            color=_COLOURS[way.method.key],
-            linewidth=1.2,
-            marker=_MARKERS[way.method.key],
-            markersize=3,
-            label=f"from {way.method.title}",
-        )
-    axes.axvline(outcome.kill["last_step"], color=RED, linewidth=1, linestyle="--", label="SIGKILL")
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("training loss", fontsize=8)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
-    rows = tuple(
-        (
-            str(step),
-            f"{loss:.6f}",
-            *(
-                f"{way.losses[step] - loss:+.1e}" if step in way.losses else ""
-                for way in outcome.ways
-            ),
-        )
-        for step, loss in outcome.losses.items()
-    )
-    caption = (
-        "The loss of each step of the run that was not killed, and of the runs that were resumed."
-        " The table has the differences."
-    )
-    columns = ("step", "not killed", *(way.method.title for way in outcome.ways))
-    return Drawing("losses", "Kill and resume", caption, figure, (), columns, rows, 0)
-
-
-def _noise(outcome: DemoOutcome) -> Drawing:
-    figure, (axes,) = make_figure(2.6)
-    first, *seed_losses = outcome.final_losses
-    noise = stdev(outcome.final_losses)
-    _draw_noise(axes, outcome, noise, [loss - first for loss in seed_losses])
-    rows = [
-        (
-            way.method.title,
-            f"{way.final_loss:.6f}",
-            f"{way.difference:+.2e}",
-            str(way.different_leaves),
-        )
-        for way in outcome.ways
-    ]
-    rows += [
-        (f"seed {outcome.seed + number}, not killed", f"{loss:.6f}", f"{loss - first:+.2e}", "")
-        for number, loss in enumerate(seed_losses, start=1)
-    ]
-    caption = (
-        "Held-out loss at the end of each resumed run, less that of the run that was not killed."
-        f" Shaded: one standard deviation between {len(outcome.final_losses)} seeds, {noise:.2e}."
-    )
-    columns = ("run", "held-out loss", "difference", "leaves that differ")
-    return Drawing("noise", "What was kept", caption, figure, (), columns, tuple(rows))
-
-
-def _draw_noise(axes: Axes, outcome: DemoOutcome, noise: float, seed_losses: list[float]) -> None:
-    axes.axvspan(-noise, noise, color="#F0F0F0")
-    places = range(len(outcome.ways))
-    for place, way in zip(places, outcome.ways, strict=True):
-        axes.plot(
-            way.difference, place, color=_COLOURS[way.method.key], marker=_MARKERS[way.method.key]
-        )
-        words = "every bit" if way.different_leaves == 0 else f"{way.difference:+.1e}"
-        axes.annotate(
-            words, (way.difference, place), (8, -3), textcoords="offset points", fontsize=8
-        )
-    names = [way.method.title for way in outcome.ways]
-    axes.plot(seed_losses, [len(names)] * len(seed_losses), "o", color=PINK)
-    axes.set_yticks([*places, len(names)], [*names, "other seeds, not killed"], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("difference of the final held-out loss", fontsize=8)
-
-
-def _promises(outcome: DemoOutcome) -> Drawing:
-    """Draw the leaves of the restored step by their promise."""
-    figure, (axes,) = make_figure(2.4)
-    kinds = {"exact": BLUE, "bounded": ORANGE, "reused": PINK}
-    rows = []
-    for place, way in enumerate(outcome.ways):
-        counts = dict.fromkeys(kinds, 0)
-        counts["exact"] = way.leaves - len(way.inexact)
-        for leaf in way.inexact:
-            counts[leaf["contract"]] += 1
-        begin = 0
-        for kind, count in counts.items():
-            label = kind if place == 0 else None
-            axes.barh(place, count, 0.62, left=begin, color=kinds[kind], label=label)
-            begin += count
-        lost = outcome.kill["last_step"] - way.restored_step
-        rows.append(
-            (
-                way.method.title,
-                way.method.promise,
-                str(way.restored_step),
-                str(lost),
-                summary.kept(way),
-            )
-        )
-    axes.set_yticks(
-        range(len(outcome.ways)), [way.method.title for way in outcome.ways], fontsize=8
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("leaves and values of the restored step, by contract", fontsize=8)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
-    caption = (
-        "Each restored leaf was compared with the live one that was saved: exact leaves by their"
-        " bits, the others by the limits of their contracts, measured anew."
-    )
-    columns = ("way", "promise", "restored step", "steps lost", "came back")
-    return Drawing("promises", "Promises", caption, figure, (), columns, tuple(rows), 2)

@@ -1,4 +1,4 @@
-"""The savers of the demo's methods, in PyTorch, under the interface of `deltacheck eval`."""
+"""The savers of the demo's ways, in PyTorch, as ``EvaluationPlan.savers`` names them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,19 @@ import torch.distributed.checkpoint as dcp
 
 from deltacheck.backends.torch import GradientLog
 from deltacheck.backends.torch.files import evaluation
-from deltacheck.evaluate.demo.methods import (
-    AUTO,
-    DERIVED,
-    EXACT,
-    LOG,
-    ROOT,
-    SUFFIX,
-    TORCH_SAVE,
-    Method,
-    saved_steps,
-)
+from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
+from deltacheck.evaluate.records import ROOT
+from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 from deltacheck.policy import Policy
 
 # The step, the seconds that training has waited, those until the save was durable, and its bytes.
 Measured: TypeAlias = tuple[int, float, float, int]
-POLICIES = {
+_POLICIES = {
     EXACT: Policy.exact(),
     DERIVED: Policy.exact(derive=True),
     AUTO: Policy.auto(),
-    LOG: Policy.exact(),
 }
+_SUFFIX, _COMPLETE = ".pt", ".metadata"  # of a file of ``torch.save``; in a folder of DCP
 _KEPT_FILES = 2  # of a peer, each of which is a whole state
 
 
@@ -54,25 +46,25 @@ class DemoSaver(Protocol):
         """Release threads and files."""
 
 
-def open_saver(method: Method, folder: Path, optimizer: torch.optim.Optimizer) -> DemoSaver:
-    """Open a method's saver on its own folder, which is created if needed.
+def open_saver(way: str, folder: Path, workload: ProtocolWorkload) -> DemoSaver:
+    """Open the saver of a way on its own folder, which is created if needed.
 
     Args:
-        method: The method.
+        way: The key of the way.
         folder: For its checkpoints.
-        optimizer: Of the run, for the gradient log.
+        workload: The run, to whose optimizer a gradient log listens.
     """
     folder.mkdir(exist_ok=True)
-    if method.key == LOG:
-        return _LogSaver(folder / ROOT, optimizer)
-    if method.is_ours:
-        return evaluation.Saver(folder / ROOT, POLICIES[method.key])
-    return _TorchSaver(method, folder) if method.key == TORCH_SAVE else _DcpSaver(method, folder)
+    if way == LOG:
+        return _LogSaver(folder / ROOT, workload.optimizer)
+    if way in (TORCH_SAVE, DCP):
+        return _TorchSaver(folder) if way == TORCH_SAVE else _DcpSaver(folder)
+    return evaluation.Saver(folder / ROOT, _POLICIES[way])
 
 
 class _LogSaver(evaluation.Saver):
     def __init__(self, root: Path, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(root, POLICIES[LOG])
+        super().__init__(root, Policy.exact())
         self._log = GradientLog(self._engine, optimizer)
 
     def save(self, step: int, state: object, metrics: Mapping[str, float]) -> None:
@@ -89,8 +81,8 @@ class _LogSaver(evaluation.Saver):
 
 
 class _TorchSaver:
-    def __init__(self, method: Method, folder: Path) -> None:
-        self._method, self._folder = method, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._measured: Measured | None = None
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
@@ -101,7 +93,7 @@ class _TorchSaver:
         incomplete.rename(self._file(step))
         seconds = time.perf_counter() - begin
         self._measured = (step, seconds, seconds, size)
-        for old in saved_steps(self._method, self._folder)[:-_KEPT_FILES]:
+        for old in self._steps()[:-_KEPT_FILES]:
             self._file(old).unlink()
 
     def finish(self) -> Measured | None:
@@ -109,19 +101,23 @@ class _TorchSaver:
         return measured
 
     def restore(self, like: Any) -> tuple[int, Any]:
-        step = saved_steps(self._method, self._folder)[-1]
+        step = self._steps()[-1]
         return step, torch.load(self._file(step), weights_only=True)
 
     def close(self) -> None:
         pass
 
+    def _steps(self) -> list[int]:
+        """Return the complete steps, oldest first."""
+        return sorted(int(file.stem) for file in self._folder.glob(f"*{_SUFFIX}"))
+
     def _file(self, step: int) -> Path:
-        return self._folder / f"{step}{SUFFIX}"
+        return self._folder / f"{step}{_SUFFIX}"
 
 
 class _DcpSaver:
-    def __init__(self, method: Method, folder: Path) -> None:
-        self._method, self._folder = method, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._running: tuple[int, float, float, Any] | None = None
         self._durable_at = 0.0
 
@@ -145,18 +141,22 @@ class _DcpSaver:
         # Waiters are released before callbacks are called, so the time may not be noted yet.
         durable = self._durable_at if self._durable_at > begin else now
         size = sum(file.stat().st_size for file in self._at(step).iterdir())
-        for old in saved_steps(self._method, self._folder)[:-_KEPT_FILES]:
+        for old in self._steps()[:-_KEPT_FILES]:
             rmtree(self._at(old))
         return step, blocked, durable - begin, size
 
     def restore(self, like: Any) -> tuple[int, Any]:
-        step = saved_steps(self._method, self._folder)[-1]
+        step = self._steps()[-1]
         with warnings.catch_warnings(action="ignore"):
             dcp.load(like, checkpoint_id=self._at(step), no_dist=True)
         return step, like
 
     def close(self) -> None:
         pass
+
+    def _steps(self) -> list[int]:
+        """Return the complete steps, oldest first."""
+        return sorted(int(file.parent.name) for file in self._folder.glob(f"*/{_COMPLETE}"))
 
     def _note_time(self, future: Any) -> None:
         self._durable_at = time.perf_counter()

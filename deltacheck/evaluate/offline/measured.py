@@ -9,7 +9,6 @@ from statistics import median
 
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.policy_replay import PolicyReplay
-from deltacheck.evaluate.offline.recorded import steps_in
 from deltacheck.profile.rates import Rates
 from deltacheck.report.data import collect
 from deltacheck.report.root_rates import rates_of
@@ -34,13 +33,6 @@ def thinned(steps: Sequence[int], interval_steps: int | None) -> Collection[int]
     subset = {step for step in steps if (step - steps[0]) % interval_steps == 0}
     is_regular = {b - a for a, b in pairwise(sorted(subset))} == {interval_steps}
     return subset if is_regular and len(subset) >= _LEAST_STEPS else None
-
-
-def chosen_steps(
-    source: str, item: str | None, interval_steps: int | None
-) -> Collection[int] | None:
-    """Return the steps of a run to replay for an interval, ``None`` for all of them."""
-    return thinned(steps_in(source, item), interval_steps)
 
 
 def rates_under(result: PolicyReplay) -> Rates:

@@ -141,7 +141,7 @@ def replay(
         for saver in savers.values():
             saver.close()
     if steps < 2:
-        raise StepNotFound(f"a simulation needs at least two checkpoints, not {steps}")
+        raise StepNotFound(f"a replay needs at least two checkpoints, not {steps}")
     return tuple(replayed(text, root) for text, root in roots.items())
 
 

@@ -7,12 +7,8 @@ from the exact state, from the exact state on other data, and from each restored
 from __future__ import annotations
 
 import copy
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +16,12 @@ import numpy as np
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate import snapshot
 from deltacheck.evaluate.offline.policy_replay import PolicyReplay, backend_of
-from deltacheck.evaluate.workload import FOLDER, Factory, NoWorkload, create_workload
+from deltacheck.evaluate.workload import (
+    Factory,
+    NoWorkload,
+    create_workload,
+    workload_folder,
+)
 from deltacheck.policy import roles
 from deltacheck.policy.parameters import Roles, hyperparameters
 from deltacheck.profile import AdamRule, sensitivity
@@ -53,7 +54,7 @@ class Trials:
         Raises:
             NoWorkload: The run has no ``reorder(seed)``, or its learning rate is unknown.
         """
-        with _folder():
+        with workload_folder():
             run = create_workload(self.factory, self.seed)
             if not callable(getattr(run, "reorder", None)):
                 raise NoWorkload(
@@ -172,17 +173,3 @@ def hardest_step(replays: Sequence[PolicyReplay]) -> int:
             " record more steps"
         )
     return max(ages, key=lambda step: (ages[step], step))
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Provide the folder that a factory may write to, if no evaluation provides it."""
-    if FOLDER in os.environ:
-        yield Path(os.environ[FOLDER])
-        return
-    with tempfile.TemporaryDirectory(prefix="deltacheck-trial-") as name:
-        os.environ[FOLDER] = name
-        try:
-            yield Path(name)
-        finally:
-            del os.environ[FOLDER]

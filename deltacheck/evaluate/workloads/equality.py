@@ -43,20 +43,6 @@ def compare(claim: str, expected: Any, actual: Any) -> EqualityVerdict:
     )
 
 
-def compare_losses(
-    claim: str, expected: Mapping[int, float], actual: Mapping[int, float]
-) -> EqualityVerdict:
-    """Compare the bits of the losses in ``actual`` with those of the same steps in ``expected``."""
-    wrong = [step for step, loss in actual.items() if expected.get(step) != loss]
-    # Without any loss nothing was compared, which must not pass as equal.
-    if wrong or not actual:
-        detail = (
-            f"{len(wrong)} of {len(actual)} losses differ, first at step {min(wrong, default=0)}"
-        )
-        return EqualityVerdict(claim, False, detail)
-    return EqualityVerdict(claim, True, f"steps {min(actual)} to {max(actual)}, equal")
-
-
 def in_jax(claim: str, expected: Any, root: Path, step: int) -> EqualityVerdict:
     """Restore a step as a JAX pytree, on the CPU, and compare it."""
     if importlib.util.find_spec("orbax") is None:

@@ -50,6 +50,8 @@ class Saver:
     """Saves the checkpoints of one run in a ``CheckpointManager``."""
 
     def __init__(self, root: Path, policy: Policy) -> None:
+        # The share of the largest learning rate that is the least unit of a contract.
+        self.rate_floor = 0.0 if policy.hidden is None else policy.hidden.rate_floor
         self._root = root
         self._manager = manager(root, policy=policy)
         self._running: _Watched | None = None

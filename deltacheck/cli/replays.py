@@ -1,0 +1,247 @@
+"""Recorded checkpoints, saved again under policies: the part of ``plan`` that measures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from deltacheck.cli import output
+from deltacheck.cli.output import Column, Row
+from deltacheck.cli.profiling import TrialOptions, steps_as, steps_of
+
+if TYPE_CHECKING:
+    from deltacheck.evaluate.offline.policy_replay import PolicyReplay
+    from deltacheck.policy import Policy
+    from deltacheck.profile import Profile
+    from deltacheck.profile.rates import Rates
+    from deltacheck.profile.sensitivity import Verdict
+
+_EXACT = "exact"
+
+
+class Replays(NamedTuple):
+    """The results of policies for the checkpoints of a run.
+
+    Attributes:
+        policies: The result of each policy, in the given order.
+        rates: The rates of each policy that had steady saves, by its name.
+        unsteady: The reason for each policy that had none.
+        trial_step: The step from which trials were trained on, ``None`` without trials.
+        verdicts: The verdict on what each policy restored, empty without trials.
+    """
+
+    policies: tuple[PolicyReplay, ...]
+    rates: Mapping[str, Rates]
+    unsteady: Mapping[str, str]
+    trial_step: int | None
+    verdicts: tuple[Verdict, ...]
+
+
+def policies_of(
+    names: list[str], profile: Profile | None, max_chain_depth: int, max_restore_ratio: float
+) -> dict[str, Policy]:
+    """Return the named policies.
+
+    Args:
+        names: The policies, as ``policy_replay.policy_of`` reads them.
+        profile: The profile for ``auto``, ``None`` for none.
+        max_chain_depth: The limit of each policy that does not name its own.
+        max_restore_ratio: The same; 0 for no limit.
+    """
+    from deltacheck.evaluate.offline.policy_replay import policy_of
+
+    limits = {"max_chain_depth": max_chain_depth, "max_restore_ratio": max_restore_ratio or None}
+
+    def limited(text: str) -> str:
+        # A policy whose saves are all whole has no chain.
+        is_whole = text.partition(":")[0] == "whole"
+        words = [
+            f"{key}={value}"
+            for key, value in limits.items()
+            if key not in text and not (is_whole and key == "max_chain_depth")
+        ]
+        return text + ("," if ":" in text else ":") + ",".join(words) if words else text
+
+    try:
+        return {name: policy_of(limited(name), profile) for name in names}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def measure(
+    source: str,
+    item: str | None,
+    policies: dict[str, Policy],
+    interval_steps: int | None,
+    trial: TrialOptions | None,
+    folder: Path,
+) -> Replays:
+    """Save recorded checkpoints again under policies.
+
+    Args:
+        source: The run.
+        item: The item of a manager's steps.
+        policies: The policies by name.
+        interval_steps: The interval to measure, ``None`` for that of the checkpoints.
+        trial: Also try what each policy restores.
+        folder: An empty folder for the scratch roots.
+    """
+    from deltacheck.errors import StepNotFound
+    from deltacheck.evaluate.offline.measured import rates_under, thinned
+    from deltacheck.evaluate.offline.policy_replay import replay
+    from deltacheck.evaluate.offline.recorded import steps_in
+
+    try:
+        step_set = thinned(steps_in(source, item), interval_steps)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    step: int | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    if trial is None:
+        replays = replay(steps_of(source, item, step_set), policies, folder)
+    else:
+        replays, step, verdicts = _tried(source, item, policies, step_set, trial, folder)
+    rates, unsteady = dict[str, "Rates"](), dict[str, str]()
+    for result in replays:
+        try:
+            rates[result.policy] = rates_under(result)
+        except StepNotFound as error:
+            unsteady[result.policy] = str(error)
+    return Replays(replays, rates, unsteady, step, verdicts)
+
+
+def _tried(
+    source: str,
+    item: str | None,
+    policies: dict[str, Policy],
+    step_set: Collection[int] | None,
+    trial: TrialOptions,
+    folder: Path,
+) -> tuple[tuple[PolicyReplay, ...], int, tuple[Verdict, ...]]:
+    """Replay policies, and train on from what they restore."""
+    from deltacheck.evaluate.offline.policy_replay import replay
+    from deltacheck.evaluate.offline.quality import Trials, quality
+    from deltacheck.evaluate.workload import create_workload, load_factory, workload_folder
+    from deltacheck.policy import Policy
+
+    create = load_factory(trial.factory)
+    with workload_folder():
+        like = create_workload(create, trial.seed).state()
+        # An exact root keeps the states that the trials compare with.
+        extra = {} if _EXACT in policies else {_EXACT: Policy.exact()}
+        checkpoints = steps_as(like, source, item, step_set)
+        replays = replay(checkpoints, policies | extra, folder)
+        exact = next(result for result in replays if result.policy == _EXACT)
+        replays = tuple(result for result in replays if result.policy in policies)
+        inexact = [result for result in replays if result.contracts]
+        trials = Trials(create, trial.seed, trial.steps)
+        return replays, *quality(inexact, exact, trials, like)
+
+
+def show(replays: Replays) -> None:
+    """Print the tables of bytes, errors and lost steps."""
+    first = replays.policies[0].sizes
+    output.print_line(
+        f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; MEAN, LARGEST and"
+        " causes are of steady saves: in the stable stage if there is one, without the first save"
+        " and those that follow an event"
+    )
+    output.print_line("")
+    output.print_table(_SIZES, [_row(result) for result in replays.policies])
+    errors = [
+        asdict(contract) | {"policy": result.policy, "used": contract.used}
+        for result in replays.policies
+        for contract in result.contracts
+    ]
+    if errors:
+        output.print_line("")
+        output.print_table(_ERRORS, errors)
+    if replays.verdicts:
+        output.print_line("")
+        output.print_line(
+            f"restored at step {replays.trial_step} and trained on; the loss beside the standard"
+            " deviation between other orders of the data"
+        )
+        output.print_table(_QUALITY, [asdict(verdict) for verdict in replays.verdicts])
+
+
+def document(replays: Replays | None) -> Row:
+    """Return the keys of replays in the document of ``plan``."""
+    if replays is None:
+        return {"unsteady": {}, "policies": [], "trial_step": None, "quality": []}
+    return {
+        "unsteady": dict(replays.unsteady),
+        "policies": [_document(result) for result in replays.policies],
+        "trial_step": replays.trial_step,
+        "quality": [asdict(verdict) for verdict in replays.verdicts],
+    }
+
+
+_SIZES = (
+    Column("POLICY", "policy", left=True),
+    Column("STABLE FROM", "stable_from"),
+    Column("ALL SAVES", "mean_bytes", output.size),
+    Column("STEADY", "steady_saves"),
+    Column("MEAN", "steady_bytes", output.size),
+    Column("OF RAW", "share", output.share),
+    Column("LARGEST", "most_bytes", output.size),
+    Column("KEYFRAME", "keyframe", output.size),
+    Column("LATTICE", "lattice", output.size),
+    Column("REFRESH", "refresh", output.size),
+    Column("EVENT", "event", output.size),
+    Column("CHANGED", "changed", output.size),
+    Column("MERGED", "merged", output.size),
+    Column("REST", "rest", output.size),
+)
+_ERRORS = (
+    Column("POLICY", "policy", left=True),
+    Column("LEAVES", "of", left=True),
+    Column("CONTRACT", "contract", left=True),
+    Column("MEASURED", "measured", output.number),
+    Column("LIMIT", "limit", output.number),
+    Column("NORM", "norm", left=True),
+    Column("OF LIMIT", "used", output.share),
+    Column("AGE", "age_steps", lambda steps: f"{steps} steps"),
+)
+_QUALITY = (
+    Column("POLICY", "name", left=True),
+    Column("LOST STEPS", "lost_steps", lambda steps: f"{steps:.2f}"),
+    Column("LOSS CHANGE", "loss_change", lambda change: f"{change:+.3g}"),
+    Column("NOISE SD", "noise_sd", output.number),
+    Column("DISTANCE", "distance", output.number),
+    Column("LARGEST CHANGE", "element_change", lambda change: f"{change:.3g} lr"),
+)
+
+
+def _row(result: PolicyReplay) -> Row:
+    sizes = result.sizes
+    mean = sizes.steady_bytes
+    return {
+        "policy": result.policy,
+        "stable_from": result.stable_from,
+        "share": None if mean is None or not sizes.raw_bytes else mean / sizes.raw_bytes,
+        **asdict(sizes),
+        **sizes.causes,
+    }
+
+
+def _document(result: PolicyReplay) -> Row:
+    return {
+        "policy": result.policy,
+        "stable_from": result.stable_from,
+        **asdict(result.sizes),
+        "contracts": [asdict(contract) | {"used": contract.used} for contract in result.contracts],
+        "steps": [
+            {
+                "step": step.step,
+                "stage": step.stage,
+                "written_bytes": step.written_bytes,
+                "causes": dict(step.causes),
+            }
+            for step in result.steps
+        ],
+    }
