@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import Damaged
 from deltacheck.leaf import tiles

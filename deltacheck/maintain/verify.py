@@ -18,9 +18,9 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.codec.base import U8
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
 from deltacheck.leaf import limits, tiles
 from deltacheck.leaf.digest import digest_of

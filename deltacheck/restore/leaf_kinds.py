@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.codec.base import U8, U64
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.errors import Damaged
 from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import digest_of

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacheck.codec.derivation import Derived
 from deltacheck.codec.regular import Axis, Series, length, numbers, series
-from deltacheck.derivation import Derived
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.structs import inspect_types

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import Node, has_types
 from deltacheck.leaf.contracts import PeakRate, Promise

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.codec.base import STREAMS
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.leaf import grid, tiles, tree
 from deltacheck.leaf.contracts import Bounded, Promise, name_of, weakest_of
 from deltacheck.leaf.dtypes import dtype_named

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from deltacheck.backends.torch import Engine
-from deltacheck.derivation import RULES
+from deltacheck.codec.derivation import RULES
 from deltacheck.store.manifest import FEATURES
 from tests.suites.figures import Figure, measure
 from tests.support.paths import REPOSITORY

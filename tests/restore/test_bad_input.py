@@ -22,8 +22,9 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import derivation, errors
+from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.codec import derivation
 from deltacheck.codec.extension import native
 from deltacheck.store import documents
 from deltacheck.store.files import arrays, chunk_files, native_files

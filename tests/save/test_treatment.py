@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, derivation, errors
+from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from deltacheck.codec import derivation
 from deltacheck.codec.lossy import lattice
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafKind
@@ -266,7 +267,7 @@ def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
     truncated = lambda values, element: (  # noqa: E731
         (values.view(np.uint32) >> 16).astype(np.uint16).view(element)
     )
-    monkeypatch.setattr("deltacheck.derivation.cast", truncated)
+    monkeypatch.setattr("deltacheck.codec.derivation.cast", truncated)
     with pytest.raises(
         errors.Damaged, match=r"'model/w\d' follows from 'optimizer/state/\d/master' by cast"
     ):
@@ -753,7 +754,7 @@ def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
     arrays = made.run.state()
     arrays["optimizer"]["state"][0]["master"][:] = 7.0
     wrong = lambda values, element: np.zeros_like(values, element)  # noqa: E731
-    monkeypatch.setattr("deltacheck.derivation.cast", wrong)
+    monkeypatch.setattr("deltacheck.codec.derivation.cast", wrong)
     with pytest.raises(errors.Damaged, match="'model/w1' follows from"):
         made.engine.restore(into=in_torch(arrays))
     assert np.all(arrays["optimizer"]["state"][0]["master"] == 7.0)

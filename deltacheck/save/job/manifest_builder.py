@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.leaf.contracts import PeakRate, Promise, weakest_of
 from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import Bounded, PeakRate, Promise, Reused, name_of

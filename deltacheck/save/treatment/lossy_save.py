@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.derivation import Derived
+from deltacheck.codec.derivation import Derived
 from deltacheck.leaf.contracts import PeakRate, Promise
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
+from deltacheck.codec.derivation import Derived
 from deltacheck.codec.lossy import octaves, ratios
-from deltacheck.derivation import Derived
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Decision

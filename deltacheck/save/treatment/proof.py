@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.policy import adam, roles
 from deltacheck.policy.decide import is_treatable
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles

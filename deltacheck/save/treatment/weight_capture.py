@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck import derivation
+from deltacheck.codec import derivation
 from deltacheck.codec.lossy import lattice, nested
 from deltacheck.leaf.contracts import Bounded, Promise
 from deltacheck.leaf.spec import LeafSpec
