@@ -158,8 +158,7 @@ class WaySaves:
     """The saves of one way until the kill.
 
     ``saves``: an event for each complete one; ``overlapped`` is true if training went on beside it.
-    ``mean_bytes``: of all files that the way has left, over their number; of the saves, for a way
-    without a root.
+    ``mean_bytes``: of all files of a checkpoint; merges of a root's deltas are included.
     """
 
     way: str

@@ -202,11 +202,11 @@ def _until_killed(session: Workers, kill: Kill, pace: tuple[float, float]) -> tu
 
 def _way_saves(before: Reports, folder: Path, kill: Kill, way: str) -> WaySaves:
     saves, root = before.saved_in(way), folder_of(folder, kill) / way / ROOT
+    sizes = [save["stored_bytes"] for save in saves]
     if root.exists():
-        total = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-        return WaySaves(way, saves, total / max(1, len(deltacheck.open(root).steps())))
-    total = sum(save["stored_bytes"] for save in saves)
-    return WaySaves(way, saves, total / max(1, len(saves)))
+        # These include what was written behind the training to shorten chains.
+        sizes = [step.written_bytes for step in collect(root).steps]
+    return WaySaves(way, saves, sum(sizes) / max(1, len(sizes)))
 
 
 def _recovery(session: Workers, kill: Kill, way: str, before: Reports, error: str) -> Recovery:

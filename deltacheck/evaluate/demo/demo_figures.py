@@ -97,8 +97,8 @@ def _overview(outcome: DemoOutcome) -> Drawing:
         axes.set_yticks(range(len(names)), names, fontsize=8)
     panels[0].invert_yaxis()
     caption = (
-        "One training, saved in each way at every checkpoint. Bytes: all files divided by the"
-        " number of checkpoints. Median: of the bytes of the saves, most of which follow the stable"
+        "One training, saved in each way at every checkpoint. Bytes: of all files of"
+        " the checkpoints. Median: of the bytes of the saves, most of which follow the stable"
         " start of Policy.auto(). Waits: the median of the saves beside which training went on."
         " Restore: into a new process, with files in memory. Before the first save, the optimizer"
         " was settled: after some steps its moments were set to their unbiased estimates, and"
