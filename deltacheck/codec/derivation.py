@@ -21,7 +21,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Out: TypeAlias = Array | None  # memory for a result; None: new memory
 
 
-class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
+class Derived(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The rule by which a leaf of the tree follows from stored leaves (``format.md``, section 3).
 
     Attributes:
