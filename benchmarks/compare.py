@@ -49,7 +49,7 @@ FORWARD_AT_MOST = 0.3
 STEP_AT_MOST = {EXACT: 1.0, AUTO: 0.8, BOUNDED: 0.8}
 RESTORE_AT_MOST = {EXACT: 1.5, AUTO: 1.0, BOUNDED: 1.0}
 SMALL_BYTES, SMALL_RESTORE_AT_MOST = 100e6, 2.0  # exact states below this size
-PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "lab" / "benchmarks.md"
 
 # The measurements of each repeat: headings by the name in the record
 SAMPLES = {
