@@ -92,7 +92,7 @@ def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> N
     command = [
         sys.executable,
         "-m",
-        "deltacheck.cli",
+        "deltacheck",
         "eval",
         "--quick",
         "--workload",
