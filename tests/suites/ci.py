@@ -127,15 +127,12 @@ def run(suite: Suite, folder: Path) -> Outcome:
     log = folder / f"{suite.name.replace(' ', '-')}.log"
     begin = time.monotonic()
     status, processor_seconds = 0, 0.0
-    # A call of make within make has the variables of the outer one, and ARGS names suites there.
-    own = ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
-    environment = {name: value for name, value in os.environ.items() if name not in own}
     with log.open("wb") as file:
         for call in suite.calls:
             process = subprocess.Popen(
-                ["make", *call],
+                # Make within make has the variables of the outer one, whose ARGS names suites.
+                ["make", "ARGS=", *call],
                 cwd=REPOSITORY,
-                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
