@@ -746,6 +746,19 @@ def test_a_contract_with_a_rate_of_its_own_needs_the_norm_of_rates(
         deltacheck.open(root).restore()
 
 
+def test_a_rule_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    """The key may change the values."""
+    root = forge.unpack("drawn", tmp_path)
+    path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
+
+    def edit(manifest: dict[str, Any]) -> None:
+        next(iter(manifest["derived"].values()))["signed"] = True
+
+    forge.forge_manifest(path, edit)
+    with pytest.raises(errors.Damaged, match="unknown field `signed`"):
+        deltacheck.open(root).restore()
+
+
 def test_derived_leaves_need_their_feature(tmp_path: Path) -> None:
     root = forge.unpack("drawn", tmp_path)
     path = sorted((root / "checkpoints").glob("c*/zarr.json"))[-1]
