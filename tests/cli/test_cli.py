@@ -13,9 +13,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -603,15 +604,35 @@ def test_a_missing_segment_is_shown_where_it_is_missed(damaged: Path, deltacheck
 
 def seen_on_terminal(command: list[str]) -> tuple[str, str]:
     """Run a command whose stderr is a terminal; return the text there, and stdout."""
+    with terminal() as (theirs, seen):
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=theirs, timeout=240, check=True
+        )
+    return b"".join(seen).decode(), done.stdout.decode()
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the file descriptor of a terminal, and what has been written to it, whole at the end.
+
+    It is read all the time: a terminal takes about 4 KiB, and then its writers wait.
+    """
     ours, theirs = pty.openpty()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=240, check=True)
-    os.close(theirs)
-    seen = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
-        while more := os.read(ours, 65536):
-            seen += more
-    os.close(ours)
-    return seen.decode(), done.stdout.decode()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while more := os.read(ours, 65536):
+                seen.append(more)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield theirs, seen
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
 
 
 def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
@@ -663,17 +684,11 @@ def test_tables_fit_the_terminal_and_name_the_columns_that_they_leave_out(
     run: Run, deltacheck_: Command
 ) -> None:
     for command in (["log"], ["show"], ["diff", "0", "25"]):
-        ours, theirs = pty.openpty()
         line = [sys.executable, "-m", "deltacheck", command[0], str(run.root), *command[1:]]
         environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
-        subprocess.run(line, stdout=theirs, timeout=240, check=True, env=environment)
-        os.close(theirs)
-        seen = b""
-        with contextlib.suppress(OSError):
-            while more := os.read(ours, 65536):
-                seen += more
-        os.close(ours)
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", seen.decode()).splitlines()
+        with terminal() as (theirs, seen):
+            subprocess.run(line, stdout=theirs, timeout=240, check=True, env=environment)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", b"".join(seen).decode()).splitlines()
         tables = [line for line in lines if "   " in line or "──" in line]
         assert len(tables) >= 3, command
         assert max(map(len, tables)) <= 80, command

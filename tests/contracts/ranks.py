@@ -18,7 +18,7 @@ class Threads:
             ``RankFailed``. Longer: slow machines pass; shorter: a lost rank is noticed sooner.
     """
 
-    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, size: int, timeout_seconds: float = 240.0) -> None:
         self._size = size
         self._timeout_seconds = timeout_seconds
 

@@ -66,7 +66,7 @@ class SyncedReference(scenarios.ReferenceProtocol):
 
 def _unsynced(root: Path, acknowledge: Acknowledge) -> None:
     with scenarios.engine(
-        root, options=SaveOptions(grace_seconds=0, io_timeout_seconds=20, durability="process")
+        root, options=SaveOptions(grace_seconds=0, durability="process")
     ) as opened:
         for step in range(2):
             opened.save(step, scenarios.torch_state(step)).wait(timeout=240)

@@ -110,9 +110,9 @@ def meet(campaign: Campaign, trial: Trial, way: str, fault: Fault) -> Outcome:
         return campaign.run("fail", trial, fault=fault)
     # Of Orbax's own calls nothing is promised: the fault is given to those in our store.
     watched = trial.root / "deltacheck" if trial.scenario in ORBAX else trial.area
-    timeout = HANG_TIMEOUT_SECONDS if fault.mode is Mode.HANG else 20.0
+    timeout = HANG_TIMEOUT_SECONDS if fault.mode is Mode.HANG else 240.0
     return campaign.run(
-        "train", trial, str(watched), fault.as_json(), timeout, trace=True, deadline=150.0
+        "train", trial, str(watched), fault.as_json(), timeout, trace=True, deadline=300.0
     )
 
 

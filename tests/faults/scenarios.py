@@ -267,8 +267,8 @@ def _go_on(opened: Any) -> int:
 
 
 def engine(root: Path, **options: Any) -> Any:
-    """An engine with limits that suit a test: chains of at most four deltas, no save longer than 20
-    s. Nothing is merged unless a scenario is about that: the thread would change files at any time.
+    """An engine whose chains have at most four deltas. Nothing is merged unless a scenario is about
+    that: the thread would change files at any time.
     """
     import torch
 
@@ -280,7 +280,7 @@ def engine(root: Path, **options: Any) -> Any:
         root,
         **{
             "policy": Policy.exact(max_chain_depth=4, merge_deltas=False),
-            "options": SaveOptions(grace_seconds=0, io_timeout_seconds=20),
+            "options": SaveOptions(grace_seconds=0),
         }
         | options,
     )
@@ -359,7 +359,7 @@ def _compaction(name: str, merge: bool) -> Scenario:
 
         lease = take_lease(root)
         try:
-            assert compact(open_root(root), merge=merge, io_timeout_seconds=20) is not None
+            assert compact(open_root(root), merge=merge) is not None
         finally:
             lease.release()
 
@@ -408,7 +408,7 @@ def _repair() -> Scenario:
 
         lease = take_lease(root)
         try:
-            assert repair(open_root(root), io_timeout_seconds=20).steps == [1]
+            assert repair(open_root(root)).steps == [1]
         finally:
             lease.release()
 
@@ -423,7 +423,7 @@ class Ranks(TorchEngine):
         from deltacheck.store.files.durability import Durability
         from tests.support.ranked_run import RankedRun
 
-        return RankedRun(root, 2, depth=4, durability=Durability.POWER, io_timeout_seconds=20)
+        return RankedRun(root, 2, depth=4, durability=Durability.POWER)
 
 
 def _ranks() -> Scenario:
@@ -633,7 +633,9 @@ class OrbaxManager(_Deltacheck):
 
 
 @contextlib.contextmanager
-def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) -> Iterator[Any]:
+def orbax_manager(
+    root: Path, save_options: SaveOptions | None = None, **options: Any
+) -> Iterator[Any]:
     """A manager of our handler with limits that suit a test; ``options``: of
     ``CheckpointManagerOptions``.
     """
@@ -646,7 +648,7 @@ def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) ->
         root,
         ocp.CheckpointManagerOptions(**options),
         policy=_exact(1),
-        save_options=SaveOptions(grace_seconds=0, io_timeout_seconds=io_timeout_seconds),
+        save_options=save_options or SaveOptions(grace_seconds=0),
     )
     with made:
         yield made

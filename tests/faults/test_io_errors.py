@@ -31,7 +31,7 @@ from tests.faults import io_errors
 from tests.faults.campaign import Campaign, Tally
 from tests.faults.shim import Fault, Mode
 from tests.support.states import assert_same, nudge, training_state
-from tests.support.waiting import setup_with, wait_until
+from tests.support.waiting import set_deadline, wait_until
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -124,7 +124,10 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
     tmp_path: Path, hanging: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"x": torch.ones(3)}
-    with Engine(tmp_path, options=SaveOptions(io_timeout_seconds=2.0)) as engine:
+    options = SaveOptions()
+    with Engine(tmp_path, options=options) as engine:
+        # Only the hang is to meet a short deadline.
+        set_deadline(options, 2.0)
         first: list[str] = []
         go = hanging(durability, lambda path: first.append(path.name) or len(first) == 1)
         with caplog.at_level(logging.ERROR, "deltacheck"):
@@ -133,8 +136,7 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
         assert "the save of step 7: the storage did not answer within" in str(error)
         assert "step 7" in caplog.text
         state["x"] += 1
-        # Only the hang is to meet a short deadline.
-        engine._saver._setup = setup_with(engine, io_timeout_seconds=120.0)
+        set_deadline(options, 240.0)
         engine.save(8, state).wait(timeout=240)
         assert not go.is_set()  # the hang has not ended
         assert engine.steps() == [8]
@@ -149,8 +151,8 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
     """It hangs before its manifest is there. Alone, the step appears, and has its segments; behind
     newer ones the fence takes it back.
     """
-    state = training_state()
-    with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
+    state, options = training_state(), SaveOptions()
+    with Engine(tmp_path, options=options) as engine, pytest.MonkeyPatch.context() as patch:
         go, created = threading.Event(), threading.Event()
         create, manifest = arrays.create_file, SaveJob.manifest
 
@@ -163,13 +165,14 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
             return done
 
         def hurry(job: SaveJob, *args: Any) -> Any:
-            job.setup = setup_with(engine, io_timeout_seconds=0.1)  # of the commit alone
+            set_deadline(options, 0.1)  # of the commit alone
             return manifest(job, *args)
 
         patch.setattr(arrays, "create_file", hang)
         patch.setattr(SaveJob, "manifest", hurry)
         assert "may hang" in str(engine.save(0, state).exception(240))
         patch.setattr(SaveJob, "manifest", manifest)
+        set_deadline(options, 240.0)
         saved = copy.deepcopy(state)
         for step in range(1, 1 + later):
             nudge(state)

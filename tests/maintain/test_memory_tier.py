@@ -174,7 +174,7 @@ def test_a_step_is_in_memory_when_its_save_returns_and_says_that_this_is_what_it
         listed = CliRunner().invoke(app, ["ls", str(places.memory)]).stdout
         assert "end of process" in listed
         drain.go.set()
-        engine.persist(30)
+        engine.persist(240)
         assert on_disk(places.disk) == [0]
     assert deltacheck.open(places.disk).manifest(0).durability == "power"
     assert "SURVIVES" not in CliRunner().invoke(app, ["ls", str(places.disk)]).stdout
@@ -241,7 +241,7 @@ def test_the_drain_copies_what_a_kill_has_left_half_copied(places: Places) -> No
         places.memory, bond._replace(seq=0, nonce=deltacheck.open(places.disk).manifest(0).nonce)
     )
     with places.engine() as engine:
-        engine.persist(30)
+        engine.persist(240)
     assert on_disk(places.disk) == [0, 1]
     all_restore(places.disk)
 
@@ -251,7 +251,7 @@ def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for
 ) -> None:
     with places.engine() as engine:
         save(engine, 0)
-        engine.persist(30)
+        engine.persist(240)
         before = sorted(path.relative_to(places.disk) for path in places.disk.rglob("*"))
         drain.error = OSError(errno.ENOSPC, "no space left")
         save(engine, 1)
@@ -263,7 +263,7 @@ def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for
         ):
             engine.save(2, state_at(2))
         with pytest.raises(errors.SaveFailed, match="could not be copied"):
-            engine.persist(30)
+            engine.persist(240)
         assert engine.steps() == [0, 1]
         assert_same(engine.restore(), state_at(1))
         drain.error = None
@@ -291,7 +291,7 @@ def test_a_transfer_that_fails_half_way_leaves_no_segment(
 
         monkeypatch.setattr(transfer, "copy_file", copy_file)
         with pytest.raises(errors.SaveFailed, match="input/output error"):
-            engine.persist(30)
+            engine.persist(240)
         assert sorted((places.disk / "segments").iterdir()) == before
     assert on_disk(places.disk) == [0, 2]
 
@@ -303,7 +303,7 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
         victim = next((places.memory / "segments").glob("s0000000001-*/delta/0/index/c*"))
         victim.unlink()
         with pytest.raises(errors.SaveFailed, match=r"bytes, .* were committed"):
-            engine.persist(30)
+            engine.persist(240)
         assert on_disk(places.disk) == [0]
         with pytest.raises(errors.SaveFailed):
             engine.close()
@@ -366,7 +366,7 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
     monkeypatch.setattr(torch_engine, "time", clock)
     with places.engine() as engine:
         save(engine, 0)
-        engine.persist(30)
+        engine.persist(240)
         tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1000
         drain.go.clear()
         set_on_busy(engine, "skip")
@@ -507,7 +507,7 @@ def test_a_step_that_is_damaged_in_memory_is_read_from_the_disk(
 ) -> None:
     with places.engine(policy=Policy.exact(max_chain_depth=0)) as engine:
         save(engine, 0, 1, 2)
-        engine.persist(30)
+        engine.persist(240)
         (victim,) = (places.memory / "segments").glob("s0000000002-*/leaves/weights/c.0.0")
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 0xFF
@@ -532,7 +532,7 @@ def test_the_digest_of_a_report_is_that_of_the_step_on_the_disk_and_asks_for_it_
         assert_same(engine.restore(expected_digest=report.digest), state_at(1))
         with pytest.raises(errors.Damaged, match="not the one that is expected"):
             engine.restore(expected_digest="sha256:0")
-        engine.persist(30)
+        engine.persist(240)
         assert deltacheck.open(places.disk).digest(1) == report.digest
         assert_same(engine.restore(expected_digest=report.digest), state_at(1))
 

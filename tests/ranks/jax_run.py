@@ -402,7 +402,7 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
     """Process ``victim`` is killed while the second save is written. The other writes down what the
     log says, and when.
     """
-    start(rank, size, port, heartbeat_timeout_seconds=15)
+    start(rank, size, port, heartbeat_timeout_seconds=30)
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -414,12 +414,15 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
         os.kill(os.getpid(), signal.SIGKILL)
 
     on = mesh(4)
-    m = manager(root, save_options=SaveOptions(grace_seconds=0, io_timeout_seconds=3))
+    m = manager(root, save_options=SaveOptions(grace_seconds=0))
     m.save(0, args=DeltaSaveArgs(made(0, on, ROWS)))
     m.wait_until_finished()
     logging.getLogger("deltacheck").addHandler(Told())
     if rank == victim:
         SaveJob.finish_segment = die  # type: ignore[assignment,method-assign]
+    for item in handler_of(m)._items.values():
+        # Waits for the dead for less time than JAX, which ends this process.
+        item._group.joint.ranks.end._timeout_seconds = 3.0  # type: ignore[union-attr]
     m.save(1, args=DeltaSaveArgs(made(1, on, ROWS)))
     m.wait_until_finished()  # Orbax waits here for the dead, until JAX ends this process
 
@@ -504,16 +507,16 @@ def talk(rank: int, size: int, port: int) -> list[str]:
     """Conversations over the store: large ones, failures, one that is late."""
     start(rank, size, port)
     told = []
-    channel = join("talk", 20.0).begin
+    channel = join("talk", 240.0).begin
     store = coordination_client()
     large = bytes(range(256)) * (5 << 12) + b"end"
     assert consult(channel, large, lambda got: [got[1], got[0]]) == large
     with pytest.raises(RankFailed) as info:
         consult(channel, ValueError("mine") if rank == 1 else b"", lambda got: [b"", b""])
     told.append(str(info.value))
-    hasty = join("hasty", 1.0).begin
+    hasty = join("hasty", 240.0 if rank else 1.0).begin  # rank 0 gives up, rank 1 hears of it
     if rank == 1:
-        time.sleep(2)
+        wait_until(lambda: store.key_value_dir_get("deltacheck/hasty/0/begin/1/down"))
     with pytest.raises(RankFailed) as info:
         consult(hasty, b"late", lambda got: [b"", b""])
     told.append(str(info.value))

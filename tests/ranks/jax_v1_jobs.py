@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import CheckpointManagerOptions
 from orbax.checkpoint import v1 as ocp
 
-from deltacheck import Profiler, SaveOptions
+from deltacheck import Profiler
 from deltacheck.backends.orbax import DeltaSaveArgs, manager, v1
 from deltacheck.errors import RankFailed, SaveFailed, TreeMismatch
 from deltacheck.policy import Policy
@@ -106,7 +106,7 @@ def fail_in_one(rank: int, size: int, port: int, root: str) -> dict[str, str]:
     # Orbax's default policy takes a save that was refused for one under way, and skips the next.
     policy = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
     with (
-        v1.context(root, save_options=SaveOptions(io_timeout_seconds=60)) as context,
+        v1.context(root) as context,
         ocp.training.Checkpointer(root, save_decision_policy=policy) as checkpointer,
     ):
         assert checkpointer.save(0, jax_run.made(0, mesh, jax_run.ROWS))

@@ -33,8 +33,10 @@ def launch(
     lost: set[int] = frozenset(),
 ) -> list[Any]:  # type: ignore[assignment]
     """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None``
-    for
-    the ``lost``, which kill themselves.
+    for the ``lost``, which kill themselves.
+
+    A rank that has returned stays until all others have: rank 0 serves the store of the group, and
+    JAX ends each process whose store is gone.
 
     Fails with the traceback of the first rank that raised, or where one takes longer than
     ``seconds``.
@@ -45,6 +47,7 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     results: Any = context.Queue()
+    all_returned = context.Event()
     variables = os.environ | {
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -53,7 +56,9 @@ def launch(
     }
     processes = [
         context.Process(
-            target=_run, args=(results, variables, target, rank, size, port, args), daemon=True
+            target=_run,
+            args=(results, all_returned, variables, target, rank, size, port, args),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -79,6 +84,7 @@ def launch(
             found[rank] = value
         return [found.get(rank) for rank in range(size)]
     finally:
+        all_returned.set()
         for process in processes:
             process.join(5)
             process.kill()
@@ -86,6 +92,7 @@ def launch(
 
 def _run(
     results: Any,
+    all_returned: Any,
     variables: dict[str, str],
     target: Callable[..., Any],
     rank: int,
@@ -100,3 +107,4 @@ def _run(
         results.put((rank, target(rank, size, port, *args), ""))
     except BaseException:  # noqa: BLE001 - the test tells it
         results.put((rank, None, traceback.format_exc()))
+    all_returned.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deltacheck import MemoryTier, SaveOptions
+from deltacheck import MemoryTier
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.maintain import drain
 from tests.ranks.jobs import Run, same, whole, world
@@ -40,7 +40,6 @@ def keep_in_memory(rank: int, size: int, port: int, folder: Path) -> None:
             folder / "disk",
             memory=MemoryTier(folder / "memory", persist_every=3),
             process_group=group,
-            options=SaveOptions(io_timeout_seconds=30),
         )
         run = Run("fsdp", size)
         for step in range(8):
@@ -69,7 +68,6 @@ def continue_in_memory(rank: int, size: int, port: int, folder: Path) -> Any:
                 folder / name,
                 memory=MemoryTier(memory, **tier),
                 process_group=group,
-                options=SaveOptions(io_timeout_seconds=30),
                 **options,
             )
 

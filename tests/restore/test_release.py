@@ -110,10 +110,10 @@ def test_a_memory_tier_that_is_nearly_full_saves_after_a_restore(tmp_path: Path)
     with Engine(
         tmp_path / "disk",
         memory=memory,
-        options=SaveOptions(grace_seconds=0, io_timeout_seconds=20),
+        options=SaveOptions(grace_seconds=0),
     ) as engine:
         engine.save(0, state(0)).wait(timeout=240)
         engine.restore(into=state(9))
         engine.save(1, state(1)).wait(timeout=240)
-        engine.persist(30)
+        engine.persist(240)
     assert deltacheck.open(tmp_path / "disk").steps() == [0, 1]

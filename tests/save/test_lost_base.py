@@ -246,11 +246,11 @@ def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> Non
     root, memory, weights = tmp_path / "run", tmp_path / "memory", torch.randn(300, 300)
     with Engine(root, memory=memory) as engine:
         engine.save(0, {"weights": weights}).result(240)
-        engine.persist(60)
+        engine.persist(240)
     old = _age_by_days(root)
     with Engine(root, memory=memory, options=SaveOptions(redate_after_seconds=3600)) as engine:
         engine.save(1, {"weights": weights + 1}).result(240)
-        engine.persist(60)
+        engine.persist(240)
         _await_re_dating(root, old)
     assert (deltacheck.open(root).restore(0)["weights"] == weights.numpy()).all()
 

@@ -85,7 +85,7 @@ def with_memory(root: Path) -> None:
     memory = root.with_name(f"{root.name}-memory")
     with Engine(root, memory=memory) as engine:
         engine.save(7, {"w": torch.ones(300, 300)}).result(240)
-        engine.persist(60)
+        engine.persist(240)
 
 
 def by_repair(root: Path) -> None:
@@ -182,7 +182,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in range(3):
             weights[step] += 1
             engine.save(step, {"w": weights, "b": torch.ones(5)}).result(240)
-        engine.persist(60)
+        engine.persist(240)
         engine.tag(1, "best")
     (root / "control" / "marks").mkdir()
     (root / "control" / "marks" / "zarr.json").write_bytes(

@@ -43,7 +43,7 @@ from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.root import Root
 from deltacheck.store.roots.store import Store
 from tests.support.s3_server import S3, Fault
-from tests.support.waiting import ShiftedClock, setup_with
+from tests.support.waiting import ShiftedClock, set_deadline
 
 FOREVER = 1 << 30
 STORAGE = ObjectStore(retries=2)
@@ -283,15 +283,16 @@ def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(
 
 
 def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_server: S3) -> None:
-    engine = Engine(address, storage=STORAGE)
+    options = SaveOptions()
+    engine = Engine(address, storage=STORAGE, options=options)
     engine.save(0, {"w": torch.zeros(10)}).result(240)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._saver, "_setup", setup_with(engine, io_timeout_seconds=0.5))
-        with (
-            s3_server.failing(Fault("hang", OBJECTS["data"], times=FOREVER)),
-            pytest.raises(SaveFailed, match="deadline"),
-        ):
-            engine.save(1, {"w": torch.ones(10)}).result()
+    set_deadline(options, 0.5)
+    with (
+        s3_server.failing(Fault("hang", OBJECTS["data"], times=FOREVER)),
+        pytest.raises(SaveFailed, match="deadline"),
+    ):
+        engine.save(1, {"w": torch.ones(10)}).result()
+    set_deadline(options, 240.0)
     engine.save(2, {"w": torch.ones(10)}).result(240)
     engine.close()
     assert deltacheck.open(address, storage=STORAGE).steps() == [0, 2]

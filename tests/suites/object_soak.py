@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import deltacheck
-from deltacheck import Policy, SaveOptions
+from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import RootBusy, SaveFailed, StepNotFound, StorageFailed
 from deltacheck.store import collect
@@ -57,7 +57,6 @@ class Soak:
             self.address,
             storage=STORAGE,
             policy=Policy.exact(4),
-            options=SaveOptions(io_timeout_seconds=30),
         )
 
     def close(self) -> None:
@@ -143,7 +142,6 @@ class Soak:
             self.address,
             storage=STORAGE,
             policy=Policy.exact(4),
-            options=SaveOptions(io_timeout_seconds=30),
         )
 
     def collect(self) -> None:

@@ -34,7 +34,7 @@ from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import DeltacheckError
 
-HANG_SECONDS = 90.0
+HANG_SECONDS = 240.0
 GRACE_SECONDS = 60.0
 SIGNALS_OF_CHILD = 25
 

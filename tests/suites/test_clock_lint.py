@@ -25,6 +25,9 @@ pytestmark = pytest.mark.tools
         ("sleep", "CHILD = '''\nimport time\ntime.sleep(5)\n'''"),
         ("limit", "thread.join(5)"),
         ("limit", "event.wait(timeout=2.5)"),
+        ("limit", "engine.persist(30)"),
+        ("limit", "join('name', 20.0)"),
+        ("limit", "SaveOptions(io_timeout_seconds=20)"),
     ],
 )
 def test_clocks_sleeps_and_short_limits_are_refused(rule: str, program: str) -> None:

@@ -31,6 +31,7 @@ from deltacheck.save import pipeline
 from deltacheck.save.job import save_job
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
+from tests.support.waiting import set_deadline
 
 ORBAX = "--orbax" in sys.argv
 if ORBAX:
@@ -111,8 +112,11 @@ ORIGINAL_SYNC = Durability.sync_tree
 RELEASED = threading.Event()
 
 
-def break_storage(fault: str) -> None:
-    match fault:
+def break_storage(case: Case, options: SaveOptions) -> None:
+    if case["fault"] in ("hang", "stuck") and case["ending"] != "none":
+        # The deadline of this save is what ends it, not that of the exit.
+        set_deadline(options, 1.5)
+    match case["fault"]:
         case "ok":
             Durability.sync_tree = slow  # type: ignore[method-assign]
         case "full":
@@ -131,22 +135,18 @@ def break_storage(fault: str) -> None:
 def save(case: Case) -> Any:
     """Commit step 0, break the storage, and begin to save step 1."""
     hangs = case["fault"] in ("hang", "stuck")
-    options: dict[str, Any] = {"exit_timeout_seconds": 0.4 if hangs else 60.0}
-    if (
-        hangs and case["ending"] != "none"
-    ):  # the save's own deadline is what ends it, not that of the exit
-        options["io_timeout_seconds"] = 1.5
+    options = SaveOptions(exit_timeout_seconds=0.4 if hangs else 60.0)
     root = Path(case["folder"]) / "root"
     if ORBAX:
-        mngr = manager(root, save_options=SaveOptions(**options))
+        mngr = manager(root, save_options=options)
         mngr.save(0, args=DeltaSaveArgs({"x": jnp.zeros(5)}))
         mngr.wait_until_finished()
-        break_storage(case["fault"])
+        break_storage(case, options)
         mngr.save(1, args=DeltaSaveArgs({"x": jnp.ones(5)}))
         return mngr
-    engine = Engine(root, options=SaveOptions(**options))
+    engine = Engine(root, options=options)
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
-    break_storage(case["fault"])
+    break_storage(case, options)
     if case["kind"] in INSIDE:
         original = pipeline.Pipeline.start_later
 

@@ -114,7 +114,7 @@ class RankedRun:
         store, self.lease, next_seq = open_alone(root, durability)
         self.root = Root(root, store)
         self.size, self.layout = size, layout
-        ranks = Threads(size, 60).ranks()
+        ranks = Threads(size).ranks()
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(create_store(root, durability=durability) for _ in range(size - 1))]
         policy = policy or Policy.exact(max_chain_depth=depth, max_restore_ratio=None)

@@ -184,7 +184,7 @@ def test_tiles_are_cut_from_the_shards_that_hold_them(monkeypatch: pytest.Monkey
 def test_processes_compare_options_and_folders_before_their_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: str
 ) -> None:
-    channels = dict(enumerate(Threads(2, 60).ranks()))
+    channels = dict(enumerate(Threads(2).ranks()))
     monkeypatch.setattr(collective.coordination, "join", lambda name, seconds: channels[int(name)])
     flat = tree.flatten({"n": np.arange(3)}, leaves.describe)
     taken: list[int] = []
