@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,8 @@ assert "jax" not in sys.modules, (
 # Tests of power cuts bring a disk of their own. TMPDIR chooses another folder.
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
-    os.environ.setdefault("TMPDIR", str(MEMORY))
+    # pytest and its plugins may have asked for the folder already.
+    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(MEMORY))
 
 # No deadlines: a slow machine is not a failing test. The same examples every time, so that a
 # failure is of the change at hand. HYPOTHESIS_PROFILE=soak takes new ones, for the long run.

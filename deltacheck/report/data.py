@@ -267,7 +267,7 @@ class Cost:
 def cost_of(segment: Segment) -> Cost:
     """Measure the files of a segment.
 
-    Streams that sparse and bitmap chunks share are divided by length before compression.
+    The files of a part are divided by the lengths of streams before compression.
 
     Raises:
         OSError: If a file cannot be read.
@@ -299,12 +299,11 @@ def cost_of(segment: Segment) -> Cost:
     for number, part in enumerate(segment.table.parts):
         index = segment.part(number).index
         rows = np.zeros(index.shape[0])
-        for name, sizes in stream_sizes(index).items():
-            file_bytes = files.get((layout.DELTA, str(number), name), 0)
-            # A stream without bytes has no file, and no length to divide by.
-            if name not in part.streams or not file_bytes:
-                continue
-            rows += sizes * (file_bytes / part.streams[name].length)
+        sizes_of = stream_sizes(index)
+        for codec, lengths in columns.stream_arrays(part).items():
+            file_bytes = files.get((layout.DELTA, str(number), codec), 0)
+            sizes = sum(sizes_of[name].astype(np.float64) for name in lengths)
+            rows += sizes * (file_bytes / sum(lengths.values()))
             method_sizes = np.bincount(
                 index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES)
             )
@@ -341,7 +340,7 @@ def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
     sizes: dict[tuple[str, ...], int] = {(): 0}
     for folder, _, names in os.walk(path):
         place = Path(folder).relative_to(path).parts
-        # ``delta/<part>/<stream>`` has three levels, ``leaves/<name>`` and ``packed/<dtype>`` have
+        # ``delta/<part>/<codec>`` has three levels, ``leaves/<name>`` and ``packed/<dtype>`` have
         # two (format.md, section 1).
         array = place[: 3 if place[:1] == (layout.DELTA,) else 2]
         for name in names:

@@ -102,7 +102,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 # A list of two in JSON (section 2 of the format).
 class Stream(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The length in bytes and the codec of a stream array."""
+    """The length in bytes of a stream, and the codec of the array that has it."""
 
     length: int
     codec: str
@@ -145,8 +145,8 @@ class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def arrays_of(parts: Sequence[Part]) -> int:
-    """Return the number of arrays of some parts: an index each, and the streams."""
-    return sum(1 + len(part.streams) for part in parts)
+    """Return the number of arrays of some parts: an index each, and one for each codec."""
+    return sum(1 + len({stream.codec for stream in part.streams.values()}) for part in parts)
 
 
 class SegmentRef(msgspec.Struct, frozen=True, gc=False):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
@@ -40,8 +41,8 @@ INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
 _STREAM_CONTENT = (
-    "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's"
-    " attributes"
+    "bytes of each stream of encoded chunks, one stream after the other, see section 4 of"
+    " docs/reference/format.md; the table is in this segment's attributes"
 )
 # Of a stream: the histogram of fewer bytes looks skewed whatever they are.
 _LEAST_SAMPLE_BYTES = 4096
@@ -73,11 +74,28 @@ def packed_spec(storage: str, length: int) -> ArraySpec:
     return ArraySpec.flat(length, storage, "values", attributes)
 
 
-def stream_spec(name: str, stream: Stream) -> ArraySpec:
-    """Return the array of a stream."""
-    return ArraySpec.flat(
-        stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_CONTENT}
-    )
+def stream_arrays(part: Part) -> dict[str, dict[str, int]]:
+    """Return the stream arrays of a part: name -> the bytes of each stream, in their order there.
+
+    The name of an array is the codec of its streams.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for name in STREAMS:
+        if name in part.streams:
+            stream = part.streams[name]
+            found.setdefault(stream.codec, {})[name] = stream.length
+    return found
+
+
+def stream_spec(codec: str, lengths: Mapping[str, int]) -> ArraySpec:
+    """Return an array of streams.
+
+    Args:
+        codec: That of the streams.
+        lengths: An item of ``stream_arrays``.
+    """
+    attributes = {"streams": dict(lengths), "content": _STREAM_CONTENT}
+    return ArraySpec.flat(sum(lengths.values()), "uint8", codec, attributes)
 
 
 def index_spec(rows: int) -> ArraySpec:
@@ -177,22 +195,25 @@ class SegmentWriter:
         Args:
             index: uint32 ``(rows, 8)``.
             streams: Name -> pieces, which must not change until the writes are done. The dictionary
-                is emptied, so that the memory of each stream is freed as soon as it is written.
+                is emptied, so that the memory of each array is freed as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
-        stream_records = {
-            name: Stream(sum(piece.size for piece in pieces), stream_codec(pieces, self._effort))
-            for name, pieces in streams.items()
-        }
-        self.parts.append(Part(index.shape[0], stream_records))
+        sizes = {name: sum(piece.size for piece in streams[name]) for name in streams}
+        part = Part(
+            index.shape[0],
+            {
+                name: Stream(sizes[name], stream_codec(streams[name], self._effort))
+                for name in STREAMS
+                if sizes.get(name)
+            },
+        )
+        self.parts.append(part)
         self._is_ordered = self._is_ordered or codec_format.has_ordered(index[:, METHOD])
-        pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
-        for name, stream in stream_records.items():
-            pending.append(
-                self._streams.write(
-                    path / name, stream_spec(name, stream), streams.pop(name), self._effort.level
-                )
-            )
+        pending = [self._write(path / "index", index_spec(part.rows), index)]
+        for codec, lengths in stream_arrays(part).items():
+            pieces = [piece for name in lengths for piece in streams.pop(name)]
+            spec = stream_spec(codec, lengths)
+            pending.append(self._streams.write(path / codec, spec, pieces, self._effort.level))
             # ``_write`` has noted the write of the index.
             self._pending.append(pending[-1])
         return pending
@@ -476,7 +497,8 @@ class Segment:
             folder = self.path / layout.DELTA / str(number)
             specs[folder / "index"] = index_spec(part.rows)
             specs |= {
-                folder / name: stream_spec(name, stream) for name, stream in part.streams.items()
+                folder / codec: stream_spec(codec, lengths)
+                for codec, lengths in stream_arrays(part).items()
             }
         return specs
 
@@ -524,7 +546,10 @@ class PartReader:
 
     @cached_property
     def _stream_offsets(self) -> U64:
-        """The offsets of the rows' bytes in each of ``STREAMS``, uint64 ``(rows + 1, streams)``."""
+        """The offsets of the rows' bytes of each of ``STREAMS`` in the array that has the stream.
+
+        uint64 ``(rows + 1, streams)``.
+        """
         sizes = _stream_size_table(self.index)
         offsets = np.zeros((sizes.shape[0] + 1, len(STREAMS)), np.uint64)
         np.cumsum(sizes, axis=0, out=offsets[1:])
@@ -534,26 +559,26 @@ class PartReader:
             if end != length:
                 raise Damaged(
                     f"{self._path}: stream {name} has {length} bytes, its index asks for {end}",
-                    file=self._path / name,
+                    file=self._path / "index",
                 )
+        for lengths in stream_arrays(self._part).values():
+            before = itertools.accumulate(lengths.values(), initial=0)
+            for name, begin in zip(lengths, before, strict=False):
+                offsets[:, STREAMS.index(name)] += np.uint64(begin)
         return offsets
 
     @cached_property
-    def _specs(self) -> Mapping[str, ArraySpec]:
-        return {name: stream_spec(name, stream) for name, stream in self._part.streams.items()}
-
-    @cached_property
-    def _places(self) -> Mapping[str, Place | str]:
-        """The directories of the streams, as ``JoinedRead.add`` takes them."""
-        path = self._path
-        return {
-            name: f"{path}/{name}" if isinstance(path, Path) else path / name
-            for name in self._specs
-        }
+    def _arrays(self) -> Mapping[str, tuple[Place | str, ArraySpec]]:
+        """The array of each stream: its directory, as ``JoinedRead.add`` takes it, and its spec."""
+        path, found = self._path, {}
+        for codec, lengths in stream_arrays(self._part).items():
+            place = f"{path}/{codec}" if isinstance(path, Path) else path / codec
+            found |= dict.fromkeys(lengths, (place, stream_spec(codec, lengths)))
+        return found
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Bytes of all streams before each row and after the last one."""
+        """Bytes of all streams before each row and after the last one, and the same number more."""
         # A list, because its items are taken one by one.
         ends: list[int] = self._stream_offsets.sum(axis=1).tolist()
         return ends
@@ -572,7 +597,7 @@ class PartReader:
     @property
     def file_count(self) -> int:
         """The number of files of the streams."""
-        return sum(spec.file_count for spec in self._specs.values())
+        return sum(spec.file_count for spec in dict(self._arrays.values()).values())
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
         """Add the streams of ranges of rows to a joined read.
@@ -593,17 +618,12 @@ class PartReader:
         sizes = self._stream_offsets[stop] - begin
         shifts = np.zeros(sizes.shape, np.uint64)
         for column in np.flatnonzero(sizes.any(axis=0)).tolist():
-            name, present = STREAMS[column], np.flatnonzero(sizes[:, column])
+            place, spec = self._arrays[STREAMS[column]]
+            present = np.flatnonzero(sizes[:, column])
+            begins = begin[present, column]
             # Differences of unsigned numbers wrap, and so do the sums below.
             shifts[present, column] = (
-                read.add(
-                    self._places[name],
-                    self._specs[name].cells,
-                    self._specs[name].codec,
-                    begin[present, column],
-                    sizes[present, column],
-                )
-                - begin[present, column]
+                read.add(place, spec.cells, spec.codec, begins, sizes[present, column]) - begins
             )
         offsets: U64 = self._stream_offsets[rows] + np.repeat(shifts, lengths, axis=0)
         return offsets
@@ -614,15 +634,10 @@ class PartReader:
         read = JoinedRead(self._path)
         ranges = {}
         for column in np.flatnonzero(end > begin).tolist():
-            name, size = STREAMS[column], end[column] - begin[column]
-            (offset,) = read.add(
-                self._places[name],
-                self._specs[name].cells,
-                self._specs[name].codec,
-                np.array([begin[column]]),
-                np.array([size]),
-            ).tolist()
-            ranges[name] = slice(offset, offset + int(size))
+            place, spec = self._arrays[STREAMS[column]]
+            first_byte, size = begin[[column]], end[[column]] - begin[[column]]
+            (offset,) = read.add(place, spec.cells, spec.codec, first_byte, size).tolist()
+            ranges[STREAMS[column]] = slice(offset, offset + int(size[0]))
         data = np.empty(read.size, np.uint8)
         arrays.start_joined(read, data, self._path).result()
         return {name: data[part] for name, part in ranges.items()}

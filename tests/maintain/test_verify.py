@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
 
 def spoil(root: Path, seq: int) -> Path:
     (segment,) = (root / "segments").glob(f"s{seq:010d}-*")
-    (stream,) = (segment / "delta" / "0" / "values").glob("c*")
+    (stream,) = (segment / "delta" / "0" / "stream").glob("c*")
     content = bytearray(stream.read_bytes())
     content[len(content) // 2] ^= 1
     stream.write_bytes(content)
@@ -99,7 +99,7 @@ def test_a_data_file_that_was_cut_is_found_without_a_deep_check(
     assert deltacheck.open(root).verify() == []
     assert not reads  # no data is read while the sizes are right
     (segment,) = (root / "segments").glob("s0000000005-*")
-    (stream,) = (segment / "delta" / "0" / "values").glob("c*")
+    (stream,) = (segment / "delta" / "0" / "stream").glob("c*")
     if lost_bytes is None:
         stream.unlink()
     else:

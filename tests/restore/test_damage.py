@@ -103,18 +103,18 @@ def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Pat
 
     Those belong to a leaf that has a newer keyframe.
     """
-    state = {name: torch.arange(3000) for name in ("a", "b", "c")}
+    state = {"a": torch.arange(3000), "b": torch.zeros(100_000), "c": torch.arange(3000)}
     with Engine(tmp_path) as engine:
         engine.save(0, state).result()
         state["a"][7] += 1
-        state["b"][3] += 1 << 40  # the only one with a value that is stored wide
+        state["b"] += torch.rand(100_000)  # the only change that cannot be compressed
         state["c"][7] += 1
         engine.save(1, state).result()
         state["b"] = torch.ones(5)
         engine.save(2, state).result()
-    (wide,) = (tmp_path / "segments").glob("s0000000001-*/delta/0/wide/c*")
-    wide.write_bytes(b"")
-    with pytest.raises(errors.Damaged, match=r"leaf 'b'.*wide.*Steps that still restore: 0"):
+    (stored,) = (tmp_path / "segments").glob("s0000000001-*/delta/0/store/c*")
+    stored.write_bytes(b"")
+    with pytest.raises(errors.Damaged, match=r"leaf 'b'.*store.*Steps that still restore: 0"):
         deltacheck.open(tmp_path).restore(1)
     assert list(deltacheck.open(tmp_path).restore(2)["c"][6:8]) == [6, 8]
     assert {finding.step for finding in deltacheck.open(tmp_path).verify(deep=True)} == {1}
@@ -212,7 +212,7 @@ def test_a_stale_chunk_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
         tmp_path / "segments" / ref.id for ref in deltacheck.open(tmp_path).manifest(2).segments
     ]
     older, newer = (
-        sorted((segment / "delta" / "0" / "diff0").rglob("c*")) for segment in segments[-2:]
+        sorted((segment / "delta" / "0" / "store").rglob("c*")) for segment in segments[-2:]
     )
     pairs = [
         (a, b)

@@ -82,16 +82,15 @@ def merged_tables(
             path: msgspec.structs.replace(entry, **choice[path]._asdict())
             for path, entry in entries.items()
         }
-        for parts in arrays.parts():
-            yield SegmentTable(
-                layout.FORMAT,
-                layout.VERSION,
-                segment_id,
-                leaves,
-                first,
-                parts=parts,
-                must_understand=segment_features(leaves, arrays.is_ordered),
-            )
+        yield SegmentTable(
+            layout.FORMAT,
+            layout.VERSION,
+            segment_id,
+            leaves,
+            first,
+            parts=tuple(arrays.parts),
+            must_understand=segment_features(leaves, arrays.is_ordered),
+        )
 
 
 def _places(

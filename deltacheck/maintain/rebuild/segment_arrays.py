@@ -12,14 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import default_codec
-from deltacheck.codec.base import PLANES, RAW, STREAMS, U8, U32, U64, has_ordered
+from deltacheck.codec.base import PLANES, RAW, U8, U32, U64, has_ordered
 from deltacheck.errors import Damaged
 from deltacheck.leaf.digest import digest_of, leaf_digest
-from deltacheck.leaf.spec import LeafSpec, batches
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain.rebuild.facts import SegmentFacts
-from deltacheck.save.chains.merged_deltas import WINDOW_BYTES
-from deltacheck.save.job.part_writer import PART_BYTES
 from deltacheck.store import documents, layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files import arrays
@@ -57,7 +54,7 @@ class SegmentArrays:
         natural: Leaf path -> its array.
         packed: Storage type -> number of elements.
         indexes: The index of each part.
-        streams: The streams of each part.
+        parts: The parts.
         digests: The chunk digests, uint64 ``(rows, 2)``; ``None`` if they cannot be read.
     """
 
@@ -65,7 +62,7 @@ class SegmentArrays:
     natural: dict[str, Natural]
     packed: dict[str, int]
     indexes: list[U32]
-    streams: list[dict[str, Stream]]
+    parts: list[Part]
     digests: U64 | None
     _packed_content: dict[str, U8] = field(default_factory=dict)
 
@@ -88,11 +85,20 @@ class SegmentArrays:
         for number in range(len(subdirectories(folder / layout.DELTA))):
             part = folder / layout.DELTA / str(number)
             rows = _rows(part / "index", most_rows)
-            result.indexes.append(_content(part / "index", index_spec(rows)))
-            present = {path.name for path in subdirectories(part)}
-            result.streams.append(
-                {name: _stream(part / name) for name in STREAMS if name in present}
-            )
+            index = _content(part / "index", index_spec(rows))
+            result.indexes.append(index)
+            codecs = {
+                name: path.name
+                for path in subdirectories(part)
+                if path.name != "index"
+                for name in _metadata(path)["attributes"]["streams"]
+            }
+            streams = {
+                name: Stream(int(sizes.sum()), codecs[name])
+                for name, sizes in stream_sizes(index).items()
+                if sizes.any()
+            }
+            result.parts.append(Part(rows, streams))
         return result
 
     def runs(self) -> dict[int, Runs]:
@@ -138,24 +144,6 @@ class SegmentArrays:
             content = _content(self.folder / layout.PACKED / storage, spec)
             self._packed_content[storage] = content.view(np.uint8)
         return self._packed_content[storage]
-
-    def parts(self) -> list[tuple[Part, ...]]:
-        """Return the parts with their streams in each possible order.
-
-        The order is that of the pieces in which the rows were encoded.
-        """
-        orders: list[list[list[str]]] = []
-        for pieces_of in (_one_piece, _leaf_by_leaf, _runs_of_chunks, _windows):
-            names = [_ordered(index, pieces_of(index)) for index in self.indexes]
-            if names not in orders:
-                orders.append(names)
-        return [
-            tuple(
-                Part(index.shape[0], {name: streams[name] for name in names})
-                for index, streams, names in zip(self.indexes, self.streams, order, strict=True)
-            )
-            for order in orders
-        ]
 
 
 class ChunkDigests:
@@ -243,58 +231,6 @@ def _natural(array: Place, facts: SegmentFacts) -> tuple[str, LeafRecord]:
     return leaf, LeafRecord(
         dtype, shape, chunk, digest_of(spec, content.reshape(-1).view(np.uint8))
     )
-
-
-def _stream(path: Place) -> Stream:
-    metadata = _metadata(path)
-    return Stream(int(metadata["shape"][0]), "stream" if "zstd" in str(metadata) else "store")
-
-
-# --- the order of streams: that of the pieces of the encoder -------------------------------------
-
-
-def _one_piece(index: U32) -> NDArray[np.int64]:
-    """All of a part at once, as a codec on a device encodes."""
-    return np.zeros(index.shape[0], np.int64)
-
-
-def _leaf_by_leaf(index: U32) -> NDArray[np.int64]:
-    return index[:, columns.LEAF].astype(np.int64)
-
-
-def _runs_of_chunks(index: U32) -> NDArray[np.int64]:
-    """Chunks of one leaf, up to a number of bytes, as a save encodes."""
-    most_bytes = min(default_codec().run_bytes or PART_BYTES, PART_BYTES)
-    step = max(1, most_bytes // max(1, int(_raw_bytes(index).max(initial=1))))
-    keys = np.column_stack([_leaf_by_leaf(index), index[:, columns.CHUNK] // step])
-    return np.cumsum((np.diff(keys, axis=0, prepend=keys[:1]) != 0).any(axis=1))
-
-
-def _windows(index: U32) -> NDArray[np.int64]:
-    """Changed chunks of one leaf, up to a number of bytes, as a merge encodes."""
-    sizes, numbers = _raw_bytes(index), index[:, columns.LEAF]
-    pieces = np.zeros(index.shape[0], np.int64)
-    number = 0
-    for leaf in np.unique(numbers):
-        rows = np.flatnonzero(numbers == leaf).tolist()
-        for batch in batches(rows, lambda row: int(sizes[row]), WINDOW_BYTES):
-            pieces[batch] = number
-            number += 1
-    return pieces
-
-
-def _raw_bytes(index: U32) -> NDArray[np.int64]:
-    return index[:, columns.WORDS].astype(np.int64) * index[:, columns.WORD_BYTES]
-
-
-def _ordered(index: U32, pieces: NDArray[np.int64]) -> list[str]:
-    """Return the names of the streams that rows have, ordered by the first piece that has them."""
-    first = {
-        name: int(pieces[int(np.argmax(sizes > 0))])
-        for name, sizes in stream_sizes(index).items()
-        if sizes.any()
-    }
-    return sorted(first, key=lambda name: (first[name], STREAMS.index(name)))
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 
-import msgspec
-
 from deltacheck.leaf.digest import digest_of
 from deltacheck.maintain.rebuild.facts import SegmentFacts
 from deltacheck.maintain.rebuild.merged import merged_tables
@@ -81,7 +79,7 @@ def _saved_tables(
     segment_id: str, arrays: SegmentArrays, facts: SegmentFacts, chunk_digests: ChunkDigests
 ) -> Iterator[SegmentTable]:
     """Yield the tables of a save or a compaction that fit the arrays, the likely ones first."""
-    numbered_runs, parts = arrays.runs(), arrays.parts()
+    numbered_runs = arrays.runs()
     for order in facts.orders:
         try:
             runs = {order[number]: rows for number, rows in numbered_runs.items()}
@@ -102,9 +100,7 @@ def _saved_tables(
         choices = {frozenset(paths) for paths in (whole, large, codes, ())}
         for packed in packed_sets(arrays, facts, runs.keys()):
             for keyframes in sorted(choices, key=len, reverse=True):
-                table = _table(segment_id, arrays, facts, packed, runs, keyframes, chunk_digests)
-                for each in parts:
-                    yield msgspec.structs.replace(table, parts=each)
+                yield _table(segment_id, arrays, facts, packed, runs, keyframes, chunk_digests)
 
 
 def _table(
@@ -116,7 +112,7 @@ def _table(
     keyframes: Set[str],
     chunk_digests: ChunkDigests,
 ) -> SegmentTable:
-    """Return the table of a segment with these small leaves, without its parts.
+    """Return the table of a segment with these small leaves.
 
     ``keyframes``: the leaves whose rows are an encoded keyframe.
     """
@@ -158,5 +154,6 @@ def _table(
         entries,
         rows,
         packed=lengths,
+        parts=tuple(arrays.parts),
         must_understand=segment_features(entries, arrays.is_ordered),
     )

@@ -146,14 +146,13 @@ class PartWriter:
                     leaf.runs = []
                 leaf.runs.append(RowRun(part, row, chunks, digests))
                 row = end
-        # One array per stream name and part, whatever the number of leaves: files are expensive.
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
         streams = {
             name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams]
             for name in names
         }
-        # From here on only `streams` holds the encoded bytes: the writer frees each stream as soon
-        # as it is written.
+        # From here on only `streams` holds the encoded bytes: the writer frees them as soon as they
+        # are written.
         del pieces, piece
         self._count(table)
         pending = self._writer.put_part(table, streams)

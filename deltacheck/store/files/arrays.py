@@ -335,31 +335,32 @@ class StreamWriter:
         metadata_write = _start_describe(path, spec, self._context)
         data: list[Any] = []
 
-        def work() -> None:
-            storage, making, waiting, made_at = storage_of(path), 0.0, 0.0, 0.0
+        def write_file(number: int) -> None:
+            making = made_at = 0.0
 
-            def make(number: int, descriptor: int) -> None:
+            def make(descriptor: int) -> None:
                 nonlocal making, made_at
                 # One thread makes a file while another waits for the disk.
                 with self._making:
                     begin = time.perf_counter()
                     write_stream_file(descriptor, spec, contiguous, number, level)
                     made_at = time.perf_counter()
-                making += made_at - begin
+                making = made_at - begin
 
-            for number in range(spec.file_count):
-                name = chunk_files.name_of([number])
-                upload = storage.start_array_file(name, partial(make, number), self._durability)
-                waiting += time.perf_counter() - made_at
-                if upload is not None:
-                    data.append(upload)
+            name = chunk_files.name_of([number])
+            upload = storage_of(path).start_array_file(name, make, self._durability)
+            waiting = time.perf_counter() - made_at
+            if upload is not None:
+                data.append(upload)
             if self._has_files:
                 with self._making:
                     self._spent = Spent(
                         self._spent.entropy_seconds + making, self._spent.storage_seconds + waiting
                     )
 
-        data.append(self._background.start(work))
+        data += [
+            self._background.start(partial(write_file, number)) for number in range(spec.file_count)
+        ]
         return _Writes(metadata_write, data)
 
     def take_spent(self) -> Spent:

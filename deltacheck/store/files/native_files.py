@@ -25,6 +25,9 @@ _THREADS = 4  # larger: more reads wait for the storage at the same time
 # Files of one array that are open, and asked for, at the same time by each thread. More: an object
 # store is waited for less; fewer: less memory, of up to 32 MiB for each.
 _FILES_AT_ONCE = 4
+# Ranges of one file that are farther apart are read as if they were of two. Larger: bytes between
+# them are asked for in vain; smaller: a chunk may be decoded for each of them.
+_APART_BYTES = 4 << 20
 
 
 def read(path: Place, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:
@@ -108,7 +111,11 @@ class JoinedRead:
             while position < end:
                 number, offset = divmod(position, per_file)
                 piece = min(per_file - offset, end - position)
-                file = self._numbers.setdefault((path, number), len(self._files))
+                file = self._numbers.get((path, number), len(self._files))
+                # Of one file, all between the first and the last byte is asked for.
+                if file < len(self._files) and offset > self._files[file].end + _APART_BYTES:
+                    file = len(self._files)
+                self._numbers[path, number] = file
                 if file == len(self._files):
                     self._codecs.append(codec)
                     name = chunk_files.name_of([number])

@@ -3,7 +3,7 @@ import { check, Damage, located, Refused } from "./base/errors.mjs";
 import { viewOf } from "./base/bytes.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
 import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
-import { isOrdered, streamSizes } from "./decode/methods.mjs";
+import { isOrdered, STREAMS, streamSizes } from "./decode/methods.mjs";
 import { itemBytes, storageType } from "./leaves.mjs";
 
 const NAME = /^s([0-9]{10})-([0-9a-f]{8})$/;
@@ -96,13 +96,16 @@ export class Segment {
 
   async streams(number, row) {
     const part = this.table.parts[number];
+    const arrays = this.once(`arrays ${number}`, () => layArrays(part.streams));
     const streams = {};
     for (const [name, start, size] of row.places) {
-      const path = `${this.folder}/delta/${number}/${name}`;
-      const [bytes, codec] = part.streams[name] ?? [0, "stream"];
+      if (size === 0) { streams[name] = new Uint8Array(0); continue; }
+      const { codec, begin } = arrays.places.get(name);
+      const path = `${this.folder}/delta/${number}/${codec}`;
       if (codec !== "stream" && codec !== "store") throw new Refused(`codec ${codec}`, { file: this.file });
+      const bytes = arrays.lengths.get(codec);
       const array = this.once(path, () => runArray(this.files, path, bytes, 1, codec === "store" ? "store" : "zstd"));
-      streams[name] = await readRun(array, start, start + size);
+      streams[name] = await readRun(array, begin + start, begin + start + size);
     }
     return streams;
   }
@@ -130,6 +133,20 @@ function layRows(bytes, part, allowsOrdered) {
     if (stated !== (ends.get(name) ?? 0)) throw new Damage(`stream ${name}: ${stated} bytes, rows have ${ends.get(name)}`);
   }
   return rows;
+}
+
+// Where each stream begins in the array of its codec, and the lengths of the arrays.
+function layArrays(streams) {
+  const places = new Map();
+  const lengths = new Map();
+  for (const name of STREAMS) {
+    if (!(name in streams)) continue;
+    const [bytes, codec] = streams[name];
+    const begin = lengths.get(codec) ?? 0;
+    places.set(name, { codec, begin });
+    lengths.set(codec, begin + bytes);
+  }
+  return { places, lengths };
 }
 
 // The shards of a keyframe, about 32 MiB of whole chunks.

@@ -4,6 +4,11 @@ import { check } from "../base/errors.mjs";
 
 const TILE_BYTES = 16384;
 
+const ofBytes = (name) => Array.from({ length: 8 }, (_, k) => name + k);
+
+// The streams, in the order in which they lie in an array.
+export const STREAMS = ["tiles", "gaps", "bitmap", "values", "wide", ...ofBytes("diff"), ...ofBytes("plane"), "raw"];
+
 // The method whose streams ordered chunks have.
 const PLAIN = { 6: 1, 7: 2 };
 
