@@ -80,7 +80,7 @@ def test_quick_demo_is_saved_in_every_way_killed_and_resumed_as_promised(
     ("key", "changes", "problem"),
     [
         ("auto", {}, ""),
-        ("auto", {"ending": Ending(1, {5: 1.0}, 1.2, {"a": "2"})}, "loss is +2.0e-01 from that"),
+        ("auto", {"ending": Ending(1, {5: 1.0}, 3.0, {"a": "2"})}, "loss is +2.0e+00 from that"),
         ("auto", {"ending": Ending(1, {5: 1.0}, 0.8, {"a": "2"})}, ""),
         ("auto", {"failed": (LeafCheck("model/w", "bounded", "too far"),)}, "'model/w' (bounded)"),
         ("exact", {}, ""),

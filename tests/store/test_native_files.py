@@ -123,6 +123,26 @@ def test_streams_of_several_files_are_read_by_any_number_of_threads(
         _native.set_threads(before)
 
 
+@pytest.mark.parametrize("apart", [0, 4 << 20])
+def test_ranges_of_one_file_that_are_far_apart_are_asked_for_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: int
+) -> None:
+    """Else an object store would send all that lies between them."""
+    monkeypatch.setattr(native_files, "_APART_BYTES", apart)
+    content = noise(12 << 20)
+    spec = written(tmp_path / "s", content, "stream")
+    begins, size = np.array([5, 100, 6 << 20, (11 << 20) + 1], np.uint64), 50
+    read = native_files.JoinedRead(tmp_path)
+    for half in (begins[:2], begins[2:]):  # as two streams of one array
+        read.add(
+            str(tmp_path / "s"), spec.cells, spec.codec, half, np.full(len(half), size, np.uint64)
+        )
+    assert read.file_count == (3 if apart else 4)
+    out = np.empty(read.size, np.uint8)
+    read.read(out)
+    assert np.array_equal(out, np.concatenate([content[b : b + size] for b in begins.tolist()]))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 7, 40_000, 150_000])
 def test_tables_of_every_length_are_read(tmp_path: Path, rows: int) -> None:
     random = np.random.default_rng(1)

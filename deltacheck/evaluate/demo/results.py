@@ -96,8 +96,8 @@ def problems(outcome: DemoOutcome) -> list[str]:
 
     They are those of an evaluation, which compares each restored leaf with its contract and, if
     every bit was promised, the end of the run with that of the unkilled one. Otherwise the final
-    loss may be higher by what seeds differ. A lower one is no failure, as in ``profile.sensitivity``: the
-    resumed run is another run, and none promises its bits.
+    loss may be higher by what seeds differ. A lower one is no failure, as in
+    ``profile.sensitivity``: the resumed run is another run, and none promises its bits.
     """
     reasons = list(correctness(outcome.evidence).reasons)
     for way in outcome.ways:
