@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +12,6 @@ from weakref import WeakValueDictionary
 import tensorstore as ts
 
 from deltacheck.codec.base import U64
-from deltacheck.errors import Damaged
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
@@ -73,15 +73,10 @@ class Store:
         This costs one look at a name for each segment, on a local file system. For object stores,
         see ``listed_losses``.
         """
-        folder = self.path / layout.SEGMENTS
-
-        def is_there(name: str) -> bool:
-            try:
-                return storage_of(folder / name / "zarr.json").name_exists()
-            except Damaged:  # no restore can read it
-                return False
-
-        return [name for name in sorted(names) if not is_there(name)]
+        # Text and not paths: each save looks at every segment of the chains.
+        folder = str(self.path / layout.SEGMENTS)
+        # What cannot be looked at, no restore can read.
+        return [name for name in sorted(names) if not os.path.lexists(f"{folder}/{name}/zarr.json")]
 
     def listed_losses(
         self, names: Sequence[str], seen: Mapping[str, Set[str]]
