@@ -570,7 +570,8 @@ class PartReader:
     @cached_property
     def _arrays(self) -> Mapping[str, tuple[Place | str, ArraySpec]]:
         """The array of each stream: its directory, as ``JoinedRead.add`` takes it, and its spec."""
-        path, found = self._path, {}
+        path = self._path
+        found: dict[str, tuple[Place | str, ArraySpec]] = {}
         for codec, lengths in stream_arrays(self._part).items():
             place = f"{path}/{codec}" if isinstance(path, Path) else path / codec
             found |= dict.fromkeys(lengths, (place, stream_spec(codec, lengths)))
