@@ -50,6 +50,12 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return results_of("zero", tmp_path_factory.mktemp("zero"))
 
 
+def assert_killed(ranks: list[Told]) -> None:
+    """Assert that rank 1 was killed; rank 0 was, too, unless it missed rank 1 before that."""
+    assert ranks[1] == {"killed": 9}
+    assert ranks[0] == {"killed": 9} or "error" in ranks[0]
+
+
 def same(resumed: list[Told], whole: list[Told]) -> None:
     """Compare what a resumed run must have as the whole one has it, rank by rank."""
     # A kill may come after the last commit. Then nothing is trained, and Trainer loads no numbers.
@@ -66,7 +72,7 @@ def files_at(step: int) -> dict[str, str]:
 
 def test_a_killed_training_ends_with_the_same_bits_on_every_rank(ddp: Told) -> None:
     found = ddp["ddp"]
-    assert found["killed"] == [{"killed": 9}, {"killed": 9}]
+    assert_killed(found["killed"])
     same(found["resumed"], found["whole"])
     random = {rank["random"] for rank in found["whole"]}
     assert len(random) == 2  # each rank has its own
@@ -122,7 +128,7 @@ def test_what_would_be_lost_is_refused_by_name_on_every_rank(ddp: Told) -> None:
 
 
 def test_a_killed_fsdp2_training_ends_with_the_same_bits(fsdp: Told) -> None:
-    assert fsdp["killed"] == [{"killed": 9}, {"killed": 9}]
+    assert_killed(fsdp["killed"])
     same(fsdp["resumed"], fsdp["whole"])
     same(fsdp["random"]["resumed"], fsdp["random"]["whole"])  # PEFT, FULL_STATE_DICT, random kills
     assert len({rank["state"] for rank in fsdp["whole"]}) == 2  # each rank has its own shards
@@ -142,7 +148,7 @@ def test_fsdp1_is_refused_before_the_first_step(fsdp: Told) -> None:
 
 
 def test_killed_deepspeed_trainings_end_with_the_same_bits(zero: Told) -> None:
-    assert zero["zero3"]["killed"] == [{"killed": 9}, {"killed": 9}]
+    assert_killed(zero["zero3"]["killed"])
     same(zero["zero3"]["resumed"], zero["zero3"]["whole"])
     same(zero["zero2"]["resumed"], zero["zero2"]["whole"])  # PEFT, random kills
     for rank in zero["zero3"]["resumed"]:
