@@ -313,13 +313,13 @@ class Cut:
 def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
     """Yield at most ``most`` different states that a power cut at any moment of a trace may leave.
 
-    All of them are yielded where there are no more. First comes a state of each moment that may
-    leave many, the last moment first, after which most was acknowledged; then all states of the
-    other moments; then the former take turns. Each draws at random from ``seed``.
+    All of them are yielded where there are no more. The moments take turns in an order drawn from
+    ``seed``, and so are the states of each. Every fourth state is of the last moment, when most was
+    acknowledged.
     """
-    few, many = [], []
-    for point in _points(trace):
-        (few if _disk(trace, point).size() <= 64 else many).append(point)
+    rng = random.Random(seed)
+    *earlier, last = _points(trace)
+    rng.shuffle(earlier)
     yielded: set[tuple[str, tuple[str, ...]]] = set()
 
     def fresh(point: int, tree: Tree) -> Cut | None:
@@ -344,20 +344,17 @@ def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
                     break
         running = left
 
-    running = [
-        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}")))
-        for point in reversed(many)
-    ]
-    every = (
-        cut
-        for point in few
-        for tree in _disk(trace, point).every()
-        if (cut := fresh(point, tree)) is not None
-    )
+    draws = {
+        point: _draws(_disk(trace, point), random.Random(f"{seed}/{point}"))
+        for point in (last, *earlier)
+    }
+    running = [(last, draws[last])]
+    for number, point in enumerate(earlier, 1):
+        running.append((point, draws[point]))
+        if number % 3 == 0:
+            running.append((last, draws[last]))
 
     def all_states() -> Iterator[Cut]:
-        yield from turn()
-        yield from every
         while running:
             yield from turn()
 
