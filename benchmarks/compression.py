@@ -24,7 +24,7 @@ from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import _native
 from deltacheck.backends.torch import Engine
-from deltacheck.codec import STREAMS, NativeCodec
+from deltacheck.codec import NativeCodec
 from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.store import layout
@@ -255,7 +255,7 @@ def _on_disk(pair: Pair, folder: Path) -> tuple[int, int]:
     newest = max((folder / layout.SEGMENTS).glob("s*"))
     streams = (newest / layout.DELTA).glob("*/*/c.*")
     return arrays.bytes_on_disk(newest), sum(
-        file.stat().st_size for file in streams if file.parent.name in STREAMS
+        file.stat().st_size for file in streams if file.parent.name != "index"
     )
 
 
