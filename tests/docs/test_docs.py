@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import run_program
+from tests.support.forked_programs import run_program
 
 HERE = Path(__file__).resolve().parents[2]
 WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not committed

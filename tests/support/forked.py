@@ -1,77 +1,90 @@
-"""Run Python programs in processes that are forked from one that has imported the frameworks.
+"""Many short trainings with one import of a slow package, each in a forked process.
 
-A new interpreter takes seconds of processor time to import them. The server has one thread and no
-started backend: neither TensorStore nor a JAX backend survives a fork.
+The parent has imported the package and started no thread.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing
+import hashlib
+import io
+import json
 import os
+import runpy
 import sys
-import threading
 import traceback
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from subprocess import CompletedProcess
+from typing import Any
 
-_IMPORTED = ("torch", "deltacheck.backends.torch", "deltacheck.backends.orbax", "deltacheck.cli")
+import torch
 
 
-def run_program(
-    program: str, folder: Path, environment: Mapping[str, str], limit_seconds: float
-) -> CompletedProcess[str]:
-    """Run a program as ``python -c`` does, and return its exit status and all that it prints.
+def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> None:
+    """Run each scenario in its own folder and process, and print the results as a line of JSON."""
+    told: dict[str, object] = {}
+    for name, scenario in scenarios.items():
+        (folder / name).mkdir()
+        told[name] = forked(lambda scenario=scenario, name=name: scenario(folder / name))  # type: ignore[misc]
+    print("\n" + json.dumps(told))
 
-    Args:
-        program: The source.
-        folder: Its working directory.
-        environment: All environment variables.
-        limit_seconds: Ends a hang.
 
-    Raises:
-        TimeoutError: The program has not ended.
+def forked(do: Callable[[], object]) -> Any:
+    """Run a function in a forked process, and return its result as JSON.
+
+    A process that ends early gives ``{"killed": signal}`` or ``{"error": text}``.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    output = folder.with_name(f"{folder.name}.output")
-    process = context.Process(
-        target=_run, args=(program, str(folder), dict(environment), str(output))
-    )
-    process.start()
-    process.join(limit_seconds)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(output.read_text(errors="replace")[-3000:])
-    return CompletedProcess(program, process.exitcode, output.read_text(errors="replace"))
-
-
-def _run(program: str, folder: str, environment: Mapping[str, str], output: str) -> None:
-    with open(output, "wb") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = ["-c"]
-    sys.path.insert(0, "")
-    sys.modules["__main__"] = module = types.ModuleType("__main__")
-    status = 0
-    try:
-        exec(compile(program, "<program>", "exec"), module.__dict__)
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - as an interpreter does
-        traceback.print_exc()
-        status = 1
-    # The end of an interpreter, which a forked process would pass over.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            value = do()
+        except BaseException:  # noqa: BLE001 - told to the parent
+            value = {"error": traceback.format_exc()[-3000:]}
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(value, pipe)
         sys.stderr.flush()
-    os._exit(status)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return {"killed": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else json.loads(text)
+
+
+def example(name: str, *arguments: object) -> str:
+    """Run an example, and return the last line that it prints."""
+    program = Path(__file__).parents[2] / "examples" / name
+    sys.argv = [str(program), *map(str, arguments)]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(str(program), run_name="__main__")
+    return text.getvalue().splitlines()[-1]
+
+
+def digest(state: object) -> str:
+    """Return a digest of all tensors and numbers of a nested state."""
+    found = hashlib.sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                found.update(str(key).encode())
+                add(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        elif isinstance(value, torch.Tensor):
+            # A rank has only its own shard of some tensors.
+            value = getattr(value, "_local_tensor", value)
+            found.update(
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        else:
+            found.update(repr(value).encode())
+
+    add(state)
+    return found.hexdigest()
