@@ -8,11 +8,11 @@ import importlib.util
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.support.forked_programs import run_program
 
 HERE = Path(__file__).resolve().parents[2]
 WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not committed
@@ -92,8 +92,15 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         server = request.getfixturevalue("s3_server")
         server.make_bucket("my-bucket")
         environment |= server.environment()
-    done = run_program(script(page), tmp_path, environment, 500)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = subprocess.run(
+        [sys.executable, "-c", script(page)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -78,6 +78,15 @@ def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_
 
 @pytest.mark.experiments
 @PATIENT
+@pytest.mark.parametrize("example", [SFT_FLAX, LORA])
+def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninterrupted_one(
+    example: str,
+) -> None:
+    assert_every_bit_equal(run(example, "--policy", "exact"))
+
+
+@pytest.mark.experiments
+@PATIENT
 @pytest.mark.parametrize("workload", ["sft", "rl_like", "lora"])
 def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> None:
     command = [
