@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorstore as ts
@@ -503,6 +502,18 @@ class Segment:
         return specs
 
 
+class _StreamPlace(NamedTuple):
+    """The array that has a stream, as ``JoinedRead.add`` takes it, and the stream's first byte."""
+
+    array: Place | str
+    spec: ArraySpec
+    begin: np.uint64
+
+    def add_to(self, read: JoinedRead, begin: U64, size: U64) -> U64:
+        """Add ranges of the stream to a joined read, as ``JoinedRead.add`` takes them."""
+        return read.add(self.array, self.spec.cells, self.spec.codec, self.begin + begin, size)
+
+
 class PartReader:
     """The rows of one part and their streams."""
 
@@ -546,10 +557,7 @@ class PartReader:
 
     @cached_property
     def _stream_offsets(self) -> U64:
-        """The offsets of the rows' bytes of each of ``STREAMS`` in the array that has the stream.
-
-        uint64 ``(rows + 1, streams)``.
-        """
+        """The offsets of the rows' bytes in each of ``STREAMS``, uint64 ``(rows + 1, streams)``."""
         sizes = _stream_size_table(self.index)
         offsets = np.zeros((sizes.shape[0] + 1, len(STREAMS)), np.uint64)
         np.cumsum(sizes, axis=0, out=offsets[1:])
@@ -561,25 +569,24 @@ class PartReader:
                     f"{self._path}: stream {name} has {length} bytes, its index asks for {end}",
                     file=self._path / "index",
                 )
-        for lengths in stream_arrays(self._part).values():
-            before = itertools.accumulate(lengths.values(), initial=0)
-            for name, begin in zip(lengths, before, strict=False):
-                offsets[:, STREAMS.index(name)] += np.uint64(begin)
         return offsets
 
     @cached_property
-    def _arrays(self) -> Mapping[str, tuple[Place | str, ArraySpec]]:
-        """The array of each stream: its directory, as ``JoinedRead.add`` takes it, and its spec."""
+    def _places(self) -> Mapping[str, _StreamPlace]:
+        """The place of each stream."""
         path = self._path
-        found: dict[str, tuple[Place | str, ArraySpec]] = {}
+        places: dict[str, _StreamPlace] = {}
         for codec, lengths in stream_arrays(self._part).items():
-            place = f"{path}/{codec}" if isinstance(path, Path) else path / codec
-            found |= dict.fromkeys(lengths, (place, stream_spec(codec, lengths)))
-        return found
+            array = f"{path}/{codec}" if isinstance(path, Path) else path / codec
+            spec, begin = stream_spec(codec, lengths), 0
+            for name, length in lengths.items():
+                places[name] = _StreamPlace(array, spec, np.uint64(begin))
+                begin += length
+        return places
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Bytes of all streams before each row and after the last one, and the same number more."""
+        """Bytes of all streams before each row and after the last one."""
         # A list, because its items are taken one by one.
         ends: list[int] = self._stream_offsets.sum(axis=1).tolist()
         return ends
@@ -598,7 +605,8 @@ class PartReader:
     @property
     def file_count(self) -> int:
         """The number of files of the streams."""
-        return sum(spec.file_count for spec in dict(self._arrays.values()).values())
+        specs = {place.array: place.spec for place in self._places.values()}
+        return sum(spec.file_count for spec in specs.values())
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
         """Add the streams of ranges of rows to a joined read.
@@ -619,13 +627,10 @@ class PartReader:
         sizes = self._stream_offsets[stop] - begin
         shifts = np.zeros(sizes.shape, np.uint64)
         for column in np.flatnonzero(sizes.any(axis=0)).tolist():
-            place, spec = self._arrays[STREAMS[column]]
-            present = np.flatnonzero(sizes[:, column])
+            place, present = self._places[STREAMS[column]], np.flatnonzero(sizes[:, column])
             begins = begin[present, column]
             # Differences of unsigned numbers wrap, and so do the sums below.
-            shifts[present, column] = (
-                read.add(place, spec.cells, spec.codec, begins, sizes[present, column]) - begins
-            )
+            shifts[present, column] = place.add_to(read, begins, sizes[present, column]) - begins
         offsets: U64 = self._stream_offsets[rows] + np.repeat(shifts, lengths, axis=0)
         return offsets
 
@@ -635,10 +640,9 @@ class PartReader:
         read = JoinedRead(self._path)
         ranges = {}
         for column in np.flatnonzero(end > begin).tolist():
-            place, spec = self._arrays[STREAMS[column]]
-            first_byte, size = begin[[column]], end[[column]] - begin[[column]]
-            (offset,) = read.add(place, spec.cells, spec.codec, first_byte, size).tolist()
-            ranges[STREAMS[column]] = slice(offset, offset + int(size[0]))
+            name, size = STREAMS[column], end[[column]] - begin[[column]]
+            (offset,) = self._places[name].add_to(read, begin[[column]], size).tolist()
+            ranges[name] = slice(offset, offset + int(size[0]))
         data = np.empty(read.size, np.uint8)
         arrays.start_joined(read, data, self._path).result()
         return {name: data[part] for name, part in ranges.items()}
