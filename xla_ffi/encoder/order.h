@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bitset>
 #include <cstdint>
 #include <vector>
@@ -20,37 +21,48 @@ namespace deltacheck {
 
 constexpr int kOrderedWordBytes = 2;
 
-// Calls `work` with each word's position in the order of a chunk. The word of number i has the base
-// `base_of(i)`. Quarters of the chunk take turns, because a counter that is incremented twice in a
-// row waits for the first store.
-template <typename BaseOf, typename Work>
-inline void for_each_in_order(uint64_t words, const BaseOf& base_of, const Work& work) {
-  constexpr uint32_t kClasses = 256, kQuarters = 4;
-  const auto class_of = [&](uint64_t i) { return base_of(i) >> 7 & 0xff; };
+constexpr uint32_t kClasses = 256, kClassBits = 0x7f80;
+// Quarters of a chunk take turns, because a counter that is incremented twice in a row waits for
+// the first store.
+constexpr uint32_t kQuarters = 4;
+
+inline uint32_t class_of_word(uint16_t word) { return (word & kClassBits) >> 7; }
+
+// Calls `work` with each word of a chunk and its quarter.
+template <typename Work>
+inline void for_each_in_quarters(uint64_t words, const Work& work) {
   const uint64_t quarter = words / kQuarters;
-  uint32_t next[kQuarters][kClasses] = {};
   for (uint64_t i = 0; i < quarter; ++i) {
-    for (uint32_t k = 0; k < kQuarters; ++k) ++next[k][class_of(k * quarter + i)];
+    for (uint32_t k = 0; k < kQuarters; ++k) work(k * quarter + i, k);
   }
   // Those behind the last quarter belong to it.
-  for (uint64_t i = kQuarters * quarter; i < words; ++i) ++next[kQuarters - 1][class_of(i)];
-  uint32_t place = 0;
-  for (uint32_t c = 0; c < kClasses; ++c) {
-    for (uint32_t k = 0; k < kQuarters; ++k) {
-      const uint32_t count = next[k][c];
-      next[k][c] = place;
-      place += count;
-    }
-  }
-  for (uint64_t i = 0; i < quarter; ++i) {
-    for (uint32_t k = 0; k < kQuarters; ++k) {
-      const uint64_t word = k * quarter + i;
-      work(word, next[k][class_of(word)]++);
-    }
-  }
-  for (uint64_t i = kQuarters * quarter; i < words; ++i)
-    work(i, next[kQuarters - 1][class_of(i)]++);
+  for (uint64_t i = kQuarters * quarter; i < words; ++i) work(i, kQuarters - 1);
 }
+
+// A number for each class in each quarter.
+struct ClassCounts {
+  std::array<uint32_t, kClasses> of[kQuarters];
+
+  // Counts the words of a chunk.
+  template <typename Memory>
+  void count(const Memory* base, uint64_t words) {
+    for (auto& quarter : of) quarter.fill(0);
+    for_each_in_quarters(words, [&](uint64_t i, uint32_t k) { ++of[k][class_of_word(base[i])]; });
+  }
+
+  // Returns the place of the first word of each class and quarter in the order of the chunk.
+  ClassCounts places() const {
+    ClassCounts first;
+    uint32_t place = 0;
+    for (uint32_t c = 0; c < kClasses; ++c) {
+      for (uint32_t k = 0; k < kQuarters; ++k) {
+        first.of[k][c] = place;
+        place += of[k][c];
+      }
+    }
+    return first;
+  }
+};
 
 // Writes the differences of a chunk in the order of its words, and makes the base equal to it.
 inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t words,
@@ -59,13 +71,14 @@ inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t wor
   Memory* const out = reinterpret_cast<Memory*>(differences);
   Memory* const before = reinterpret_cast<Memory*>(base);
   const Memory* const now = reinterpret_cast<const Memory*>(current);
-  for_each_in_order(
-      words, [&](uint64_t i) { return before[i]; },
-      [&](uint64_t i, uint32_t place) {
-        const uint16_t word = now[i];
-        out[place] = static_cast<uint16_t>(word - before[i]);
-        before[i] = word;
-      });
+  ClassCounts counts;
+  counts.count(before, words);
+  ClassCounts next = counts.places();
+  for_each_in_quarters(words, [&](uint64_t i, uint32_t k) {
+    const uint16_t word = now[i];
+    out[next.of[k][class_of_word(before[i])]++] = static_cast<uint16_t>(word - before[i]);
+    before[i] = word;
+  });
 }
 
 // The inverse: adds differences in the order of the words to the base of a chunk. One object adds
@@ -73,7 +86,7 @@ inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t wor
 class OrderedAdder {
  public:
   // REQUIRED before another chunk, and after any other change of the base.
-  void forget() { counted_ = false; }
+  void forget() { counted_ = has_quarters_ = false; }
 
   // Returns zeros in place of the differences of a chunk, for the caller to fill.
   uint8_t* zeros(uint64_t words) {
@@ -89,6 +102,7 @@ class OrderedAdder {
       add_to_all();
     } else {
       if (!counted_) count();
+      has_quarters_ = false;
       find_changes();
       add_changes();
     }
@@ -101,8 +115,6 @@ class OrderedAdder {
     uint16_t difference;
   };
 
-  static constexpr uint32_t kClasses = 256;
-  static constexpr uint32_t kClassBits = 0x7f80;
   // Words with counts of their own. Smaller: a word is found sooner in its block; larger: fewer
   // blocks. A count must fit into 16 bits.
   static constexpr uint64_t kBlock = 512;
@@ -111,14 +123,22 @@ class OrderedAdder {
   static constexpr uint64_t kSparse = 48;
   static constexpr uint64_t kMostCounted = uint64_t{1} << 20;  // more counts leave the cache
 
-  uint32_t class_of(uint64_t word) const { return (base_[word] & kClassBits) >> 7; }
+  uint32_t class_of(uint64_t word) const { return class_of_word(base_[word]); }
 
+  // Adds every difference, zeros too. Words are counted once, since few of them change their class.
   void add_to_all() {
-    for_each_in_order(
-        words_, [&](uint64_t i) { return base_[i]; },
-        [&](uint64_t i, uint32_t place) {
-          base_[i] = static_cast<uint16_t>(base_[i] + differences_[place]);
-        });
+    if (!has_quarters_) quarters_.count(base_, words_);
+    has_quarters_ = true;
+    ClassCounts next = quarters_.places();
+    for_each_in_quarters(words_, [&](uint64_t i, uint32_t k) {
+      const uint16_t before = base_[i];
+      const uint32_t c = class_of_word(before);
+      const uint16_t after = static_cast<uint16_t>(before + differences_[next.of[k][c]++]);
+      base_[i] = after;
+      if (class_of_word(after) == c) return;
+      --quarters_.of[k][c];
+      ++quarters_.of[k][class_of_word(after)];
+    });
     std::fill_n(differences_.begin(), words_, uint16_t{0});
     counted_ = false;
   }
@@ -230,11 +250,12 @@ class OrderedAdder {
 
   Memory* base_ = nullptr;
   uint64_t words_ = 0;
-  bool counted_ = false;
+  bool counted_ = false, has_quarters_ = false;
   std::vector<uint16_t> differences_;  // in the order of the words; zeros between two calls
   std::vector<uint16_t> counts_;       // of the words of each class, block by block
   std::vector<uint32_t> totals_;       // of the words of each class in the chunk
   std::vector<Change> changes_;
+  ClassCounts quarters_;  // of the words of the chunk
 };
 
 }  // namespace deltacheck

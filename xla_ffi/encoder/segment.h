@@ -565,6 +565,22 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
   return {};
 }
 
+// Decodes the differences of the changed words of one tile. Returns the wide ones that are left.
+template <int W>
+inline const typename Word<W>::Memory* differences_of(const uint8_t* values, uint32_t count,
+                                                      const typename Word<W>::Memory* wide,
+                                                      bool has_wide,
+                                                      typename Word<W>::type* differences) {
+  using U = typename Word<W>::type;
+#pragma omp simd
+  for (uint32_t i = 0; i < count; ++i)
+    differences[i] = unzigzag<W>(static_cast<U>(static_cast<U>(values[i]) + 1));
+  for (uint32_t i = 0; has_wide && i < count; ++i) {
+    if (values[i] == kEscape) differences[i] = unzigzag<W>(*wide++);
+  }
+  return wide;
+}
+
 // Adds the differences of a sparse or bitmap chunk to the base. REQUIRES: check_chunk passed.
 template <int W>
 inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t* base,
@@ -576,18 +592,19 @@ inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t
   const uint8_t* gaps = streams.at[kGaps];
   const uint8_t* values = streams.at[kValues];
   const Memory* wide = reinterpret_cast<const Memory*>(streams.at[kWide]);
-  const auto add = [&](Memory& word) {
-    const uint8_t value = *values++;
-    const U z = W > 1 && value == kEscape ? *wide++ : static_cast<U>(value + 1);
-    word = static_cast<U>(word + unzigzag<W>(z));
-  };
+  // Decoded before they are added: one loop over vectors, and one that only follows positions.
+  U differences[kTileWords<W>];
   for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
+    const uint32_t count = entries[3 * tile];
+    wide = differences_of<W>(values, count, wide, W > 1 && entries[3 * tile + 2] != 0, differences);
+    values += count;
+    const U* next = differences;
     Memory* b = reinterpret_cast<Memory*>(base + tile * kTileBytes);
     if (row.method == kSparse) {
-      for (uint32_t k = entries[3 * tile]; k > 0; --k, ++b) {
+      for (uint32_t k = count; k > 0; --k, ++b) {
         for (; *gaps == kEscape; ++gaps) b += kEscape;
         b += *gaps++;
-        add(*b);
+        *b = static_cast<U>(*b + *next++);
       }
       continue;
     }
@@ -596,8 +613,11 @@ inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t
     for (uint32_t byte = 0; byte < bytes_of_bits; byte += 8) {
       uint64_t block = 0;
       std::memcpy(&block, bits + byte, bytes_of_bits - byte < 8 ? bytes_of_bits - byte : 8);
-      for (; block != 0; block &= block - 1)
-        add(b[8 * byte + static_cast<uint32_t>(__builtin_ctzll(block))]);
+      Memory* const of_block = b + 8 * byte;
+      for (; block != 0; block &= block - 1) {
+        Memory& word = of_block[static_cast<uint32_t>(__builtin_ctzll(block))];
+        word = static_cast<U>(word + *next++);
+      }
     }
   }
 }
