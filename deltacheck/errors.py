@@ -31,11 +31,14 @@ class DuplicatePath(DeltacheckError, ValueError):
     """
 
 
-class TreeMismatch(DeltacheckError, ValueError):
+class TreeMismatch(DeltacheckError, ValueError, KeyError):
     """The restore target has other paths, shapes or dtypes than the checkpoint.
 
     Build the target as it was when the step was saved, or restore without a target.
     """
+
+    # Orbax raises ``ValueError`` or ``KeyError`` for a missing leaf. The latter quotes its message.
+    __str__ = Exception.__str__
 
 
 class StepNotFound(DeltacheckError, LookupError):
