@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 # After everything installed, so that only tests, benchmarks and examples come from the source tree.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.memory import memory_folder
 from tests.support.s3_server import S3
 from tests.support.waiting import SleepWatch
 
@@ -34,10 +34,9 @@ assert "jax" not in sys.modules, (
 
 # Tests write and sync thousands of small files: a quarter of their processor time is the disk's.
 # Tests of power cuts bring a disk of their own. TMPDIR chooses another folder.
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
+if (memory := memory_folder(room_bytes=4 << 30)) is not None:
     # pytest and its plugins may have asked for the folder already.
-    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(MEMORY))
+    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(memory))
 
 # No deadlines: a slow machine is not a failing test. The same examples every time, so that a
 # failure is of the change at hand. HYPOTHESIS_PROFILE=soak takes new ones, for the long run.
