@@ -1,4 +1,4 @@
-"""Where tests write files: to memory if there is room, since many of them sync small files."""
+"""A folder in memory for the files of tests, which sync many small ones."""
 
 from __future__ import annotations
 
