@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and the driver offers none"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the process: later collections need not visit them."""
+    gc.collect()
+    gc.freeze()
+
+
 def _matrix_index(item: pytest.Item) -> int:
     """Return the number of a test's case within the codec matrix, 0 for all other tests."""
     call = getattr(item, "callspec", None)
@@ -138,6 +146,16 @@ def locked_out(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     watch = SleepWatch()
     monkeypatch.setattr(local_storage, "time", watch)
     return watch.began
+
+
+@pytest.fixture
+def forked_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are imported in processes that have imported the frameworks already."""
+    from deltacheck.backends import isolated
+    from tests.support.forked_imports import ForkedChild
+
+    namespace = SimpleNamespace(Popen=ForkedChild, PIPE=None, DEVNULL=None)
+    monkeypatch.setattr(isolated, "subprocess", namespace)
 
 
 @pytest.fixture
