@@ -9,6 +9,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+# Where it is set, each process would compile all modules anew, and each pytest rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The interpreter that .venv is made from (3.11 or newer).
 PYTHON ?= python3
 ARGS ?=
@@ -50,10 +53,10 @@ demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, com
 	$(BIN)/python -m deltacheck.evaluate.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
 
 test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
 
 coverage: $(VENV)/.stamp-install build/coverage/.stamp  ## run `make test` and print the share of the product's lines that it executes in its own processes (a quarter of an hour)
 	COVERAGE_FILE=build/coverage/data PYTHONPATH="$(CURDIR)/build/coverage/site-packages" $(MAKE) test ARGS="-p pytest_cov --cov=deltacheck --cov-report=term $(ARGS)" > build/coverage/log.txt; \

@@ -27,8 +27,6 @@ from tests.faults.scenarios import CONTROLS, ORBAX, TIER, TORCH
 from tests.faults.shim import Fault, Mode
 from tests.support.paths import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 
 @pytest.fixture
 def seed() -> int:
