@@ -14,6 +14,7 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,8 @@ from pathlib import Path
 from tests.support.paths import REPOSITORY
 
 LANES = 3
+# The machine of CI ends a run after 90 minutes, without a word.
+LATE_MINUTES = 75.0
 _TAIL = 12  # lines of a log that passed
 
 
@@ -110,7 +113,11 @@ def main() -> int:
     folder = REPOSITORY / "build/ci"
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    outcomes = []
+    outcomes: list[Outcome] = []
+    # Nothing is left out for lack of time, but the log says what has taken it.
+    late = threading.Timer(60 * LATE_MINUTES, lambda: print(open_suites(chosen, outcomes)))
+    late.daemon = True
+    late.start()
     with ThreadPoolExecutor(options.lanes) as lanes:
         longest_first = sorted(chosen, key=lambda suite: -suite.minutes)
         for ended in as_completed([lanes.submit(run, suite, folder) for suite in longest_first]):
@@ -143,6 +150,12 @@ def run(suite: Suite, folder: Path) -> Outcome:
             if status:
                 break
     return Outcome(suite, status, log, (time.monotonic() - begin) / 60, processor_seconds / 60)
+
+
+def open_suites(chosen: Sequence[Suite], outcomes: Sequence[Outcome]) -> str:
+    """Return a line on the suites that have not ended after ``LATE_MINUTES``."""
+    names = [suite.name for suite in chosen if suite not in [ended.suite for ended in outcomes]]
+    return f"=== LATE: after {LATE_MINUTES:.0f} minutes {'; '.join(names)} have not ended"
 
 
 def end_of_log(outcome: Outcome) -> str:
