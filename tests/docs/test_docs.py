@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import Programs
+from tests.support.xla import UNOPTIMIZED
 
 HERE = Path(__file__).resolve().parents[2]
 WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not committed
@@ -24,7 +25,12 @@ BESIDE = {
     "docs/how-to/trl.md": ("trl", "datasets", "peft"),
     "docs/how-to/ray.md": ("ray",),
 }  # packages that .venv need not have; `make trl-test` runs the first page
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {UNOPTIMIZED}",
+}
 NOT_RUN = (
     "make ",
     "pip install ",

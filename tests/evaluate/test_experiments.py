@@ -19,6 +19,7 @@ import pytest
 
 from deltacheck.evaluate.workloads import pairs
 from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
+from tests.support.xla import UNOPTIMIZED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
@@ -36,7 +37,7 @@ def run(example: str, *options: object) -> str:
     """Run an example with ``--quick``, and return its output."""
     command = [sys.executable, str(EXAMPLES / example), "--quick", *map(str, options)]
     result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""}
+        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": UNOPTIMIZED}
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -248,7 +249,7 @@ for path in (Path({str(checkpoint)!r}), other):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
     )
     assert result.returncode == 0, result.stderr
 
