@@ -49,7 +49,7 @@ from tests.support.memory import memory_folder
 from tests.support.states import assert_same
 from tests.support.waiting import wait_until
 
-RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "12"))
+RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "6"))
 STEPS = int(os.environ.get("DELTACHECK_MODEL_STEPS", "25"))
 
 
