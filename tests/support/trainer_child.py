@@ -393,10 +393,10 @@ def data_position(folder: Path) -> Any:
 
 
 def examples(folder: Path) -> Any:
-    lora = ["--lora"] if "peft" in SCENARIOS else []
+    options = ["--lora"] if "peft" in SCENARIOS else []
     runs = [
-        ("hf_trainer.py", 6, "--every", 3, *lora),
-        ("hf_trainer.py", 8, *lora),
+        ("hf_trainer.py", 6, "--every", 3, *options),
+        ("hf_trainer.py", 8, *options),
         ("accelerate_loop.py", 5),
         ("accelerate_loop.py", 12),
     ]
