@@ -73,8 +73,10 @@ ci: $(VENV)/.stamp-install  ## run everything that CI runs, three suites at a ti
 flaky: $(VENV)/.stamp-install  ## run `make test` and `make rank-test` again and again on a busy machine, and name what fails by chance (ARGS="--runs 5"; hours)
 	$(BIN)/python -m tests.suites.flaky $(ARGS)
 
+EXPERIMENTS ?=
+
 experiments: $(VENV)/.stamp-install  ## run the examples that kill and resume a fine-tuning, at their quick size (minutes; EXPERIMENTS=all: with other data, too)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
+	EXPERIMENTS=$(EXPERIMENTS) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
 
 # Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
 CRASH_POINTS ?= 300
