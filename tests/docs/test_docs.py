@@ -105,7 +105,7 @@ def programs() -> Iterator[Callable[[str], Programs]]:
     servers: dict[str, Programs] = {}
 
     def server(framework: str) -> Programs:
-        if framework not in servers:
+        if framework not in servers or servers[framework].has_ended:
             servers[framework] = Programs(framework, os.environ | ENVIRONMENT)
         return servers[framework]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +29,13 @@ class Programs:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the server was ended, with a program that hung."""
+        return self._process.poll() is not None
 
     def run(
         self, program: str, folder: Path, environment: Mapping[str, str], limit_seconds: float
@@ -52,7 +59,8 @@ class Programs:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        timer = threading.Timer(limit_seconds, self._process.kill)
+        # With the program and all that it has started.
+        timer = threading.Timer(limit_seconds, os.killpg, [self._process.pid, signal.SIGKILL])
         timer.start()
         try:
             status = self._process.stdout.readline()
@@ -79,7 +87,7 @@ def _serve(framework: str) -> None:
         child = os.fork()
         if child == 0:
             job = json.loads(line)
-            descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT, 0o600)
+            descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             for stream in (1, 2):
                 os.dup2(descriptor, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
