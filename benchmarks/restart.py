@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 
-RANKS, KILLS_PER_START, QUICK_KILLS = 2, 5, 2
+RANKS, KILLS_PER_START, QUICK_KILLS = 2, 5, 1
 # The issue of this figure: a restart may take twice as long as the start of the processes.
 LIMIT = 2.0
 PERSIST_EVERY = 10

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
-import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 # After everything installed, so that only tests, benchmarks and examples come from the source tree.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.memory import memory_folder
 from tests.support.s3_server import S3
 from tests.support.waiting import SleepWatch
 
@@ -34,10 +36,9 @@ assert "jax" not in sys.modules, (
 
 # Tests write and sync thousands of small files: a quarter of their processor time is the disk's.
 # Tests of power cuts bring a disk of their own. TMPDIR chooses another folder.
-MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
+if (memory := memory_folder(room_bytes=4 << 30)) is not None:
     # pytest and its plugins may have asked for the folder already.
-    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(MEMORY))
+    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(memory))
 
 # No deadlines: a slow machine is not a failing test. The same examples every time, so that a
 # failure is of the change at hand. HYPOTHESIS_PROFILE=soak takes new ones, for the long run.
@@ -105,6 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and the driver offers none"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the process: later collections need not visit them."""
+    gc.collect()
+    gc.freeze()
+
+
 def _matrix_index(item: pytest.Item) -> int:
     """Return the number of a test's case within the codec matrix, 0 for all other tests."""
     call = getattr(item, "callspec", None)
@@ -139,6 +146,16 @@ def locked_out(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     watch = SleepWatch()
     monkeypatch.setattr(local_storage, "time", watch)
     return watch.began
+
+
+@pytest.fixture
+def forked_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are imported in processes that have imported the frameworks already."""
+    from deltacheck.backends import isolated
+    from tests.support.forked_imports import ForkedChild
+
+    namespace = SimpleNamespace(Popen=ForkedChild, PIPE=None, DEVNULL=None)
+    monkeypatch.setattr(isolated, "subprocess", namespace)
 
 
 @pytest.fixture

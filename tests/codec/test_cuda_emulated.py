@@ -50,7 +50,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return Programs(tmp_path_factory.mktemp("emulated"))
 
 
-@pytest.mark.xdist_group("emulated")  # what they are built of is built once
 @pytest.mark.skipif(
     COMPILER is None, reason="needs a C++ compiler, and none of c++, g++ and clang++ is on PATH"
 )

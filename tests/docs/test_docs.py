@@ -5,14 +5,17 @@ link leads somewhere.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import Programs
+from tests.support.xla import UNOPTIMIZED
 
 HERE = Path(__file__).resolve().parents[2]
 WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not committed
@@ -22,6 +25,12 @@ BESIDE = {
     "docs/how-to/trl.md": ("trl", "datasets", "peft"),
     "docs/how-to/ray.md": ("ray",),
 }  # packages that .venv need not have; `make trl-test` runs the first page
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {UNOPTIMIZED}",
+}
 NOT_RUN = (
     "make ",
     "pip install ",
@@ -41,10 +50,27 @@ def named(page: Path) -> str:
     return str(page.relative_to(HERE))
 
 
+# Commands that follow each other run in one process: most of their time is its start.
+RUN_COMMANDS = """
+import json, sys
+from deltacheck.cli import main
+for words in json.loads(sys.argv[1]):
+    if main(words):
+        sys.exit(f"{words} has failed")
+"""
+
+
+def run_all(commands: list[list[str]]) -> str:
+    """Return the statement of a program that runs commands."""
+    arguments = f"[sys.executable, '-c', {RUN_COMMANDS!r}, {json.dumps(commands)!r}]"
+    return f"subprocess.run({arguments}, check=True)"
+
+
 def script(page: Path) -> str:
     """The page's blocks as one program: Python as it stands, commands through the shell's own
     words.
     """
+    commands: list[list[str]] = []
     lines = ["import subprocess, sys, warnings; warnings.simplefilter('error')"]
     if named(page) in BESIDE:
         lines.append(
@@ -55,6 +81,9 @@ def script(page: Path) -> str:
         lines.append("warnings.simplefilter('ignore', DeprecationWarning)")
     for language, code in blocks(page):
         if language == "python":
+            if commands:
+                lines.append(run_all(commands))
+                commands = []
             lines.append(code)
             continue
         for command in code.splitlines():
@@ -64,17 +93,34 @@ def script(page: Path) -> str:
                 assert program == "deltacheck", (
                     f"{named(page)} shows a command that no test can run: {command}"
                 )
-                lines.append(
-                    f"subprocess.run([sys.executable, '-m', 'deltacheck', *{arguments!r}],"
-                    " check=True)"
-                )
+                commands.append(arguments)
+    if commands:
+        lines.append(run_all(commands))
     return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Callable[[str], Programs]]:
+    """Return what runs programs with a framework, whose import takes longer than most of them."""
+    servers: dict[str, Programs] = {}
+
+    def server(framework: str) -> Programs:
+        if framework not in servers or servers[framework].has_ended:
+            servers[framework] = Programs(framework, os.environ | ENVIRONMENT)
+        return servers[framework]
+
+    yield server
+    for made in servers.values():
+        made.close()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=named)
 @pytest.mark.timeout(600)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+    page: Path,
+    tmp_path: Path,
+    programs: Callable[[str], Programs],
+    request: pytest.FixtureRequest,
 ) -> None:
     if missing := [
         package
@@ -82,25 +128,14 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         if importlib.util.find_spec(package) is None
     ]:
         pytest.skip(f"{missing[0]} is not installed")
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "JAX_PLATFORMS": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    if "s3://my-bucket/" in script(page):
+    program, environment = script(page), os.environ | ENVIRONMENT
+    if "s3://my-bucket/" in program:
         server = request.getfixturevalue("s3_server")
         server.make_bucket("my-bucket")
         environment |= server.environment()
-    done = subprocess.run(
-        [sys.executable, "-c", script(page)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    imported = re.search(r"^(?:import|from) (torch|jax)\b", program, re.MULTILINE)
+    done = programs(imported[1] if imported else "sys").run(program, tmp_path, environment, 500)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.xla import UNOPTIMIZED
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "docs" / "tutorial").glob("*.ipynb"))
 # Each cell is compiled by itself, so that an error names its cell. Nothing of Jupyter is needed:
 # the cells are plain Python without magic commands.
@@ -28,6 +30,7 @@ def run_notebook(document: str, folder: Path) -> subprocess.CompletedProcess[str
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {UNOPTIMIZED}",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     return subprocess.run(

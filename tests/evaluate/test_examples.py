@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import deltacheck
 from tests.support.promises import flat
+from tests.support.xla import UNOPTIMIZED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,9 +29,13 @@ def _run(example: str, folder: Path, steps: int, *more: str) -> list[str]:
         "5",
         *more,
     ]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, env=_environment())
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {UNOPTIMIZED}"}
 
 
 @pytest.mark.timeout(300)  # three processes that import a framework, one after the other
@@ -70,7 +76,7 @@ def test_a_killed_rl_loop_skips_and_repeats_no_prompt(data: str, tmp_path: Path)
     whole = _run(example, roots[0], 20, *more)
     arguments = [str(roots[1]), "--steps", "20", "--every", "5", *more]
     command = [sys.executable, "-c", KILL, str(EXAMPLES / example), *arguments]
-    killed = subprocess.run(command, capture_output=True, text=True)
+    killed = subprocess.run(command, capture_output=True, text=True, env=_environment())
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert killed.stdout.splitlines() == whole[:2]
     resumed, *lines = _run(example, roots[1], 20, *more)

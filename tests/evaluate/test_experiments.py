@@ -1,7 +1,8 @@
 """The experiments under `examples/`, run as a user runs them.
 
 Each kills a training run, resumes it, and compares it with an uninterrupted one. `make experiments`
-runs all of them; `make test` runs the first one and the tests of their data.
+runs those that prove something that no other test does, and `make soak` all of them. The tests of
+their data are in `make test-tools`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 
 from deltacheck.evaluate.workloads import pairs
 from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
+from tests.support.xla import UNOPTIMIZED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
@@ -25,13 +27,17 @@ LORA, RL = "lora/train.py", "rl_like/train.py"
 # Up to ten processes import a framework, some of them two: seconds, but minutes on a busy
 # machine.
 PATIENT = pytest.mark.timeout(900)
+# The same code with other data, or what a test of its own proves in less time.
+MORE = pytest.mark.skipif(
+    os.environ.get("EXPERIMENTS") != "all", reason="only with EXPERIMENTS=all, as in make soak"
+)
 
 
 def run(example: str, *options: object) -> str:
     """Run an example with ``--quick``, and return its output."""
     command = [sys.executable, str(EXAMPLES / example), "--quick", *map(str, options)]
     result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""}
+        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": UNOPTIMIZED}
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -62,22 +68,9 @@ def assert_every_bit_equal(output: str) -> None:
     assert float(stored) < float(plain)
 
 
-@pytest.mark.timeout(600)  # three processes that import torch, one after the other
-def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_one(
-    tmp_path: Path,
-) -> None:
-    output = run(SFT_TORCH, tmp_path, "--policy", "exact")
-    assert_every_bit_equal(output)
-    losses = re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0]
-    assert float(losses[1]) < float(losses[0])  # something was learned
-    refused = subprocess.run(
-        [sys.executable, EXAMPLES / SFT_TORCH, tmp_path], capture_output=True, text=True
-    )
-    assert "is not empty" in refused.stderr
-
-
 @pytest.mark.experiments
 @PATIENT
+@MORE
 @pytest.mark.parametrize("example", [SFT_FLAX, LORA])
 def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninterrupted_one(
     example: str,
@@ -87,7 +80,9 @@ def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninte
 
 @pytest.mark.experiments
 @PATIENT
-@pytest.mark.parametrize("workload", ["sft", "rl_like", "lora"])
+@pytest.mark.parametrize(
+    "workload", [pytest.param("sft", marks=MORE), pytest.param("rl_like", marks=MORE), "lora"]
+)
 def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> None:
     command = [
         sys.executable,
@@ -112,11 +107,11 @@ def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> N
 
 @pytest.mark.experiments
 @PATIENT
-@pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX])
+@pytest.mark.parametrize("example", [SFT_TORCH, pytest.param(SFT_FLAX, marks=MORE)])
 def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_result_little(
-    example: str,
+    example: str, tmp_path: Path
 ) -> None:
-    output = run(example, "--every", 5)
+    output = run(example, tmp_path, "--every", 5)
     assert re.search(r"stable from step \d+ on", output)
     exact, auto = part(output, "exact"), part(output, "auto")
     assert_every_bit_equal(exact)
@@ -125,7 +120,10 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
     assert "  killed by SIGKILL\n" in auto
     (difference,) = re.findall(r"difference (\S+)\n", auto)
     before, after = map(float, re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0])
+    assert after < before  # something was learned
     assert abs(float(difference)) < (before - after) / 10
+    with pytest.raises(AssertionError, match="is not empty"):
+        run(example, tmp_path)
 
 
 @pytest.mark.experiments
@@ -202,7 +200,10 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.experiments
 @PATIENT
-@pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX, LORA, RL])
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(SFT_TORCH, marks=MORE), SFT_FLAX, LORA, pytest.param(RL, marks=MORE)],
+)
 def test_weights_of_transformers_and_data_of_the_users_are_taken(
     example: str, checkpoint: Path, questions: Path
 ) -> None:
@@ -248,7 +249,7 @@ for path in (Path({str(checkpoint)!r}), other):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
     )
     assert result.returncode == 0, result.stderr
 

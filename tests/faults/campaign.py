@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -20,17 +19,14 @@ from typing import Self
 from tests.faults.scenarios import ORBAX, acknowledged_in
 from tests.faults.shim import Fault, Op, read_trace
 from tests.faults.zygote import Outcome, Zygote
-
-_ROOM_BYTES = 1 << 30
+from tests.support.memory import memory_folder
 
 
 def scratch() -> Path:
     """A new directory for trials: in memory where there is room for it, since a killed process
     loses nothing of what it has written.
     """
-    memory = Path("/dev/shm")
-    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES
-    return Path(tempfile.mkdtemp(prefix="deltacheck-faults-", dir=memory if fits else None))
+    return Path(tempfile.mkdtemp(prefix="deltacheck-faults-", dir=memory_folder()))
 
 
 @dataclass(frozen=True, slots=True)

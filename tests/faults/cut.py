@@ -33,11 +33,11 @@ from deltacheck import SaveOptions
 from tests.faults import power, scenarios, shim
 from tests.faults.scenarios import Acknowledge, Scenario
 from tests.suites import planted
+from tests.support.memory import memory_folder
 
 ROOT = Path(
     "new/parents/root"
 )  # in the folder of a scenario, which alone is there at the beginning
-_MEMORY = Path("/dev/shm")  # where a file system in memory usually is
 
 
 class ReplacedTorchSave(scenarios.OverwritingTorchSave):
@@ -259,9 +259,7 @@ def try_states(
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
     """A folder in memory where there is such a file system, else on disk."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="deltacheck-power-", dir=_MEMORY if _MEMORY.is_dir() else None)
-    )
+    folder = Path(tempfile.mkdtemp(prefix="deltacheck-power-", dir=memory_folder()))
     try:
         yield folder
     finally:

@@ -27,8 +27,6 @@ from tests.faults.scenarios import CONTROLS, ORBAX, TIER, TORCH
 from tests.faults.shim import Fault, Mode
 from tests.support.paths import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 
 @pytest.fixture
 def seed() -> int:
@@ -38,7 +36,7 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize(
-    ("backend", "points"), [(TORCH, 16), (TIER, 4), (ORBAX, 4)], ids=["torch", "memory", "orbax"]
+    ("backend", "points"), [(TORCH, 10), (TIER, 3), (ORBAX, 3)], ids=["torch", "memory", "orbax"]
 )
 def test_a_process_killed_at_any_call_loses_no_acknowledged_step_and_the_next_one_goes_on(
     campaign: Campaign, seed: int, backend: dict[str, scenarios.Scenario], points: int

@@ -13,10 +13,8 @@ from tests.faults import external_calls
 from tests.faults.campaign import Tally
 from tests.faults.external_calls import ORBAX, TORCH, Point, PublicCall, Table
 
-pytestmark = pytest.mark.xdist_group("faults")
 
-
-@pytest.mark.parametrize(("calls", "number"), [(TORCH, 60), (ORBAX, 10)], ids=["torch", "orbax"])
+@pytest.mark.parametrize(("calls", "number"), [(TORCH, 30), (ORBAX, 8)], ids=["torch", "orbax"])
 def test_a_failing_external_call_gives_an_error_of_ours_and_costs_no_acknowledged_step(
     calls: dict[str, PublicCall], number: int
 ) -> None:

@@ -33,8 +33,6 @@ from tests.faults.shim import Fault, Mode
 from tests.support.states import assert_same, nudge, training_state
 from tests.support.waiting import set_deadline, wait_until
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 
 def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_call(
     campaign: Campaign,

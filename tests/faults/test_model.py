@@ -45,12 +45,12 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.roots import tagging
 from deltacheck.store.roots.opening import open_root
+from tests.support.memory import memory_folder
 from tests.support.states import assert_same
 from tests.support.waiting import wait_until
 
-RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "12"))
+RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "6"))
 STEPS = int(os.environ.get("DELTACHECK_MODEL_STEPS", "25"))
-FAST = Path("/dev/shm")  # nothing here asks for power cuts: memory does
 
 
 class Killed(BaseException):
@@ -146,7 +146,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.disk = Disk()
-        self.root = Path(tempfile.mkdtemp(dir=FAST if FAST.is_dir() else None))
+        self.root = Path(tempfile.mkdtemp(dir=memory_folder()))
         self.path = self.root / "run"
         self.engine: Engine | None = None
         self.saved: dict[int, Save] = {}  # by sequence number

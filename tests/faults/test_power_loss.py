@@ -22,7 +22,7 @@ from deltacheck.store.files.durability import Durability
 from tests.faults import cut, image, power, scenarios, shim
 from tests.faults.power import Op
 
-STATES = 60
+STATES = 40  # of each scenario; a new seed each time
 RECORDED = (
     "two-saves",
     "keep-last",

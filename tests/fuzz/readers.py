@@ -41,6 +41,7 @@ from deltacheck.store.roots.opening import open_root
 from tests.fuzz import mutate
 from tests.golden import make
 from tests.support import forge
+from tests.support.memory import memory_folder
 
 BUDGET_BYTES = 64 << 20
 MEMORY_BYTES = (
@@ -334,10 +335,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.atheris and given.target == "documents":
         return guided(given.seconds)
-    memory = Path("/dev/shm")  # three times as many roots in a second, where there is one
-    with tempfile.TemporaryDirectory(
-        prefix="deltacheck-fuzz-", dir=memory if os.access(memory, os.W_OK) else None
-    ) as folder:
+    # Memory has three times as many roots in a second.
+    with tempfile.TemporaryDirectory(prefix="deltacheck-fuzz-", dir=memory_folder()) as folder:
         trial = documents_trial() if given.target == "documents" else Roots(Path(folder)).trial
         run(given.target, trial, given.seed, given.seconds, given.runs, given.only)
 

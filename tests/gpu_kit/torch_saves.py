@@ -45,6 +45,8 @@ def compare(context: Context, gigabytes: int, state: str, ways: Sequence[str]) -
     require_device(context)
     if not context.rehearse:
         _require_space(context, gigabytes * 10**9)
+    elif gigabytes > min(_SIZES):
+        raise Skipped("the rehearsal has one size")
     size = SIZES["tiny"] if context.rehearse else _SIZES[gigabytes]
     kinds = [kind for kind in RIVALS["torch"] if kind.name in ways]
     measured = {}

@@ -26,6 +26,7 @@ from deltacheck.cli import main
 from tests.ranks import jax_run
 from tests.ranks.launch import launch
 from tests.support.promises import broken
+from tests.support.xla import UNOPTIMIZED
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     other files' tests count on them.
     """
     jax.devices()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    flags = f"--xla_force_host_platform_device_count=2 {UNOPTIMIZED}"
+    monkeypatch.setenv("XLA_FLAGS", flags)
 
 
 def free_port() -> int:

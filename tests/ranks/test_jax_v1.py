@@ -12,13 +12,15 @@ from tests.ranks import jax_v1_jobs
 from tests.ranks.launch import launch
 from tests.support.adam_run import AdamRun
 from tests.support.promises import broken
+from tests.support.xla import UNOPTIMIZED
 
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each process that a test starts. This one's devices start before, with its own flags."""
     jax.devices()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    flags = f"--xla_force_host_platform_device_count=2 {UNOPTIMIZED}"
+    monkeypatch.setenv("XLA_FLAGS", flags)
 
 
 @pytest.mark.timeout(600)

@@ -17,8 +17,6 @@ from deltacheck.policy.stage import SaveObservation, Stage, advance, explain
 from deltacheck.report.data import collect
 from tests.support.adam_run import AdamRun
 
-pytestmark = pytest.mark.xdist_group("auto")
-
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

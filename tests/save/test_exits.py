@@ -23,7 +23,7 @@ CHILD = TESTS / "support" / "exits_child.py"
 # Every deadline in the cases is below 1 s; the rest is for a machine that is busy with others
 LIMIT_SECONDS = 240.0
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("exits")]
+pytestmark = pytest.mark.timeout(300)
 
 # What becomes of the process where the last save is durable: its exit status, negative for a
 # signal.
@@ -108,11 +108,6 @@ def run(
         output = (place / "out").read_text(errors="replace")
         found[case] = results[str(place)] | {"output": output, "root": place / "root"}
     return found
-
-
-def test_pytest_keeps_the_tests_of_a_group_in_one_process(request: pytest.FixtureRequest) -> None:
-    """With pytest 9.2, pytest-xdist 3.8 does not, and the fixtures below run in each process."""
-    assert not request.config.getoption("loadgroup", False) or "@exits" in request.node.nodeid
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,9 @@ from deltacheck.store.files import arrays, local_storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock import holding, pins
 from deltacheck.store.roots import root
+from tests.support.memory import memory_folder
 
 SCHEDULES = int(os.environ.get("DELTACHECK_SCHEDULES", "6"))
-FAST = Path("/dev/shm")
 SAVES = 6
 
 
@@ -196,7 +196,7 @@ def test_under_no_schedule_does_a_reader_see_a_mixture_or_lose_what_it_reads() -
     )
     total = {"read": 0, "gone": 0, "refused": 0}
     for number in range(SCHEDULES):
-        folder = Path(tempfile.mkdtemp(dir=FAST if FAST.is_dir() else None))
+        folder = Path(tempfile.mkdtemp(dir=memory_folder()))
         try:
             with schedule(first + number):
                 for name, count in run_once(folder / "run", first + number).items():

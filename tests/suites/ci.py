@@ -14,6 +14,7 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,8 @@ from pathlib import Path
 from tests.support.paths import REPOSITORY
 
 LANES = 3
+# A run is ended after 90 minutes (.github/workflows/ci.yml), and its table is lost.
+LATE_MINUTES = 75.0
 _TAIL = 12  # lines of a log that passed
 
 
@@ -57,22 +60,23 @@ SUITES = (
         ),
         7,
     ),
-    Suite("power-test", (("power-test", "POWER_STATES=100", "POWER_CUTS=5", SEED),), 2.5),
+    Suite("power-test", (("power-test", "POWER_STATES=40", "POWER_CUTS=3", SEED),), 2.5),
     Suite("experiments", (("experiments",),), 2.2),
-    Suite("megatron-test", (("megatron-test",),), 2),
+    # A version that is refused, the oldest one and the newest; a release tries all.
+    Suite("megatron-test", (("megatron-test", "MEGATRON_OLDER=0.15.3 0.16.1"),), 1),
     Suite(
         "crash-test",
-        (("crash-test", "CRASH_POINTS=150", "ERROR_POINTS=75", "DATA_KILLS=5", SEED),),
+        (("crash-test", "CRASH_POINTS=100", "ERROR_POINTS=50", "DATA_KILLS=3", SEED),),
         1.7,
     ),
-    Suite("damage-test", (("damage-test", "TRIALS=10000", SEED),), 1.2),
+    Suite("damage-test", (("damage-test", "TRIALS=5000", SEED),), 1.2),
     Suite("trl-test", (("trl-test",),), 1),
     Suite("grain-test", (("grain-test",),), 1),
     Suite(
         "fuzz",
         (
-            ("fuzz", "FUZZ_RUNS=30000", "ARGS=apply round_trip arithmetic codes"),
-            ("fuzz", "FUZZ_RUNS=500", "ARGS=documents roots --seed 20261121"),
+            ("fuzz", "FUZZ_RUNS=10000", "ARGS=apply round_trip arithmetic codes"),
+            ("fuzz", "FUZZ_RUNS=300", "ARGS=documents roots --seed 20261121"),
         ),
         1.2,
     ),
@@ -110,7 +114,11 @@ def main() -> int:
     folder = REPOSITORY / "build/ci"
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    outcomes = []
+    outcomes: list[Outcome] = []
+    # Nothing is left out for lack of time, but the log says what has taken it.
+    late = threading.Timer(60 * LATE_MINUTES, report_late, [chosen, outcomes])
+    late.daemon = True
+    late.start()
     with ThreadPoolExecutor(options.lanes) as lanes:
         longest_first = sorted(chosen, key=lambda suite: -suite.minutes)
         for ended in as_completed([lanes.submit(run, suite, folder) for suite in longest_first]):
@@ -143,6 +151,13 @@ def run(suite: Suite, folder: Path) -> Outcome:
             if status:
                 break
     return Outcome(suite, status, log, (time.monotonic() - begin) / 60, processor_seconds / 60)
+
+
+def report_late(chosen: Sequence[Suite], outcomes: Sequence[Outcome]) -> None:
+    """Print what has been measured until ``LATE_MINUTES``, and which suites have not ended."""
+    ended = [outcome.suite for outcome in outcomes]
+    names = "; ".join(suite.name for suite in chosen if suite not in ended)
+    print(table(outcomes, LATE_MINUTES), f"=== LATE: not ended: {names}", sep="\n", flush=True)
 
 
 def end_of_log(outcome: Outcome) -> str:

@@ -52,6 +52,7 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.store import layout
 from deltacheck.store.roots.opening import open_root
 from tests.support.adam_run import AdamRun
+from tests.support.memory import memory_folder
 from tests.support.ranked_run import RankedRun, cells
 from tests.support.states import differences
 
@@ -647,8 +648,7 @@ SUBJECTS = {
 @contextmanager
 def built(*names: str) -> Iterator[list[Subject]]:
     """Roots in memory, where the machine has such a place."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="damage-", dir=memory if memory.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="damage-", dir=memory_folder()))
     level = logging.getLogger("deltacheck").level
     logging.getLogger("deltacheck").setLevel(logging.CRITICAL)
     try:

@@ -1053,15 +1053,23 @@ def clause_figures(root: Path) -> Iterator[Figure]:
     places: list[Place] = []
     total = 0
     for module in load_modules(root, DOCSTRING_FOLDERS):
-        for node in ast.walk(module.tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)):
-                doc = docstring_of(node)
-                total += doc is not None
-                if doc is not None and RELATIVE_CLAUSE.match(doc):
-                    places.append(module.place(node.body[0], doc.strip().splitlines()[0]))
+        for node in _documented(module.tree):
+            doc = docstring_of(node)
+            total += doc is not None
+            if doc is not None and RELATIVE_CLAUSE.match(doc):
+                places.append(module.place(node.body[0], doc.strip().splitlines()[0]))
     value = f"{len(places)} of {total} ({percent(len(places), total)})"
     title = "docstrings that begin with a relative clause (What, Which, Whether, ...)"
     yield Figure("relative-clauses", title, value, "0", places)
+
+
+def _documented(node: ast.AST) -> Iterator[ast.Module | Definition]:
+    """Yield the module, class or function, and all that its statements define."""
+    if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):  # most nodes, and none defines anything
+            yield from _documented(child)
 
 
 def name_figures(package: Package) -> Iterator[Figure]:

@@ -42,12 +42,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """``tests``: what must fail, at least one of them. ``quick``: among those of ``make test``."""
+    """``tests``: what must fail, at least one of them."""
 
     name: str
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]
-    quick: bool = False
 
 
 _CUTS = ("faults/test_power_loss.py::test_no_power_cut_takes_an_acknowledged_step[two-saves]",)
@@ -114,7 +113,6 @@ BUGS = (
         (
             "restore/test_refusals.py::test_a_full_disk_fails_that_save_alone_whichever_write_it_hits",
         ),
-        quick=True,
     ),
     Bug(
         "timeout-ignored",
@@ -139,7 +137,6 @@ BUGS = (
             ),
         ),
         ("restore/test_refusals.py::test_a_failure_at_the_end_of_the_with_block_is_raised_there",),
-        quick=True,
     ),
     Bug(
         "lease-ignored",
@@ -151,7 +148,6 @@ BUGS = (
             ),
         ),
         ("restore/test_refusals.py::test_a_second_writer_is_refused_with_the_holders_name",),
-        quick=True,
     ),
     Bug(
         "sequence-number-reused",
@@ -170,7 +166,6 @@ BUGS = (
         "collection-takes-saves-under-way",
         (Edit("deltacheck.store.collect", "layout.seq_of(name) <= newest_seq", "True"),),
         ("store/test_collect.py::test_a_segment_newer_than_the_newest_step_is_a_save_under_way",),
-        quick=True,
     ),
     Bug(
         "collection-forgets-what-is-protected",
@@ -274,7 +269,6 @@ BUGS = (
         "content-not-compared-with-its-digest",
         (Edit("deltacheck.restore.read", "if wrong.size:", "if False:"),),
         ("restore/test_damage.py::test_a_stale_chunk_with_a_right_checksum_is_refused",),
-        quick=True,
     ),
     Bug(
         "base-not-compared",
@@ -466,11 +460,7 @@ def _run(bug: Bug) -> str:
 
 
 def main(names: list[str]) -> int:
-    wanted = (
-        [bug for bug in BUGS if bug.quick]
-        if names == ["--quick"]
-        else [named(name) for name in names] or list(BUGS)
-    )
+    wanted = [named(name) for name in names] or list(BUGS)
     for module in (
         "torch",
         "hypothesis",

@@ -155,6 +155,14 @@ SUITES = (
         environment=(("EXIT_CASES", "all"),),
     ),
     Suite(
+        "S14",
+        "experiments",
+        lambda n, s: [*pytest("evaluate/test_experiments"), "-m", "experiments"],
+        PASSED,
+        1,
+        environment=(("EXPERIMENTS", "all"),),
+    ),
+    Suite(
         "S13",
         "endurance",
         program("suites/endurance.py", size="--seconds"),

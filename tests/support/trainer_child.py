@@ -393,18 +393,16 @@ def data_position(folder: Path) -> Any:
 
 
 def examples(folder: Path) -> Any:
+    options = ["--lora"] if "peft" in SCENARIOS else []
     runs = [
-        ("hf_trainer.py", 6, "--every", 3),
-        ("hf_trainer.py", 8),
+        ("hf_trainer.py", 6, "--every", 3, *options),
+        ("hf_trainer.py", 8, *options),
         ("accelerate_loop.py", 5),
         ("accelerate_loop.py", 12),
     ]
-    if "peft" in SCENARIOS:
-        runs += [("hf_trainer.py", 6, "--every", 3, "--lora"), ("hf_trainer.py", 8, "--lora")]
 
     def run(name: str, steps: int, *more: object) -> str:
-        root = folder / f"{name}{'--lora' in more}"
-        return f"{name}: {forked(lambda: example(name, root, '--steps', steps, *more))}"
+        return f"{name}: {forked(lambda: example(name, folder / name, '--steps', steps, *more))}"
 
     return [run(*one) for one in runs]
 
@@ -412,7 +410,6 @@ def examples(folder: Path) -> Any:
 SCENARIOS: dict[str, Any] = {
     "examples": examples,
     "killed_and_resumed": partial(killed_and_resumed, trainer),
-    "own_random": partial(killed_and_resumed, partial(trainer, kind=OwnRandom)),
     "asked_for": asked_for,
     "bare": bare,
     "plain": plain,
@@ -428,7 +425,7 @@ if importlib.util.find_spec("torchdata"):
     SCENARIOS["data_position"] = lambda folder: forked(lambda: data_position(folder))
 if importlib.util.find_spec("peft"):
     SCENARIOS |= {
-        "peft": partial(killed_and_resumed, partial(trainer, make=lora)),
+        "peft": partial(killed_and_resumed, partial(trainer, make=lora, kind=OwnRandom)),
         "peft_leaves": peft_leaves,
     }
 

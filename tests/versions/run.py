@@ -49,6 +49,8 @@ TOOLS = (
 # What tests import or read
 COPIED = ("benchmarks", "docs", "examples", "tests", "pyproject.toml")
 NATIVE = ("CMakeLists.txt", "pyproject.toml", "build-constraints.txt")
+# For `.ci/run`: a quarter of the codec matrix, as in `make test`.
+THINNED = ("-m", "not experiments and not matrix")
 SHOWN = ("numpy", "tensorstore", "jax", "orbax-checkpoint", "torch")
 VERSIONS = f"""
 import json, platform
@@ -192,7 +194,8 @@ def run(
     done = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True)
     versions = json.loads(done.stdout)
     print(f"installed in {time.monotonic() - start:.0f} s: {shown(versions)}", flush=True)
-    return run_tests(environment, versions, [*files, *shlex.split(options.pytest)], home, source)
+    arguments = [*files, *(THINNED if options.ci else ()), *shlex.split(options.pytest)]
+    return run_tests(environment, versions, arguments, home, source)
 
 
 def constraints(pins: Mapping[str, str], pinned: str) -> str:
@@ -316,7 +319,7 @@ def run_tests(
     """Run pytest in an environment, as `make test` does, and count."""
     report = home / "tests.xml"
     report.unlink(missing_ok=True)
-    command = [str(home / "bin/pytest"), "-q", "-n", "2", "--dist", "loadgroup"]
+    command = [str(home / "bin/pytest"), "-q", "-n", "2", "--dist", "loadfile"]
     command += ["-m", "not experiments and not tools and not matrix", f"--junitxml={report}"]
     start = time.monotonic()
     status = subprocess.run(

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from deltacheck.backends.hugging_face import base_root, model_export
 from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.files import torch_import
-from deltacheck.backends.torch.trainer.training_state import model_state
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from tests.support.states import assert_same, random_tensor
+
+pytestmark = pytest.mark.usefixtures("forked_imports")
 
 CONFIG = b'{"architectures": ["Tiny"]}'
 INDEX = "model.safetensors.index.json"
@@ -197,6 +198,9 @@ def test_an_adapter_that_peft_would_not_read_is_refused(
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "loha", "lokr", "oft"])
 def test_peft_loads_an_exported_adapter(kind: str, tmp_path: Path) -> None:
     import peft
+
+    # Here alone, because it imports all of Trainer.
+    from deltacheck.backends.torch.trainer.training_state import model_state
 
     kinds = {
         "lora": partial(peft.LoraConfig, modules_to_save=["2"], init_lora_weights=False),

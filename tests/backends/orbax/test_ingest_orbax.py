@@ -33,6 +33,8 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.restore.export import FORMAT_TYPES
 from deltacheck.store.roots.opening import open_root
 
+pytestmark = pytest.mark.usefixtures("forked_imports")
+
 
 def state(step: int) -> dict[str, Any]:
     table = jax.random.normal(jax.random.key(0), (200, 40))  # the same at every step

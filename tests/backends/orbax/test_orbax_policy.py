@@ -55,9 +55,6 @@ def fresh() -> dict[str, Any]:
     return {"params": params, "master": master, "opt_state": optax.adamw(RATE).init(master)}
 
 
-pytestmark = pytest.mark.xdist_group("orbax_policy")
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     """A root of 20 saves, and the states that were saved."""

@@ -23,6 +23,8 @@ from deltacheck.maintain import branch as branches
 from deltacheck.store.roots.opening import open_root
 from tests.support.states import assert_same, random_tensor
 
+pytestmark = pytest.mark.usefixtures("forked_imports")
+
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

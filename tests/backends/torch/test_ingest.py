@@ -23,6 +23,8 @@ from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
 from deltacheck.errors import Damaged
 from tests.support.states import assert_same, random_tensor
 
+pytestmark = pytest.mark.usefixtures("forked_imports")
+
 
 class Touch:
     """Unpickling it makes a file."""

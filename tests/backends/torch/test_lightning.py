@@ -15,7 +15,6 @@ import pytest
 from tests.support.paths import TESTS
 
 pytestmark = [
-    pytest.mark.xdist_group("lightning"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (find_spec("lightning") or find_spec("pytorch_lightning")),

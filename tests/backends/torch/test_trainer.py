@@ -15,7 +15,6 @@ import pytest
 from tests.support.paths import TESTS
 
 pytestmark = [
-    pytest.mark.xdist_group("trainer"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (find_spec("transformers") and find_spec("accelerate")),
@@ -35,7 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["killed_and_resumed", "own_random", "peft"])
+@pytest.mark.parametrize("kind", ["killed_and_resumed", "peft"])
 def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: str) -> None:
     if kind not in told:
         pytest.skip(f"{kind} is not installed")
@@ -153,7 +152,7 @@ def test_an_accelerate_loader_with_a_position_is_part_of_the_state(told: dict[st
 def test_each_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
     first = {"accelerate_loop.py": 5, "hf_trainer.py": 6}
     last = {"accelerate_loop.py": 12, "hf_trainer.py": 8}
-    assert len(told["examples"]) >= 4
+    assert len(told["examples"]) == 4
     for begun, ended in zip(told["examples"][::2], told["examples"][1::2], strict=True):
         name = begun.partition(":")[0]
         assert begun == f"{name}: at step {first[name]}, from step 0"

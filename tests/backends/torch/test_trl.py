@@ -17,7 +17,6 @@ from deltacheck.backends.torch.weight_transfer.trl_transfer import PublishedWeig
 from tests.support.paths import TESTS
 
 pytestmark = [
-    pytest.mark.xdist_group("trl"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed"
