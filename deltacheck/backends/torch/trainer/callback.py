@@ -182,8 +182,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # A finished run that is started again would do one more step.
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
-            if self._run is not None:
+            if self._run is not None and self._run.resumed is not None:
                 self._run.warn_if_finished(trainer.state)
+                # What follows this training continues as if it had just ended.
+                training_state.restore_random_states(trainer, self._run.resumed)
             return
         original(trainer, *args, **kwargs)
 
@@ -381,7 +383,7 @@ class _TrainCall:
         Args:
             state: The trainer's state.
         """
-        if self._is_first and self.resumed is not None:
+        if self._is_first:
             log.warning(
                 "nothing is trained: step %d of %s is the last of this training (max_steps %d). To"
                 " continue, raise max_steps or num_train_epochs; to start anew, use another"
