@@ -81,9 +81,6 @@ def train(
     is_default = options.root is None and root == base
     callback = LaunchedCallback(options, None if is_default else root, name)
     trainer.add_callback(callback)
-    # First, so that its lines come before a progress bar.
-    callbacks = trainer.callback_handler.callbacks
-    callbacks.insert(0, callbacks.pop())
     try:
         # Of the class: the first callback has replaced the method again.
         result = Trainer.train(trainer, resume_from_checkpoint, *args, **kwargs)

@@ -24,6 +24,7 @@ from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
+from deltacheck.leaf.spec import SaveReport
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import Keep, Policy
 from deltacheck.restore.fill import StepReader
@@ -280,6 +281,16 @@ class Engine:
                 alive.
         """
         self._guard.add(owner)
+
+    def on_commit(self, listener: Callable[[SaveReport], object]) -> None:
+        """Call a function with the report of each save that is committed from now on.
+
+        Args:
+            listener: The function. It is called on the thread of the commit, which a slow one
+                delays, and with several ranks in each process, for its own part. An error of it is
+                logged, and the step exists.
+        """
+        self._saver.save_log.listen(listener)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed; with ``memory``, in memory.

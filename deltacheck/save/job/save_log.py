@@ -1,8 +1,9 @@
-"""Log each committed save, and a summary of the saves of a root at the end."""
+"""Report each committed save: to the log, with a summary at the end, and to listeners."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.save.progress import Progress
@@ -19,6 +20,11 @@ class SaveLog:
         self._blocking_seconds = 0.0
         # Training may still wait for this save, so its time is added later.
         self._last: Progress | None = None
+        self._listeners: list[Callable[[SaveReport], object]] = []
+
+    def listen(self, listener: Callable[[SaveReport], object]) -> None:
+        """Call a function with the report of each save that is committed from now on."""
+        self._listeners.append(listener)
 
     def committed(self, root: object, progress: Progress, report: SaveReport) -> None:
         """Log a save that was committed.
@@ -43,6 +49,12 @@ class SaveLog:
             report.durable_seconds,
             report.blocking_seconds,
         )
+        for listener in self._listeners:
+            # The step exists, and a report about it must not end the saves of the run.
+            try:
+                listener(report)
+            except Exception:
+                log.warning("a listener failed on step %d", report.step, exc_info=True)
 
     def failed(self) -> None:
         """Count a save that failed. Its error is logged where it arises."""

@@ -38,6 +38,7 @@ from deltacheck.backends.torch.trainer.wrapped_methods import (
 )
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Keep
+from deltacheck.save.save_numbers import SaveNumbers
 from deltacheck.store.files import storage
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     only the trained parameters are saved, as ``Trainer`` does. Frozen weights of any other model
     are read in the background, see ``Engine.guard``; pass ``options=SaveOptions(capture="eager")``
     if a callback writes to them past torch. The next save raises the error of a failed one.
-    ``trainer.train`` returns after the last commit. ``push_to_hub`` does not upload checkpoints,
+    ``trainer.train`` returns after the last commit. What the trainer reports to (wandb,
+    TensorBoard) also gets ``deltacheck/saves``, ``bytes``, ``blocking_seconds`` and
+    ``durable_seconds``, with the log after a save. ``push_to_hub`` does not upload checkpoints,
     because no ``checkpoint-N`` folders stay.
 
     Several processes (DDP, FSDP2, DeepSpeed) save one step together, and every process must use the
@@ -143,6 +146,20 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             self._run.resumed = None
         if self._every is not None and state.global_step % self._every == 0:
             control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the cost of the saves since the last log. ``Trainer`` calls this.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            logs: The numbers that the callbacks behind this one report.
+            **kwargs: Not used.
+        """
+        # The log of the trainer's state, which is part of a step, has no times.
+        if self._run is not None and logs is not None:
+            logs.update(self._run.save_numbers.take())
 
     # --- replacements of the trainer's methods; ``original`` is the method ------------------------
 
@@ -281,6 +298,8 @@ class _TrainCall:
         self.engine = engine
         self._zero = zero
         self.ranks = TrainerRanks(engine)
+        self.save_numbers = SaveNumbers()
+        engine.on_commit(self.save_numbers.add)
         self._output_dir = Path(trainer.args.output_dir)
         self._files = CheckpointFiles(self._output_dir, file_limit_bytes)
         self._model_files: Files = {}
@@ -307,6 +326,10 @@ class _TrainCall:
         """
         for callback in _callbacks(trainer):
             callback._run = self
+        # First, so that what reports to a logger sees the numbers of saves.
+        trainer.callback_handler.callbacks.sort(
+            key=lambda callback: not isinstance(callback, DeltaCheckCallback)
+        )
         zero, hooks = self._zero, contextlib.ExitStack()
         if zero is not None:
             prepare = functools.partial(zero.prepare, trainer)
