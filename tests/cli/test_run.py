@@ -289,11 +289,11 @@ def test_a_second_training_gets_a_root_of_its_own() -> None:
     assert roots.root("a") == "a"
     roots.end("a")
     assert roots.root("a") == "a-2"
-    assert roots.root("a", again=True) == "a"
-    assert roots.root("b", again=True) == "b"
+    assert roots.root("a", continues=True) == "a"
+    assert roots.root("b", continues=True) == "b"
     roots.end("a")
     assert roots.root("a") == "a-3"
-    assert roots.root("a", again=True) == "a-2"
+    assert roots.root("a", continues=True) == "a-2"
 
 
 # --- trainings ------------------------------------------------------------------------------------
@@ -340,6 +340,43 @@ def test_a_killed_trainer_continues_without_an_edit(tmp_path: Path) -> None:
         f"{first} has 3 steps, newest 6; new: 3",
         f"{second} has 3 steps, newest 6; new: 3",
     ]
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+def test_a_trainer_saves_on_a_signal_and_ends_by_it(tmp_path: Path) -> None:
+    whole = train("hf", tmp_path, "whole", more=[1])
+    assert whole.code == 0, whole.err[-3000:]
+    ended = train("hf", tmp_path, "parts", more=[1], KILL_AT="2", KILL_BY="SIGUSR1")
+    assert ended.code == 128 + signal.SIGUSR1, ended.err[-3000:]
+    root = tmp_path / "parts" / "deltacheck"
+    # Step 3 was under way.
+    assert deltacheck.open(root).steps() == [2, 3]
+    assert "SIGUSR1: the training ends, step 3 is saved" in ended.err
+    again = train("hf", tmp_path, "parts", more=[1])
+    assert again.lines[0] == f"Trainer saves to {root}, continues from step 3"
+    assert result(tmp_path, "parts") == result(tmp_path, "whole")
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+def test_a_signal_reaches_a_trainer_behind_a_wrapper_that_dies_of_it(tmp_path: Path) -> None:
+    script = [PYTHON, "-m", "tests.support.unmodified.hf_script", "run", "run.json", "1"]
+    wrapper = ["sh", "-c", '"$@"; exit 0', "sh", *script]
+    launcher = [PYTHON, "-m", "deltacheck", "run", "--restarts", "3", "--", *wrapper]
+    done = subprocess.run(
+        ["sh", "-c", 'LAUNCHER=$$ exec "$@"', "sh", *launcher],
+        env=environment(KILL_AT="2", KILL_BY="launcher"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
+    # The launcher has waited for the save.
+    assert deltacheck.open(tmp_path / "run" / "deltacheck").steps() == [2, 3]
+    assert "new: 2 (" in done.stderr
+    assert "restart" not in done.stderr
 
 
 @needs_transformers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
@@ -15,12 +16,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+# On these, a Trainer saves the step under way, and ends.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STARTUP = Path(__file__).parent / "startup"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What ``deltacheck run`` hands to the trainers of a command.
+    """The options that ``deltacheck run`` hands to the trainers of a command.
 
     Args:
         root: The root, absolute. ``None``: ``deltacheck`` in the trainer's own folder.
@@ -96,21 +99,21 @@ class TrainingRoots:
     """
 
     def __init__(self) -> None:
-        self._ended: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def root(self, base: str, *, again: bool = False) -> str:
+    def root(self, base: str, *, continues: bool = False) -> str:
         """Return the root of the training that begins.
 
         Args:
             base: The root of the first training.
-            again: It continues the training before it.
+            continues: It continues the training before it.
         """
-        number = self._ended[base] + (0 if again and self._ended[base] else 1)
+        number = self._counts[base] + (0 if continues and self._counts[base] else 1)
         return base if number == 1 else f"{base}-{number}"
 
     def end(self, base: str) -> None:
         """Count a training that has ended without an error. One that failed may be tried again."""
-        self._ended[base] += 1
+        self._counts[base] += 1
 
 
 def say(text: str) -> None:

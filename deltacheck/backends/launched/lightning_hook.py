@@ -33,8 +33,8 @@ class LaunchedIO(DeltaCheckIO):
 
 def init(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Trainer.__init__``: add the plugin, unless the script has one for checkpoints."""
-    given = kwargs.get("plugins")
-    plugins = list(given) if isinstance(given, Iterable) else [given] if given is not None else []
+    value = kwargs.get("plugins")
+    plugins = list(value) if isinstance(value, Iterable) else [value] if value is not None else []
     fabric = _DISTRIBUTIONS[_package(trainer)]
     interface = import_module(f"{fabric}.plugins.io.checkpoint_io").CheckpointIO
     if not any(isinstance(plugin, interface) for plugin in plugins):
@@ -53,7 +53,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     request = call.arguments.get("ckpt_path")
     base = options.root or str(Path(trainer.default_root_dir, "deltacheck").absolute())
-    root = Path(_roots.root(base, again=request is not None))
+    root = Path(_roots.root(base, continues=request is not None))
     plugin.use_root(root)
     newest = None if request is not None else _newest(root)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from transformers import Trainer
 
 from deltacheck.backends.launched.launch_options import (
+    STOP_SIGNALS,
     LaunchOptions,
     TrainingRoots,
     say,
@@ -34,7 +36,7 @@ class LaunchedCallback(DeltaCheckCallback):
         engine = options.engine()
         if options.keep is not None:
             engine["keep"] = Keep(last=options.keep)
-        super().__init__(root, every=options.every, **engine)
+        super().__init__(root, every=options.every, stop_on=STOP_SIGNALS, **engine)
         self._launch_options = options
         self._trainer = trainer
 
@@ -69,6 +71,7 @@ def train(
 ) -> Any:
     """Replace ``Trainer.train``: add the callback, unless the script has added one."""
     options = LaunchOptions.of_environment()
+    options.record("process", pid=os.getpid())
     name = type(trainer).__name__
     present = [c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)]
     if present:
@@ -76,7 +79,7 @@ def train(
             options.record("own", trainer=name)
         return original(trainer, resume_from_checkpoint, *args, **kwargs)
     base = options.root or str(Path(trainer.args.output_dir, "deltacheck").absolute())
-    root = _roots.root(base, again=bool(resume_from_checkpoint))
+    root = _roots.root(base, continues=bool(resume_from_checkpoint))
     # Without a root of its own, that of DeepSpeed's configuration counts.
     is_default = options.root is None and root == base
     callback = LaunchedCallback(options, None if is_default else root, name)

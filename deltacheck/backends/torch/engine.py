@@ -29,6 +29,7 @@ from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import Keep, Policy
 from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
+from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
@@ -291,6 +292,24 @@ class Engine:
                 logged, and the step exists.
         """
         self._saver.save_log.listen(listener)
+
+    def signal_to_stop(self, signals: StopSignals) -> int:
+        """Return the signal on which the training is to save this step and end.
+
+        With ``process_group``, every rank calls this at the same steps, and gets the same answer: a
+        signal to any rank. That takes one small exchange on the host.
+
+        Args:
+            signals: The signals of this process.
+
+        Returns:
+            The number of the signal; 0: there is none.
+
+        Raises:
+            RankFailed: A rank was lost or did not come in time.
+        """
+        group = self._session.group
+        return signals.number if group is None else group.highest(signals.number)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed; with ``memory``, in memory.

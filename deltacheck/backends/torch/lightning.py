@@ -30,7 +30,7 @@ from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Keep
 from deltacheck.save.handle import SaveHandle, progress_of
-from deltacheck.save.save_numbers import SaveNumbers
+from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.background import Background, Task
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from deltacheck.backends.launched.launch_options import say
+from deltacheck.backends.launched.launch_options import STOP_SIGNALS, say
 
 # Signals for which the command decides what happens.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -15,6 +17,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sig
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 # After these, the command is not started again.
 _ENDING = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL)
+_PR_SET_CHILD_SUBREAPER = 36  # of prctl
 _SI_KERNEL = 0x80  # si_code of a signal that no process has sent, but a terminal
 # What Python ignores, and a program that it starts must not.
 _RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -32,8 +35,8 @@ def signals_held() -> Iterator[_Mask]:
     # Without it, the kernel would forget how the command has ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Those that were ignored (nohup) are ignored by the command, too.
-    taken = {n for n in (*_FORWARDED, *_FROM_TERMINAL) if signal.getsignal(n) != signal.SIG_IGN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*taken, signal.SIGCHLD})
+    signals = {n for n in (*_FORWARDED, *_FROM_TERMINAL) if signal.getsignal(n) != signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
     try:
         yield set(map(int, before))
     finally:
@@ -46,6 +49,7 @@ def run_attempts(
     restarts: int,
     *,
     mask: _Mask,
+    trainings: Callable[[], Collection[int]],
     quiet_stdout: bool,
 ) -> tuple[int, int]:
     """Run a command until it succeeds, a signal has asked for its end, or no restart is left.
@@ -55,46 +59,88 @@ def run_attempts(
         environment: The environment of the command.
         restarts: The most attempts after the first.
         mask: The signals that the command does not get, from ``signals_held``.
+        trainings: Returns the processes that save on ``STOP_SIGNALS``, which go to them directly:
+            starters between them and the command may not pass them on. They are waited for.
         quiet_stdout: Lead the command's stdout to stderr.
 
     Returns:
-        The exit status of the last attempt as a shell shows it, and the number of attempts.
+        The exit status of the last attempt as a shell shows it, and the number of attempts. If a
+        training was asked to save and end, a failure shows that signal, whatever starters made of
+        it.
     """
-    for number in range(1, restarts + 1):
-        status, is_ended = _attempt(command, environment, mask, quiet_stdout)
-        if status == 0 or is_ended:
-            return status, number
+    _adopt_orphans()
+    for number in range(1, restarts + 2):
+        process = os.posix_spawnp(
+            command[0],
+            list(command),
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)] if quiet_stdout else [],
+            setsigmask=mask,
+            setsigdef=_RESTORED,
+        )
+        status, is_ended = _await(process, trainings)
+        if status == 0 or is_ended or number > restarts:
+            break
         say(f"{_describe(status)}; restart {number} of {restarts}")
-    return _attempt(command, environment, mask, quiet_stdout)[0], restarts + 1
+    return status, number
 
 
-def _attempt(
-    command: Sequence[str], environment: Mapping[str, str], mask: _Mask, quiet_stdout: bool
-) -> tuple[int, bool]:
-    """Run the command once. Return its status, and whether a signal has asked for its end."""
-    process = os.posix_spawnp(
-        command[0],
-        list(command),
-        environment,
-        file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)] if quiet_stdout else [],
-        setsigmask=mask,
-        setsigdef=_RESTORED,
-    )
-    is_ended = False
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    while True:
-        received = signal.sigwaitinfo(held)
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own has ended, to wait for them."""
+    # Where this fails, signals are not waited for behind a starter that ends at once.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _await(process: int, trainings: Callable[[], Collection[int]]) -> tuple[int, bool]:
+    """Pass signals on until a process has ended.
+
+    Returns:
+        Its status, and whether a signal has asked for the end.
+    """
+    status, is_ended, stopped_by = None, False, 0
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    while status is None or (is_ended and any(map(_is_running, trainings()))):
+        received = signal.sigwaitinfo(blocked)
         number = received.si_signo
         if number == signal.SIGCHLD:
-            child, status = os.waitpid(process, os.WNOHANG)
-            # It may also have stopped, or another child has ended.
-            if child == process:
-                return _shell_status(status), is_ended
+            statuses = dict(_ended_children())
+            status = _shell_status(statuses[process]) if process in statuses else status
             continue
-        is_ended = is_ended or number in _ENDING
+        savers = set(filter(_is_running, trainings())) if number in STOP_SIGNALS else set()
+        stopped_by = stopped_by or (number if savers else 0)
+        is_ended = is_ended or bool(savers) or number in _ENDING
+        # Most starters die of SIGUSR1, and leave the ranks without their store.
+        command_itself = set() if status is not None else {process}
+        targets = savers if savers and number == signal.SIGUSR1 else command_itself | savers
         # A second SIGINT would end the command at once.
-        if number not in _FROM_TERMINAL or received.si_code != _SI_KERNEL:
-            os.kill(process, number)
+        if number in _FROM_TERMINAL and received.si_code == _SI_KERNEL:
+            continue
+        for target in targets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, number)
+    return 128 + stopped_by if status and stopped_by else status, is_ended
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (status := os.waitpid(-1, os.WNOHANG))[0]:
+            yield status
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a process runs and descends from this one: numbers are used again."""
+    launcher, is_first = os.getpid(), True
+    while process > 1 and process != launcher:
+        try:
+            # The name before it may have any character.
+            state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            return False
+        if is_first and state in "ZX":
+            return False
+        process, is_first = int(parent), False
+    return process == launcher
 
 
 def _shell_status(status: int) -> int:

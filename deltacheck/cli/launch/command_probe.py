@@ -34,7 +34,7 @@ print(json.dumps([sys.executable, hooked, flags, has("deltacheck"), names]))
 
 @dataclass(frozen=True, slots=True)
 class PythonFacts:
-    """What a command's Python has.
+    """Facts about the Python of a command.
 
     Attributes:
         executable: Its path.
@@ -68,7 +68,7 @@ def probe(command: Sequence[str], environment: Mapping[str, str]) -> PythonFacts
     if interpreter is None:
         return None
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*interpreter, "-c", _PROGRAM],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ def probe(command: Sequence[str], environment: Mapping[str, str]) -> PythonFacts
             timeout=_SECONDS,
         )
         executable, is_hooked, flags, has_deltacheck, packages = json.loads(
-            done.stdout.splitlines()[-1]
+            process.stdout.splitlines()[-1]
         )
     # Whatever is wrong with it, the command itself shows it.
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):

@@ -107,7 +107,12 @@ def run(
         environment = _environment(options)
         _check_command(_probe(command, environment), speaks)
         status, attempts = run_attempts(
-            command, environment, restarts, mask=mask, quiet_stdout=as_json
+            command,
+            environment,
+            restarts,
+            mask=mask,
+            trainings=lambda: _processes(options),
+            quiet_stdout=as_json,
         )
         trainings = _trainings(options)
         if speaks:
@@ -183,8 +188,8 @@ def _check_policy(options: LaunchOptions) -> None:
 def _environment(options: LaunchOptions) -> dict[str, str]:
     environment = dict(os.environ)
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [path for path in paths if path not in ("", str(STARTUP))]
-    environment["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *kept])
+    others = [path for path in paths if path not in ("", str(STARTUP))]
+    environment["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *others])
     options.leave_in(environment)
     return environment
 
@@ -223,19 +228,23 @@ def _check_command(facts: PythonFacts | None, speaks: bool) -> None:
         )
 
 
+def _processes(options: LaunchOptions) -> set[int]:
+    return {event["pid"] for event in options.read_events() if event["event"] == "process"}
+
+
 def _trainings(options: LaunchOptions) -> list[dict[str, Any]]:
     """Return what each training of the command has saved, by root."""
     from deltacheck.cli.inspection.inspect import listed_steps
     from deltacheck.errors import NotACheckpointRoot
     from deltacheck.store.roots.opening import open_root
 
-    begun: dict[str, dict[str, Any]] = {}
+    first_events: dict[str, dict[str, Any]] = {}
     for event in options.read_events():
         if event["event"] == "training":
             # Of several attempts, the first.
-            begun.setdefault(event["root"], event)
+            first_events.setdefault(event["root"], event)
     trainings = []
-    for root, event in begun.items():
+    for root, event in first_events.items():
         try:
             rows, problems = listed_steps(open_root(root))
         # Nothing was saved.
@@ -271,10 +280,10 @@ def _report(options: LaunchOptions, trainings: list[dict[str, Any]]) -> None:
             + (f", newest {training['newest_step']}" if steps else "")
             + f"; new: {len(new)} ({output.size(training['new_bytes'])})"
         )
-    own = {event["trainer"] for event in options.read_events() if event["event"] == "own"}
-    for trainer in sorted(own):
+    trainers = {event["trainer"] for event in options.read_events() if event["event"] == "own"}
+    for trainer in sorted(trainers):
         say(f"{trainer} has checkpoints of deltacheck, or a plugin for them, by itself")
-    if trainings or own:
+    if trainings or trainers:
         return
     if not os.path.exists(f"{options.events}.python"):
         say(

@@ -60,7 +60,9 @@ def train(folder: Path, number: int) -> dict[str, Any]:
         eval_dataset=Lines(),
         callbacks=[Kill(folder, 10 * number)],
     )
-    trainer.evaluate()  # before a training: nothing to save
+    # Before a training there is nothing to save. Under DDP, the weights of the ranks would differ.
+    if "RANK" not in os.environ:
+        trainer.evaluate()
     trainer.train()
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     return {

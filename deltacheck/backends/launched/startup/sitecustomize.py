@@ -92,7 +92,7 @@ def _mark() -> None:
 
 def _import_hidden() -> None:
     """Import the ``sitecustomize`` that this one hides, if there is one."""
-    this = sys.modules.pop(__name__)
+    hook = sys.modules.pop(__name__)
     folder = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     try:
@@ -102,7 +102,7 @@ def _import_hidden() -> None:
             raise
     finally:
         # Python expects one of them there.
-        sys.modules.setdefault(__name__, this)
+        sys.modules.setdefault(__name__, hook)
 
 
 if __name__ == "sitecustomize":

@@ -9,8 +9,10 @@ import contextlib
 import functools
 import logging
 import re
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,8 @@ from deltacheck.backends.torch.trainer.wrapped_methods import (
 )
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Keep
-from deltacheck.save.save_numbers import SaveNumbers
+from deltacheck.save.exits import StopSignals, end_by
+from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage
 
 if TYPE_CHECKING:
@@ -78,6 +81,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         resume: ``True``: ``trainer.train()`` continues from the newest step of the root, if there
             is one. ``False``: only with ``trainer.train(resume_from_checkpoint=True)``, which also
             takes ``"checkpoint-N"`` for step N.
+        stop_on: Signals of a scheduler, such as ``(signal.SIGTERM, signal.SIGUSR1)``. On one, to
+            any rank, the training saves at the end of its step, and the process ends by the signal
+            once the save is committed. With several ranks, each step has one small exchange on the
+            host. Empty: signals do what they do without the callback.
         file_limit_bytes: The most bytes of one file of ``checkpoint-N``. A larger file fails the
             save by name. Larger: callbacks may keep more there; smaller: files that grow the root
             are noticed. Weights that ``Trainer`` writes do not count.
@@ -95,6 +102,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         *,
         every: int | None = None,
         resume: bool = True,
+        stop_on: Collection[int] = (),
         file_limit_bytes: int = 64 << 20,
         **engine: Any,
     ) -> None:
@@ -103,6 +111,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         self._folder = None if root is None else storage.local(root, "the Trainer's callback")
         self._every = every
         self._resume = resume
+        self._stop_on = tuple(stop_on)
         self._file_limit_bytes = file_limit_bytes
         self._options = engine
         self._run: _TrainCall | None = None  # for as long as train() runs
@@ -144,6 +153,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         if self._run is not None:
             # The state is loaded by now. This releases its memory.
             self._run.resumed = None
+            self._run.look_for_signal()
+            if self._run.stop_signal:
+                control.should_save = True
         if self._every is not None and state.global_step % self._every == 0:
             control.should_save = True
 
@@ -187,11 +199,21 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         with engine, tempfile.TemporaryDirectory() as folder:
             run = _TrainCall(engine, zero, trainer, self._file_limit_bytes, Path(folder))
             try:
-                with run.joined(trainer):
+                with run.joined(trainer), self._signals() as run.signals:
                     path = run.resume_from(resume_from_checkpoint, newest=self._resume)
                     return original(trainer, path, *args, **kwargs)
+            except _Stopped:
+                pass
             finally:
                 run.left(trainer)
+        # All is closed now. Only a signal leads here.
+        end_by(run.stop_signal)
+
+    def _signals(self) -> contextlib.AbstractContextManager[StopSignals | None]:
+        # Python takes handlers in the main thread only.
+        is_main = threading.current_thread() is threading.main_thread()
+        has_signals = self._stop_on and is_main
+        return StopSignals(*self._stop_on) if has_signals else contextlib.nullcontext()
 
     def _run_epoch(
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
@@ -276,6 +298,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         return None if run is None or path != run.resumed_path else run.resumed
 
 
+class _Stopped(BaseException):
+    """A signal has ended the training, and its step is saved."""
+
+
 class _TrainCall:
     """One call of ``train``: its engine, its files, and the step that it resumes.
 
@@ -314,6 +340,8 @@ class _TrainCall:
         self._saved_step = -1
         self._is_requested = False
         self._defers = False
+        self.signals: StopSignals | None = None
+        self.stop_signal = 0  # on which the training ends after this step
 
     # --- while train() runs -----------------------------------------------------------------------
 
@@ -400,6 +428,11 @@ class _TrainCall:
             log.log(level, "training continues from step %d of %s", saved["step"], self.engine.root)
         return str(path)
 
+    def look_for_signal(self) -> None:
+        """Ask the ranks whether the training is to end after this step."""
+        if self.signals is not None:
+            self.stop_signal = self.engine.signal_to_stop(self.signals)
+
     def warn_if_finished(self, state: Any) -> None:
         """Warn that nothing is left to train after the resumed step.
 
@@ -443,10 +476,17 @@ class _TrainCall:
         """Run the trainer's method, and save after the last callback has written its files."""
         self._defers = True
         try:
-            return inner(*args, **kwargs)
+            result = inner(*args, **kwargs)
         finally:
             self._defers = False
             self._save_requested(trainer)
+        if self.stop_signal:
+            self.engine.wait()
+            if self._is_first:
+                name = signal.Signals(self.stop_signal).name
+                log.warning("%s: the training ends, step %d is saved", name, self._saved_step)
+            raise _Stopped
+        return result
 
     def _save_checkpoint(
         self, trainer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any
