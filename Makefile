@@ -40,7 +40,7 @@ endif
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs site test test-tools coverage ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
+.PHONY: help venv build install demo docs site test test-tools coverage ci flaky experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test megatron-test titan-test grain-test reader-test view-test model-test torn-test planted-bugs signal-test receivers-test lightning-judge orbax-judge chaos-judge tsan lint format bench wheel wheel-test gpu-kit gpu-check gpu-rehearsal clean model-check
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -196,6 +196,16 @@ torn-test: $(VENV)/.stamp-install  ## write to tensors while they are saved, in 
 	$(BIN)/python -m tests.suites.torn --runs $(RUNS) $(ARGS)
 
 # Without Node 20 it says so and passes.
+receivers-test: $(VENV)/.stamp-install build/receivers/.stamp  ## let the receivers of ModelExpress and cwtrain apply 20 published versions (half a minute)
+	PYTHONPATH="$(CURDIR)/build/receivers/packages" $(BIN)/pytest -n 0 tests/backends/hugging_face/test_other_receivers.py $(ARGS)
+
+# Not in .venv: nothing else needs them. cwtrain asks for Python 3.12, and its receiver runs on 3.11, too.
+build/receivers/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D)/packages $(PINNED) modelexpress grpcio httpcore httpx zstandard
+	$(PIP) install --quiet --no-deps --target $(@D)/packages --python-version 3.12 --only-binary :all: $(PINNED) cwtrain
+	touch $@
+
 reader-test: $(VENV)/.stamp-install  ## read the golden roots with the second reader, in JavaScript, and flip bits under it (2 minutes)
 	$(BIN)/python tests/second_reader/check.py
 

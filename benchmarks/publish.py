@@ -105,7 +105,7 @@ def _course(settings: Settings, rate: float, size: int, steps: int) -> _Course:
     with Engine(folder / "run") as engine, contextlib.ExitStack() as stack:
         publishers = {
             name: stack.enter_context(
-                deltacheck.Publisher(folder / "run", folder / name, full_every=1000, encoding=name)
+                deltacheck.Publisher(folder / "run", folder / name, full_every=64, encoding=name)
             )
             for name in ("slime", "compact")
         }

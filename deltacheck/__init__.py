@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.restore.follow.follower import Follower, LeafChange, Update, follow
-    from deltacheck.save.exits import finish_on_signal
+    from deltacheck.save.exits import StopSignals, finish_on_signal
     from deltacheck.save.handle import SaveHandle
     from deltacheck.save.save_options import SaveOptions
     from deltacheck.store.files.object_path import ObjectStore
@@ -52,6 +52,7 @@ _PUBLIC = {
     "SaveHandle": "deltacheck.save.handle",
     "SaveOptions": "deltacheck.save.save_options",
     "SaveReport": "deltacheck.leaf.spec",
+    "StopSignals": "deltacheck.save.exits",
     "Update": "deltacheck.restore.follow.follower",
     "follow": "deltacheck.restore.follow.follower",
     "finish_on_signal": "deltacheck.save.exits",
@@ -79,6 +80,7 @@ __all__ = [
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
+    "StopSignals",
     "Update",
     "errors",
     "finish_on_signal",

@@ -60,7 +60,9 @@ def _run(words: list[str]) -> int:
     from deltacheck.cli.app import app
 
     # Errors of parsing must be JSON as well, so the option is looked up before the line is parsed.
-    output.use_json("--json" in words)
+    # What follows "--" is a command that ``run`` starts.
+    own = words[: words.index("--")] if "--" in words else words
+    output.use_json("--json" in own)
     # Recent versions of Typer contain a copy of click, older ones import it. The base class of
     # usage errors is therefore looked up through a name that Typer re-exports in both cases.
     usage_error: type[Exception] = next(

@@ -16,11 +16,12 @@ from deltacheck.cli import check, copies, planning, profiling, prune, reporting
 from deltacheck.cli.doctor import doctor
 from deltacheck.cli.evaluation import evaluate
 from deltacheck.cli.inspection import compare, inspect
+from deltacheck.cli.launch import launcher
 from deltacheck.cli.view import view
 
 app = typer.Typer(
     name="deltacheck",
-    help="Inspect, check, keep and copy delta checkpoints of any framework.",
+    help="Make, inspect, check, keep and copy delta checkpoints of any framework.",
     epilog=(
         "Exit codes: 0 success, 1 damage found, 2 wrong usage, 3 not found, 4 damaged data, "
         "5 refused, 6 undecided. Every command takes --json. Documentation: docs/reference/cli.md"
@@ -48,6 +49,9 @@ class _Command(TyperCommand):
 
 # The order of the groups and of their commands is the order of ``deltacheck --help``.
 _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Train": {
+        "run": launcher.run,
+    },
     "Inspect": {
         "ls": inspect.ls,
         "show": inspect.show,
@@ -85,7 +89,9 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 # Typer takes the help text of a command from the docstring of its function.
 for panel, commands in _GROUPS.items():
     for name, command in commands.items():
-        app.command(name, cls=_Command, rich_help_panel=panel)(command)
+        # The words after the command that ``run`` starts are not ours.
+        words = {"allow_interspersed_args": name != "run"}
+        app.command(name, cls=_Command, rich_help_panel=panel, context_settings=words)(command)
 
 
 def _print_version(requested: bool) -> None:

@@ -51,6 +51,13 @@ class Encoding(StrEnum):
     COMPACT = "compact"
 
 
+class Checksum(StrEnum):
+    """The sums of tensors that ``publish`` writes."""
+
+    XXH3 = "xxh3-128"
+    ADLER32 = "adler32"
+
+
 Timeout: TypeAlias = Annotated[
     float | None,
     typer.Option(
@@ -736,6 +743,7 @@ def publish(  # noqa: PLR0913 - one argument per option
         typer.Option(
             "--full-every",
             min=1,
+            max=64,
             metavar="N",
             help=(
                 "The most versions from one full version to the next. Larger: fewer bytes;"
@@ -753,6 +761,16 @@ def publish(  # noqa: PLR0913 - one argument per option
             ),
         ),
     ] = Encoding.SLIME,
+    checksum: Annotated[
+        Checksum,
+        typer.Option(
+            "--checksum",
+            help=(
+                "The sums of tensors: xxh3-128 for slime and miles, adler32 for ModelExpress and"
+                " cwtrain."
+            ),
+        ),
+    ] = Checksum.XXH3,
     leaves: Leaves = None,
     strip: Annotated[
         str,
@@ -791,6 +809,7 @@ def publish(  # noqa: PLR0913 - one argument per option
 
     options = {
         "encoding": str(encoding),
+        "checksum": str(checksum),
         "leaves": leaves or (),
         "strip": strip,
         "files": files,

@@ -47,12 +47,12 @@ def policies_of(
     """Return the named policies.
 
     Args:
-        names: The policies, as ``policy_replay.policy_of`` reads them.
+        names: The policies, as ``presets.policy_of`` reads them.
         profile: The profile for ``auto``, ``None`` for none.
         max_chain_depth: The limit of each policy that does not name its own.
         max_restore_ratio: The same; 0 for no limit.
     """
-    from deltacheck.evaluate.offline.policy_replay import policy_of
+    from deltacheck.policy.presets import policy_of
 
     limits = {"max_chain_depth": max_chain_depth, "max_restore_ratio": max_restore_ratio or None}
 

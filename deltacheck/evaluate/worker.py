@@ -22,7 +22,6 @@ import deltacheck
 from deltacheck.backends import profiler
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import contract, snapshot
-from deltacheck.evaluate.offline.policy_replay import policy_of
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
     FINAL_STATE,
@@ -49,6 +48,7 @@ from deltacheck.evaluate.workload import (
     load_factory,
 )
 from deltacheck.policy import Policy
+from deltacheck.policy.presets import policy_of
 from deltacheck.profile import Profile, sensitivity
 
 # Snapshots of live states that are kept under an exact policy: after a kill, the newest checkpoint

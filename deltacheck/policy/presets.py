@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -344,3 +346,41 @@ def _checked_hidden(hidden: Hidden) -> Hidden:
     if hidden.max_age_steps < 0:
         raise ValueError(f"max_age_steps must be at least 0, not {hidden.max_age_steps}")
     return hidden
+
+
+_PRESETS: dict[str, Callable[..., Policy]] = {
+    "whole": lambda **options: Policy.exact(max_chain_depth=0, **options),
+    "exact": Policy.exact,
+    "auto": Policy.auto,
+}
+NAMES = tuple(_PRESETS)
+
+
+def policy_of(text: str, profile: Profile | None = None) -> Policy:
+    """Return the policy that a text describes.
+
+    Args:
+        text: One of ``NAMES``, and arguments of the preset: ``auto:moments=bounded``.
+        profile: The profile for ``auto``.
+
+    Raises:
+        ValueError: If there is no such preset or argument, or a value is out of its range.
+    """
+    name, _, words = text.partition(":")
+    options: dict[str, Any] = {}
+    for word in filter(None, words.split(",")):
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} in {text!r} is no NAME=VALUE")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value.strip()
+    if name not in _PRESETS:
+        raise ValueError(f"{name!r} is no policy; choose from {', '.join(NAMES)}")
+    if name == "auto":
+        options["profile"] = profile
+    try:
+        return _PRESETS[name](**options)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}") from error

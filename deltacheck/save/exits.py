@@ -3,8 +3,8 @@
 Engines and managers register here. At exit each is closed within its own time. A failure that
 nobody has seen is written to stderr, and the exit status becomes ``STATUS``, so that a scheduler
 that sees 0 may rely on every save. ``finish_on_signal`` does the same for SIGTERM, which otherwise
-ends Python at once. Nothing can be done if the process itself has no chance to act: SIGKILL,
-``os._exit``, a crash of native code.
+ends Python at once, and ``StopSignals`` lets a training save before it ends. Nothing can be done if
+the process itself has no chance to act: SIGKILL, ``os._exit``, a crash of native code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Protocol
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Protocol, Self
 from weakref import WeakKeyDictionary
 
+from deltacheck.leaf.external_errors import typed
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import exempt, shielded, when_free
 
@@ -208,21 +209,13 @@ class _Finisher:
         self._removed = False
         self._deadline = Deadline.after(None)
         self._arrived, self._finished = threading.Event(), threading.Event()
-        self._earlier_handlers: dict[int, Any] = {}
-        try:
-            for number in signals:
-                self._earlier_handlers[number] = signal.signal(number, self._handle)
-        except BaseException:
-            self.remove()
-            raise
+        self._handlers = _Handlers(signals, self._handle)
         # Started before it is needed: an interpreter that is ending starts no thread.
         threading.Thread(target=self._watch, name="deltacheck-grace", daemon=True).start()
 
     def remove(self) -> None:
         """Put the earlier handlers back, unless another one was installed since."""
-        for number, earlier in self._earlier_handlers.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._handlers.remove()
         self._removed = True
         self._finished.set()
         self._arrived.set()
@@ -252,7 +245,7 @@ class _Finisher:
                     f"{place}: ended by {_name(number)} before the last save became a checkpoint."
                     f" {_description(error)}"
                 )
-        earlier = self._earlier_handlers[number]
+        earlier = self._handlers.earlier[number]
         if earlier in (signal.SIG_DFL, None):
             _die(number)
             return
@@ -277,6 +270,112 @@ class _Finisher:
                 # The status that a shell reports for a process that this signal has ended.
                 os._exit(128 + number)
             self._finished.clear()
+
+
+@typed
+class StopSignals:
+    """Handlers that remember a signal, so that the training saves at the end of its step and ends.
+
+    Call ``end`` once the save is committed. The process then ends as it would have without this, so
+    that the scheduler sees the reason. Further signals change nothing: starters of several
+    processes and schedulers send the same one twice. In a ``with`` statement, the earlier handlers
+    come back at the end of the block.
+
+    Args:
+        *signals: Signal numbers. Default: SIGTERM, and SIGUSR1, which Slurm sends before the end of
+            a job if it is asked to.
+
+    Raises:
+        ValueError: This is not the main thread.
+    """
+
+    def __init__(self, *signals: int) -> None:
+        self._owner = os.getpid()
+        self._number = 0
+        self._handlers = _Handlers(signals or (signal.SIGTERM, signal.SIGUSR1), self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def number(self) -> int:
+        """The first signal that has come.
+
+        Returns:
+            Its number; 0: none has come.
+        """
+        return self._number
+
+    def remove(self) -> None:
+        """Put the earlier handlers back, unless another one was installed since."""
+        self._handlers.remove()
+
+    def end(self, number: int | None = None) -> None:
+        """End the process by the signal that has come; do nothing if none has.
+
+        A handler that was installed before is called instead. If it returns, the process exits with
+        128 and the number.
+
+        Args:
+            number: The signal that another rank has got. Default: that of this process.
+
+        Raises:
+            SystemExit: A handler of before has returned.
+        """
+        number = self._number if number is None else number
+        self.remove()
+        if number:
+            end_by(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A forked child, such as a worker of a loader, has no training to end, but serves one. Its
+        # parent ends it by SIGTERM.
+        if os.getpid() != self._owner:
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self._number = self._number or number
+
+
+def end_by(number: int) -> NoReturn:
+    """End the process by a signal, or through the handler of the program."""
+    signal.raise_signal(number)
+    raise SystemExit(128 + number)
+
+
+class _Handlers:
+    """A handler of several signals, in the place of earlier ones.
+
+    Attributes:
+        earlier: The handlers of before, by signal.
+    """
+
+    def __init__(
+        self, signals: tuple[int, ...], handle: Callable[[int, FrameType | None], None]
+    ) -> None:
+        self._handle = handle
+        self.earlier: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self.earlier[number] = signal.signal(number, handle)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Put the earlier handlers back, unless another one was installed since."""
+        for number, earlier in self.earlier.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
 def _die(number: int) -> None:

@@ -76,7 +76,7 @@ class Pipeline:
         # else can be saved, since it would wait behind them.
         self.stuck: set[Progress] = set()
         self._chains = chains
-        self._save_log = SaveLog()
+        self.save_log = SaveLog()
         self._lock = Lock()
         self._stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
@@ -257,7 +257,7 @@ class Pipeline:
             except BaseException as error:  # noqa: BLE001 - see above
                 self.fail(job, error)
             del job
-        self._save_log.close()
+        self.save_log.close()
         self._disk.close()
         self._look.close()
         with self._lock:
@@ -341,7 +341,7 @@ class Pipeline:
         """Report the committed step, in the log of saves first."""
         report = job.report(document.stored_bytes + segment_bytes, document.digest, manifest)
         # Whoever has waited for the commit finds the line.
-        self._save_log.committed(job.setup.store.path, job.progress, report)
+        self.save_log.committed(job.setup.store.path, job.progress, report)
         job.progress.advance("committed", report)
 
     def _let_go(self, job: SaveJob) -> None:
@@ -412,7 +412,7 @@ class Pipeline:
             if progress.done():
                 return
             log.error("%s", str(failure))
-            self._save_log.failed()
+            self.save_log.failed()
             self.failures.add(failure)
             progress.fail(failure)
 

@@ -25,6 +25,7 @@ from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.shadow_file import ShadowFile
 from deltacheck.save.job.source import LaterSources, LeafSource, Sources
@@ -97,6 +98,11 @@ class Saver:
     def failures(self) -> FailureCount:
         """The saves that failed since the last commit."""
         return self._pipeline.failures
+
+    @property
+    def save_log(self) -> SaveLog:
+        """The reports of committed saves."""
+        return self._pipeline.save_log
 
     @property
     def is_exact(self) -> bool:

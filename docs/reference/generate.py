@@ -50,6 +50,7 @@ HOW_TO = {
     "deltacheck.Profiler": "profile.md",
     "deltacheck.Publisher": "publish.md",
     "deltacheck.Receiver": "publish.md",
+    "deltacheck.StopSignals": "preemption.md",
     "deltacheck.finish_on_signal": "preemption.md",
     "deltacheck.follow": "follow.md",
     "deltacheck.backends.torch.DeltaStorageReader": "dcp.md",

@@ -41,6 +41,7 @@ from deltacheck.store.files.storage import take_lease
 from tests.support.states import assert_same, bits
 
 COMMANDS = (
+    "run",
     "ls",
     "show",
     "log",
@@ -1275,10 +1276,10 @@ def test_help_lists_every_command_with_a_line(deltacheck_: Command) -> None:
 
 def test_help_groups_the_commands(deltacheck_: Command) -> None:
     shown = deltacheck_("--help").out
-    titles = ["Inspect", "Check and repair", "Keep and move", "Plan and measure"]
+    titles = ["Train", "Inspect", "Check and repair", "Keep and move", "Plan and measure"]
     positions = [shown.index(f" {title} ") for title in titles]
     assert positions == sorted(positions)
-    for command, title in (("ls", 0), ("verify", 1), ("prune", 2), ("gc", 2), ("compact", 2)):
+    for command, title in (("run", 0), ("ls", 1), ("verify", 2), ("prune", 3), ("compact", 3)):
         line = next(line for line in shown.splitlines() if line.startswith(f"│ {command} "))
         assert positions[title] < shown.index(line) < positions[title + 1]
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.evaluate.offline.policy_replay import NAMES, policy_of
+from deltacheck.policy.presets import NAMES, policy_of
 from deltacheck.report.data import collect
 from deltacheck.save.chains.compactor import Compactor
 from tests.support.adam_run import AdamRun

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import deltacheck
-from deltacheck import Keep, SaveOptions
+from deltacheck import Keep, SaveOptions, StopSignals
 from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import LeafPruned, SaveFailed
 from deltacheck.restore import read
@@ -403,6 +403,21 @@ def disagree(rank: int, size: int, port: int, root: Path) -> Any:
             else:
                 told.append("")
         return told, engine.steps()
+
+
+def signalled(rank: int, size: int, port: int, root: Path) -> Any:
+    """Return what each of three steps tells, of which rank 1 gets a signal in the second."""
+    told = []
+    with (
+        world(rank, size) as group,
+        Engine(root, process_group=group) as engine,
+        StopSignals(signal.SIGUSR1) as signals,
+    ):
+        for step in range(3):
+            if (rank, step) == (1, 1):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            told.append(engine.signal_to_stop(signals))
+    return told
 
 
 def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -213,6 +214,11 @@ def test_what_ranks_cannot_agree_on_is_refused_on_all_naming_it(tmp_path: Path) 
         assert "leaf 'w'" in told[3]
         assert "differ" in told[3]
     assert steps == []
+
+
+def test_a_signal_to_one_rank_is_told_to_all_in_the_same_step(tmp_path: Path) -> None:
+    number = signal.SIGUSR1
+    assert launch(jobs.signalled, 2, tmp_path / "run") == [[0, number, number]] * 2
 
 
 def test_a_save_that_goes_on_costs_the_ranks_two_exchanges(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ SUITES = (
     ),
     Suite("damage-test", (("damage-test", "TRIALS=5000", SEED),), 1.2),
     Suite("trl-test", (("trl-test",),), 1),
+    Suite("receivers-test", (("receivers-test",),), 1),
     Suite("grain-test", (("grain-test",),), 1),
     Suite(
         "fuzz",

@@ -71,7 +71,12 @@ class Net(pl.LightningModule):  # type: ignore[misc]
 
 
 def fit(
-    folder: Path, *, resume: bool = False, files: dict[str, Any] | None = None, **net: Any
+    folder: Path,
+    *,
+    resume: bool = False,
+    files: dict[str, Any] | None = None,
+    logger: Any = False,
+    **net: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module = Net(**net)
@@ -81,7 +86,7 @@ def fit(
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
-        logger=False,
+        logger=logger,
         callbacks=[kept],
         plugins=[DeltaCheckIO(rng=True)],
         enable_progress_bar=False,
@@ -106,6 +111,31 @@ def killed_and_resumed(folder: Path) -> Any:
         "killed": forked(lambda: fit(folder / "parts", kill_in=2)),
         "resumed": forked(lambda: fit(folder / "parts", resume=True)),
     }
+
+
+def reported(folder: Path) -> Any:
+    """Return what a logger gets about saves, and the number of saves."""
+    seen: list[Any] = []
+    saves: list[int] = []
+
+    class Memory(pl.loggers.logger.Logger):  # type: ignore[misc]
+        name = version = "memory"
+
+        def log_hyperparams(self, params: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            seen.append({key: value for key, value in metrics.items() if "deltacheck" in key})
+
+    save = Engine.save
+
+    def counted(engine: Engine, step: int, state: object, **options: Any) -> Any:
+        saves.append(step)
+        return save(engine, step, state, **options)
+
+    Engine.save = counted  # type: ignore[method-assign, assignment]
+    fit(folder, logger=Memory())
+    return {"seen": [numbers for numbers in seen if numbers], "saves": len(saves)}
 
 
 def removed(folder: Path) -> Any:
@@ -376,6 +406,7 @@ if __name__ == "__main__":
         "examples",
         "data_position",
         "killed_and_resumed",
+        "reported",
         "removed",
         "content",
         "refused",

@@ -407,6 +407,24 @@ def examples(folder: Path) -> Any:
     return [run(*one) for one in runs]
 
 
+def reported(folder: Path) -> Any:
+    """Return what a callback for a logger sees, and the keys of the trainer's own log."""
+    seen: list[Any] = []
+    ours = DeltaCheckCallback()
+
+    class Observer(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ours._run.engine.wait()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            seen.append({key: value for key, value in logs.items() if "deltacheck" in key})
+
+    # Callbacks for loggers come before those of a script.
+    one = trainer(folder, Observer(), ours)
+    one.train()
+    return {"seen": seen, "logged": sorted(set().union(*one.state.log_history))}
+
+
 SCENARIOS: dict[str, Any] = {
     "examples": examples,
     "killed_and_resumed": partial(killed_and_resumed, trainer),
@@ -419,6 +437,7 @@ SCENARIOS: dict[str, Any] = {
     "files": files,
     "refused": refused,
     "failing": failing,
+    "reported": lambda folder: forked(lambda: reported(folder)),
     "accelerated": accelerated,
 }
 if importlib.util.find_spec("torchdata"):

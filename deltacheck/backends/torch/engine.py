@@ -24,10 +24,12 @@ from deltacheck.backends.torch.state.repeated import KnownFlat
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external, typed
+from deltacheck.leaf.spec import SaveReport
 from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import Keep, Policy
 from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
+from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.job.source import LaterSources, specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
@@ -280,6 +282,34 @@ class Engine:
                 alive.
         """
         self._guard.add(owner)
+
+    def on_commit(self, listener: Callable[[SaveReport], object]) -> None:
+        """Call a function with the report of each save that is committed from now on.
+
+        Args:
+            listener: The function. It is called on the thread of the commit, which a slow one
+                delays, and with several ranks in each process, for its own part. An error of it is
+                logged, and the step exists.
+        """
+        self._saver.save_log.listen(listener)
+
+    def signal_to_stop(self, signals: StopSignals) -> int:
+        """Return the signal on which the training is to save this step and end.
+
+        With ``process_group``, every rank calls this at the same steps, and gets the same answer: a
+        signal to any rank. That takes one small exchange on the host.
+
+        Args:
+            signals: The signals of this process.
+
+        Returns:
+            The number of the signal; 0: there is none.
+
+        Raises:
+            RankFailed: A rank was lost or did not come in time.
+        """
+        group = self._session.group
+        return signals.number if group is None else group.highest(signals.number)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed; with ``memory``, in memory.

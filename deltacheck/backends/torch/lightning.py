@@ -30,6 +30,7 @@ from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Keep
 from deltacheck.save.handle import SaveHandle, progress_of
+from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.background import Background, Task
 
@@ -54,7 +55,8 @@ class DeltaCheckIO:
     A save of ``ModelCheckpoint`` returns while the checkpoint is written. The next call, or the end
     of the training, raises its failure. Any other save (``trainer.save_checkpoint``, the
     checkpoints of Slurm, of ``OnExceptionCheckpoint`` and of ``Fabric``) returns when its file is
-    there. Outside of a training it also gives the root back.
+    there. Outside of a training it also gives the root back. The trainer's loggers get
+    ``deltacheck/saves``, ``bytes``, ``blocking_seconds`` and ``durable_seconds``.
 
     Args:
         root: The root of the steps. Default: ``deltacheck`` beside the first file that is saved.
@@ -90,6 +92,7 @@ class DeltaCheckIO:
         self._is_running = False
         # What was loaded, until a save continues from it.
         self._loaded: ReadStep | None = None
+        self._save_numbers = SaveNumbers()
 
     def save_checkpoint(
         self,
@@ -215,6 +218,7 @@ class DeltaCheckIO:
     def _open(self, target: Path) -> Engine:
         """Open the root, and continue from the loaded step if it is one of it."""
         engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
+        engine.on_commit(self._save_numbers.add)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded.root == _root(engine):
             # If the step was deleted since, the save writes whole leaves.
@@ -243,6 +247,17 @@ class DeltaCheckIO:
             yield
         finally:
             self._is_running = False
+
+    def _report(self, trainer: Any, *, wait: bool = False) -> None:
+        """Give the cost of the saves since the last call to the loggers of the trainer.
+
+        ``wait``: also of those under way. Whether one fails is found later.
+        """
+        for task in self._under_way if wait else ():
+            task.work.exception()
+        numbers = self._save_numbers.take()
+        for logger in trainer.loggers if numbers else ():
+            logger.log_metrics(numbers, step=trainer.global_step)
 
     def _saved_outside(self) -> None:
         """Give the root back if nobody would do it later."""
@@ -341,8 +356,12 @@ def _save_in_background(
 ) -> Any:
     """Replace ``ModelCheckpoint._save_checkpoint``."""
     plugin = _plugin_of(trainer)
-    with contextlib.nullcontext() if plugin is None else plugin._saving_in_background(filepath):
+    if plugin is None:
         return original(trainer, filepath)
+    with plugin._saving_in_background(filepath):
+        result = original(trainer, filepath)
+    plugin._report(trainer)
+    return result
 
 
 def _file_exists(original: Callable[..., Any], callback: Any, filepath: str, trainer: Any) -> Any:
@@ -380,7 +399,9 @@ def _run_stage(original: Callable[..., Any], trainer: Any) -> Any:
         _require_parameters(trainer)
     continues = trainer.is_global_zero and trainer.state.fn == "fit"
     with plugin._running(continues=continues):
-        return original()
+        result = original()
+    plugin._report(trainer, wait=True)
+    return result
 
 
 def _require_parameters(trainer: Any) -> None:

@@ -5,9 +5,8 @@ The saver is the real one, and the figures are read from the roots that it wrote
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,45 +19,7 @@ from deltacheck.evaluate.offline.recorded import Recorded
 from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.policy.stage import STABLE, WARM
-from deltacheck.profile import Profile
 from deltacheck.report.data import HeldLeaves, StepRecord, collect
-
-_PRESETS: dict[str, Callable[..., Policy]] = {
-    "whole": lambda **options: Policy.exact(max_chain_depth=0, **options),
-    "exact": Policy.exact,
-    "auto": Policy.auto,
-}
-NAMES = tuple(_PRESETS)
-
-
-def policy_of(text: str, profile: Profile | None = None) -> Policy:
-    """Return the policy that a text describes.
-
-    Args:
-        text: One of ``NAMES``, and arguments of the preset: ``auto:moments=bounded``.
-        profile: The profile for ``auto``.
-
-    Raises:
-        ValueError: If there is no such preset or argument, or a value is out of its range.
-    """
-    name, _, words = text.partition(":")
-    options: dict[str, Any] = {}
-    for word in filter(None, words.split(",")):
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word!r} in {text!r} is no NAME=VALUE")
-        try:
-            options[key.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
-            options[key.strip()] = value.strip()
-    if name not in _PRESETS:
-        raise ValueError(f"{name!r} is no policy; choose from {', '.join(NAMES)}")
-    if name == "auto":
-        options["profile"] = profile
-    try:
-        return _PRESETS[name](**options)
-    except TypeError as error:
-        raise ValueError(f"{text!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Log each committed save, and a summary of the saves of a root at the end."""
+"""Report each committed save: to the log, with a summary at the end, and to listeners."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.save.progress import Progress
@@ -19,6 +21,11 @@ class SaveLog:
         self._blocking_seconds = 0.0
         # Training may still wait for this save, so its time is added later.
         self._last: Progress | None = None
+        self._listeners: list[Callable[[SaveReport], object]] = []
+
+    def listen(self, listener: Callable[[SaveReport], object]) -> None:
+        """Call a function with the report of each save that is committed from now on."""
+        self._listeners.append(listener)
 
     def committed(self, root: object, progress: Progress, report: SaveReport) -> None:
         """Log a save that was committed.
@@ -43,6 +50,12 @@ class SaveLog:
             report.durable_seconds,
             report.blocking_seconds,
         )
+        for listener in self._listeners:
+            # The step exists, and a report about it must not end the saves of the run.
+            try:
+                listener(report)
+            except Exception:
+                log.warning("a listener failed on step %d", report.step, exc_info=True)
 
     def failed(self) -> None:
         """Count a save that failed. Its error is logged where it arises."""
@@ -65,3 +78,34 @@ class SaveLog:
         if self._last is not None:
             self._blocking_seconds += self._last.blocking_seconds
         self._last = None
+
+
+class SaveNumbers:
+    """The cost of committed saves as numbers for the logger of a training.
+
+    Reports come on one thread, and are summed up on another.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[SaveReport] = deque()
+
+    def add(self, report: SaveReport) -> None:
+        """Take the report of a save; a listener of ``Engine.on_commit``."""
+        self._reports.append(report)
+
+    def take(self) -> dict[str, float]:
+        """Return the cost of the saves since the last call; nothing if none was committed.
+
+        Returns:
+            The number of saves, the bytes that they wrote, the seconds that training waited, and
+            the longest time from a call to its commit.
+        """
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        if not reports:
+            return {}
+        return {
+            "deltacheck/saves": len(reports),
+            "deltacheck/bytes": sum(report.stored_bytes for report in reports),
+            "deltacheck/blocking_seconds": sum(report.blocking_seconds for report in reports),
+            "deltacheck/durable_seconds": max(report.durable_seconds for report in reports),
+        }

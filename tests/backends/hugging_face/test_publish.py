@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ class Run:
     def publisher(self, **options: Any) -> deltacheck.Publisher:
         return deltacheck.Publisher(self.root, self.to, **options)
 
-    def publish(self, *steps: int) -> list[int | None]:
+    def publish(self, *steps: int, **options: Any) -> list[int | None]:
         """Publish each step by a publisher of its own; return the bases of the versions."""
         bases = []
         for step in steps:
             self.save(step)
-            with self.publisher() as publisher:
+            with self.publisher(**options) as publisher:
                 (version,) = publisher.run(timeout=0)
             assert version.step == step
             bases.append(version.base)
@@ -130,9 +131,16 @@ def test_receivers_have_every_version_bit_for_bit(run: Run, encoding: str) -> No
     assert (full / "config.json").read_bytes() == CONFIG
 
 
-def test_a_version_has_the_layout_of_slime(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("checksum", "sum_of"),
+    [
+        ("xxh3-128", xxhash.xxh3_128_hexdigest),
+        ("adler32", lambda content: f"{zlib.adler32(content):08x}"),
+    ],
+)
+def test_a_version_has_the_layout_of_slime(run: Run, checksum: str, sum_of: Any) -> None:
     """Decode one without our code, as the receiver of slime does."""
-    run.publish(1, 2)
+    run.publish(1, 2, checksum=checksum)
     folder = run.to / "weight_v000002"
     index = json.loads((folder / INDEX).read_text())
     metadata = index["metadata"]
@@ -141,7 +149,7 @@ def test_a_version_has_the_layout_of_slime(run: Run) -> None:
         "base_version": "000001",
         "delta_encoding": "xor",
         "compression_format": "zstd",
-        "checksum_format": "xxh3-128",
+        "checksum_format": checksum,
     }
     changed = {"layers.0.weight", "bias", "head.weight"}
     assert index["weight_map"] == dict.fromkeys(changed, "model.safetensors")
@@ -153,11 +161,25 @@ def test_a_version_has_the_layout_of_slime(run: Run) -> None:
             difference = np.frombuffer(numcodecs.zstd.decompress(frame), np.uint8)
             before, now = (run.saved[n][name].view(torch.uint8).numpy().ravel() for n in (1, 2))
             assert (before ^ difference == now).all()
-            assert digest == xxhash.xxh3_128_hexdigest(now.tobytes())
-    assert (
-        "delta_encoding"
-        not in json.loads((run.to / "weight_v000001" / INDEX).read_text())["metadata"]
-    )
+            assert digest == sum_of(now.tobytes())
+    full = run.to / "weight_v000001"
+    metadata = json.loads((full / INDEX).read_text())["metadata"]
+    assert "delta_encoding" not in metadata
+    assert metadata["checksum_format"] == checksum
+    with safe_open(full / "model.safetensors", "pt") as file:
+        sums = {n: sum_of(t.view(torch.uint8).numpy().tobytes()) for n, t in run.saved[1].items()}
+        assert file.metadata() == {"format": "pt", **sums}
+    receiver = deltacheck.Receiver(run.to)
+    receiver.poll()
+    run.check(receiver)
+
+
+def test_options_that_no_receiver_takes_are_refused(run: Run) -> None:
+    run.save(1)
+    with pytest.raises(ValueError, match="full_every must be from 1 to 64, not 65"):
+        run.publisher(full_every=65)
+    with pytest.raises(ValueError, match="checksum must be one of xxh3-128, adler32, not 'md5'"):
+        run.publisher(checksum="md5")
 
 
 def test_what_changes_cannot_express_is_a_full_version(

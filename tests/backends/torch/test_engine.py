@@ -626,3 +626,22 @@ def test_a_save_draws_nothing_from_the_random_states_of_the_program(tmp_path: Pa
             engine.save(step, state).wait()
         engine.restore(into=state)
     assert states() == before
+
+
+def test_listeners_get_the_report_of_each_commit_and_cannot_harm_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[Any] = []
+
+    def fail(report: Any) -> None:
+        raise OSError("the monitor is gone")
+
+    with Engine(tmp_path / "root") as engine:
+        engine.on_commit(fail)
+        engine.on_commit(reports.append)
+        handles = [engine.save(step, {"weights": torch.full((9,), step)}) for step in (1, 2)]
+        engine.wait()
+        assert [report.step for report in reports] == [1, 2]
+        assert reports[1].digest == handles[1].result().digest
+    assert engine.steps() == [1, 2]
+    assert caplog.messages.count("a listener failed on step 2") == 1

@@ -55,6 +55,16 @@ def test_killed_trainings_skip_and_repeat_no_sample(told: dict[str, Any]) -> Non
         assert result.get("differs") == [], (kind, result)
 
 
+def test_loggers_get_the_cost_of_all_saves(told: dict[str, Any]) -> None:
+    found = told["reported"]
+    assert found["saves"] >= 4
+    assert sum(numbers["deltacheck/saves"] for numbers in found["seen"]) == found["saves"]
+    for numbers in found["seen"]:
+        assert numbers.keys() == {
+            f"deltacheck/{key}" for key in ("saves", "bytes", "blocking_seconds", "durable_seconds")
+        }
+
+
 def test_what_lightning_removes_is_a_step_no_more(told: dict[str, Any]) -> None:
     files = [name for name in told["removed"]["files"] if name.endswith(".ckpt")]
     assert len(files) == len(told["removed"]["steps"]) == 2

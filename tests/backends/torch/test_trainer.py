@@ -135,6 +135,20 @@ def test_with_on_error_log_a_training_ends_without_the_step_that_failed(
     assert told["failing"] == {"ended": 8, "steps": [2, 6, 8]}
 
 
+def test_loggers_get_the_cost_of_saves_and_the_state_does_not(told: dict[str, Any]) -> None:
+    seen = told["reported"]["seen"]
+    # A log follows each of eight steps, and every second one a save, which the next log reports.
+    counts = [numbers.get("deltacheck/saves") for numbers in seen[:8]]
+    assert counts == [None, None, 1, None, 1, None, 1, None]
+    for numbers in filter(None, seen):
+        assert numbers.keys() == {
+            f"deltacheck/{key}" for key in ("saves", "bytes", "blocking_seconds", "durable_seconds")
+        }
+        assert numbers["deltacheck/bytes"] > 0
+        assert numbers["deltacheck/durable_seconds"] > 0
+    assert not any("deltacheck" in key for key in told["reported"]["logged"])
+
+
 def test_an_accelerate_loop_that_is_killed_ends_with_the_same_bits(told: dict[str, Any]) -> None:
     found = told["accelerated"]
     assert found["killed"] == {"killed": 9}

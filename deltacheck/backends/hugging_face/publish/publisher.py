@@ -40,10 +40,13 @@ class Publisher:
             removed in any case.
         files: A folder with configuration and tokenizer for full versions; ``None``: the files that
             the step keeps.
-        full_every: The most versions from one full version to the next. Larger: fewer bytes;
-            smaller: late receivers read less, and damage harms fewer versions.
+        full_every: The most versions from one full version to the next, 1 to 64. Larger: fewer
+            bytes; smaller: late receivers read less, and damage harms fewer versions.
         encoding: ``"slime"``: the engines of slime and miles read the versions.
             ``"compact"``: fewer bytes, for ``Receiver`` only.
+        checksum: The sums of tensors that other receivers compare: ``"xxh3-128"`` for those of
+            slime and miles, ``"adler32"`` for ModelExpress and cwtrain. ``Receiver`` compares with
+            xxh3-128 in any case.
         item: The item of a ``CheckpointManager``'s steps, if they have several.
 
     Raises:
@@ -54,7 +57,7 @@ class Publisher:
         StorageFailed: ``to`` is in an object store.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per option
         self,
         run: str | os.PathLike[str],
         to: str | os.PathLike[str],
@@ -64,12 +67,14 @@ class Publisher:
         files: str | os.PathLike[str] | None = None,
         full_every: int = 20,
         encoding: Literal["slime", "compact"] = "slime",
+        checksum: Literal["xxh3-128", "adler32"] = "xxh3-128",
         item: str | None = None,
     ) -> None:
         self._root = open_root(run, item)
         self._leaves, self._strip = tuple(leaves), strip
         self._copies = {} if files is None else model_export.files_of(Path(files))
-        self._series = VersionSeries(to, storage.full_name(self._root.path), full_every, encoding)
+        owner = storage.full_name(self._root.path)
+        self._series = VersionSeries(to, owner, full_every, encoding, checksum)
         self._newest: Version | None = None
         self._steps = NewSteps(self._root)
         self._held = HeldWeights(self._root)

@@ -11,7 +11,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -36,10 +37,10 @@ from deltacheck.store.files.local_storage import LocalStorage, opened_file
 from deltacheck.store.files.storage import storage_of
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
-CHECKSUM = "xxh3-128"
 # The encoding of changes: that of slime, or one that takes fewer bytes.
 XOR, WORDS = "xor", "deltacheck-words"
 ENCODINGS = {"slime": XOR, "compact": WORDS}
+XXH3 = "xxh3-128"
 # The folder that receivers of other libraries do not look at: identity, lock, unfinished versions.
 PRIVATE = ".deltacheck"
 FULL_REMEDY = (
@@ -87,6 +88,7 @@ class Index:
         files: The digest of each file.
         ties: Tensors that share their memory in the run -> the first of them. Full versions only.
         encoding: ``XOR`` or ``WORDS``; of no meaning in a full version.
+        checksum: One of ``CHECKSUMS``, that of the sums in the files.
     """
 
     version: Version
@@ -95,6 +97,7 @@ class Index:
     files: Mapping[str, str]
     ties: Mapping[str, str] = field(default_factory=dict)
     encoding: str = XOR
+    checksum: str = XXH3
 
     def encoded(self) -> bytes:
         """Return the bytes of the index file."""
@@ -110,7 +113,7 @@ class Index:
         }
         metadata: dict[str, Any] = {
             "version": f"{version.number:06d}",
-            "checksum_format": CHECKSUM,
+            "checksum_format": self.checksum,
             _EXTENSION: extension,
         }
         if version.base is None:
@@ -131,6 +134,14 @@ class Index:
 def digest(data: bytes | U8) -> str:
     """Return the xxh3-128 digest of some bytes, in hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(data if isinstance(data, bytes) else data.data))
+
+
+def _adler32(data: U8) -> str:
+    return f"{zlib.adler32(data.data):08x}"
+
+
+# The sums that receivers of other libraries compare tensors with. Ours compares with ``digest``.
+CHECKSUMS: dict[str, Callable[[U8], str]] = {XXH3: digest, "adler32": _adler32}
 
 
 def version_path(folder: Path, number: int) -> Path:
@@ -314,7 +325,8 @@ def _parsed(data: bytes, number: int) -> Index:
         if first in ties or name == first or checksums.get(name, "") != checksums.get(first):
             raise ValueError(f"its tensor {name!r} cannot be tied to {first!r}")
     version = Version(number, base, extension.step, extension.seq, extension.file_bytes)
-    return Index(version, tensors, checksums, files, ties, metadata.delta_encoding or XOR)
+    encoding = metadata.delta_encoding or XOR
+    return Index(version, tensors, checksums, files, ties, encoding, metadata.checksum_format)
 
 
 def _digest_of(document: Any) -> str:

@@ -16,11 +16,13 @@ import numpy as np
 from deltacheck.backends.hugging_face import model_export
 from deltacheck.backends.hugging_face.publish import version_folder
 from deltacheck.backends.hugging_face.publish.version_folder import (
+    CHECKSUMS,
     ENCODINGS,
     INDEX,
     PRIVATE,
     WORDS,
     XOR,
+    XXH3,
     DigestingFile,
     Index,
     Tensor,
@@ -41,6 +43,8 @@ _SHARD_BYTES = 10**9
 # Full versions that are kept, with the deltas after them. A receiver that reads the older one is
 # not disturbed when a new one appears.
 _KEPT_FULL = 2
+# Other receivers refuse longer chains.
+_LONGEST_CHAIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,9 @@ class VersionSeries:
     Args:
         folder: The folder: new, empty, or with versions of the same owner.
         owner: The run or program whose weights the versions have.
-        full_every: The most versions from one full version to the next.
+        full_every: The most versions from one full version to the next, 1 to 64.
         encoding: ``"slime"`` or ``"compact"``.
+        checksum: ``"xxh3-128"`` or ``"adler32"``, for the sums of tensors in the files.
 
     Raises:
         NotACheckpointRoot: ``folder`` is not empty and has no versions, or those of another owner.
@@ -86,13 +91,21 @@ class VersionSeries:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], owner: str, full_every: int, encoding: str
+        self,
+        folder: str | os.PathLike[str],
+        owner: str,
+        full_every: int,
+        encoding: str,
+        checksum: str = XXH3,
     ) -> None:
-        if full_every < 1:
-            raise ValueError(f"full_every must be at least 1, not {full_every}")
+        if not 1 <= full_every <= _LONGEST_CHAIN:
+            raise ValueError(f"full_every must be from 1 to {_LONGEST_CHAIN}, not {full_every}")
+        if checksum not in CHECKSUMS:
+            raise ValueError(f"checksum must be one of {', '.join(CHECKSUMS)}, not {checksum!r}")
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be 'slime' or 'compact', not {encoding!r}")
         self._encoding = ENCODINGS[encoding]
+        self._checksum = checksum
         self._full_every = full_every
         self.folder = storage.local(folder, "a folder of published versions").absolute()
         self._lease = _claim(self.folder, owner)
@@ -149,7 +162,8 @@ class VersionSeries:
         """
         number = self.newest + 1
         with _new_version(self.folder, number) as path:
-            writer = _Writer(path, None if full else number - 1, self._encoding)
+            base = None if full else number - 1
+            writer = _Writer(path, base, self._encoding, self._checksum)
             for name, before, tensor in content.changes:
                 if before is None:
                     full = True
@@ -158,7 +172,7 @@ class VersionSeries:
             tensors = content.tensors()
             if full or writer.is_too_long:
                 writer.discard()
-                writer = _Writer(path, None)
+                writer = _Writer(path, None, checksum=self._checksum)
                 # Wide elements come first, so that each tensor is aligned.
                 for name, tensor in sorted(tensors.items(), key=_width_and_name):
                     writer.add_tensor(name, tensor)
@@ -172,7 +186,9 @@ class VersionSeries:
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             version = Version(number, base, content.step, content.seq, size)
             ties = content.ties if base is None else {}
-            index = Index(version, files_of, writer.checksums, files, ties, self._encoding)
+            index = Index(
+                version, files_of, writer.checksums, files, ties, self._encoding, self._checksum
+            )
             _write_file(path / INDEX, index.encoded())
         self._history[number] = version
         self._remove_old()
@@ -206,11 +222,16 @@ class _Writer:
         path: The folder of the version.
         base: The version that the changes are relative to; ``None``: whole tensors.
         encoding: ``XOR`` or ``WORDS``.
+        checksum: One of ``CHECKSUMS``.
     """
 
-    def __init__(self, path: Path, base: int | None, encoding: str = XOR) -> None:
+    def __init__(
+        self, path: Path, base: int | None, encoding: str = XOR, checksum: str = XXH3
+    ) -> None:
         self.base = base
         self._encoding = encoding
+        self._sum = CHECKSUMS[checksum]
+        self._sums: dict[str, str] = {}
         self.checksums: dict[str, str] = {}
         self.is_too_long = False
         self._path = path
@@ -234,29 +255,30 @@ class _Writer:
         else:
             content = frames.compress(np.bitwise_xor(before, now))
         frame = np.frombuffer(content, np.uint8)
-        self._add(name, ("uint8", (frame.size,)), frame, version_folder.digest(now))
+        self._add(name, ("uint8", (frame.size,)), frame, now)
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add a whole tensor."""
-        self._add(name, tensor[:2], tensor.data, version_folder.digest(tensor.data))
+        self._add(name, tensor[:2], tensor.data, tensor.data)
 
     def _add(
-        self, name: str, dtype_and_shape: tuple[str, tuple[int, ...]], data: U8, checksum: str
+        self, name: str, dtype_and_shape: tuple[str, tuple[int, ...]], data: U8, result: U8
     ) -> None:
+        """Add the content of a tensor; ``result``: its bytes after the version."""
         if self._shard.content and self._bytes + data.size > _SHARD_BYTES:
             self._flush()
         self._shard.content[name] = data
         self._shard.types[name] = (*dtype_and_shape, data.size)
         self._bytes += data.size
-        self.checksums[name] = checksum
+        self.checksums[name] = version_folder.digest(result)
+        is_digest = self._sum is version_folder.digest
+        self._sums[name] = self.checksums[name] if is_digest else self._sum(result)
 
     def _flush(self) -> None:
-        # Receivers of slime read the digests from the file, and those of Hugging Face "format".
-        metadata = (
-            {"format": "pt"}
-            if self.base is None
-            else {name: self.checksums[name] for name in self._shard.content}
-        )
+        # Receivers of other libraries read the sums from the file, and loaders of Hugging Face
+        # "format".
+        metadata = {} if self.base is not None else {"format": "pt"}
+        metadata |= {name: self._sums[name] for name in self._shard.content}
         path = self._path / f"part-{len(self._files)}"
         header = safetensors_header(self._shard.types, metadata)
         with path.open("xb") as plain:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -295,6 +296,23 @@ class RankGroup(Group):
     def filled(self, into: object, restored: object) -> object:
         """Return the result of a restore into ``into``, with its descriptors filled."""
         return descriptors.filled(into, restored)
+
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks, each of which makes this call.
+
+        Raises:
+            RankFailed: A rank was lost or did not come in time.
+        """
+        value = torch.tensor(number)
+        try:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self._groups[0])
+        # torch reports a broken connection and a timeout alike.
+        except RuntimeError as error:
+            raise RankFailed(
+                "a rank was lost, or does not ask for signals at this step as the others do."
+                f" {str(error).partition(chr(10))[0]}"
+            ) from error
+        return int(value)
 
     def close(self) -> None:
         """Destroy the process groups. No save may be running."""

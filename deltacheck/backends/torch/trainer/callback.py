@@ -9,8 +9,10 @@ import contextlib
 import functools
 import logging
 import re
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,8 @@ from deltacheck.backends.torch.trainer.wrapped_methods import (
 )
 from deltacheck.leaf.external_errors import typed
 from deltacheck.policy import Keep
+from deltacheck.save.exits import StopSignals, end_by
+from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage
 
 if TYPE_CHECKING:
@@ -58,7 +62,9 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     only the trained parameters are saved, as ``Trainer`` does. Frozen weights of any other model
     are read in the background, see ``Engine.guard``; pass ``options=SaveOptions(capture="eager")``
     if a callback writes to them past torch. The next save raises the error of a failed one.
-    ``trainer.train`` returns after the last commit. ``push_to_hub`` does not upload checkpoints,
+    ``trainer.train`` returns after the last commit. What the trainer reports to (wandb,
+    TensorBoard) also gets ``deltacheck/saves``, ``bytes``, ``blocking_seconds`` and
+    ``durable_seconds``, with the log after a save. ``push_to_hub`` does not upload checkpoints,
     because no ``checkpoint-N`` folders stay.
 
     Several processes (DDP, FSDP2, DeepSpeed) save one step together, and every process must use the
@@ -75,6 +81,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         resume: ``True``: ``trainer.train()`` continues from the newest step of the root, if there
             is one. ``False``: only with ``trainer.train(resume_from_checkpoint=True)``, which also
             takes ``"checkpoint-N"`` for step N.
+        stop_on: Signals of a scheduler, such as ``(signal.SIGTERM, signal.SIGUSR1)``. On one, to
+            any rank, the training saves at the end of its step, and the process ends by the signal
+            once the save is committed. With several ranks, each step has one small exchange on the
+            host. Empty: signals do what they do without the callback.
         file_limit_bytes: The most bytes of one file of ``checkpoint-N``. A larger file fails the
             save by name. Larger: callbacks may keep more there; smaller: files that grow the root
             are noticed. Weights that ``Trainer`` writes do not count.
@@ -92,6 +102,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         *,
         every: int | None = None,
         resume: bool = True,
+        stop_on: Collection[int] = (),
         file_limit_bytes: int = 64 << 20,
         **engine: Any,
     ) -> None:
@@ -100,6 +111,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         self._folder = None if root is None else storage.local(root, "the Trainer's callback")
         self._every = every
         self._resume = resume
+        self._stop_on = tuple(stop_on)
         self._file_limit_bytes = file_limit_bytes
         self._options = engine
         self._run: _TrainCall | None = None  # for as long as train() runs
@@ -141,8 +153,25 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         if self._run is not None:
             # The state is loaded by now. This releases its memory.
             self._run.resumed = None
+            self._run.look_for_signal()
+            if self._run.stop_signal:
+                control.should_save = True
         if self._every is not None and state.global_step % self._every == 0:
             control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the cost of the saves since the last log. ``Trainer`` calls this.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            logs: The numbers that the callbacks behind this one report.
+            **kwargs: Not used.
+        """
+        # The log of the trainer's state, which is part of a step, has no times.
+        if self._run is not None and logs is not None:
+            logs.update(self._run.save_numbers.take())
 
     # --- replacements of the trainer's methods; ``original`` is the method ------------------------
 
@@ -170,11 +199,21 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         with engine, tempfile.TemporaryDirectory() as folder:
             run = _TrainCall(engine, zero, trainer, self._file_limit_bytes, Path(folder))
             try:
-                with run.joined(trainer):
+                with run.joined(trainer), self._signals() as run.signals:
                     path = run.resume_from(resume_from_checkpoint, newest=self._resume)
                     return original(trainer, path, *args, **kwargs)
+            except _Stopped:
+                pass
             finally:
                 run.left(trainer)
+        # All is closed now. Only a signal leads here.
+        end_by(run.stop_signal)
+
+    def _signals(self) -> contextlib.AbstractContextManager[StopSignals | None]:
+        # Python takes handlers in the main thread only.
+        is_main = threading.current_thread() is threading.main_thread()
+        has_signals = self._stop_on and is_main
+        return StopSignals(*self._stop_on) if has_signals else contextlib.nullcontext()
 
     def _run_epoch(
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
@@ -182,8 +221,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         # A finished run that is started again would do one more step.
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
-            if self._run is not None:
+            if self._run is not None and self._run.resumed is not None:
                 self._run.warn_if_finished(trainer.state)
+                # What follows this training continues as if it had just ended.
+                training_state.restore_random_states(trainer, self._run.resumed)
             return
         original(trainer, *args, **kwargs)
 
@@ -257,6 +298,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         return None if run is None or path != run.resumed_path else run.resumed
 
 
+class _Stopped(BaseException):
+    """A signal has ended the training, and its step is saved."""
+
+
 class _TrainCall:
     """One call of ``train``: its engine, its files, and the step that it resumes.
 
@@ -279,6 +324,8 @@ class _TrainCall:
         self.engine = engine
         self._zero = zero
         self.ranks = TrainerRanks(engine)
+        self.save_numbers = SaveNumbers()
+        engine.on_commit(self.save_numbers.add)
         self._output_dir = Path(trainer.args.output_dir)
         self._files = CheckpointFiles(self._output_dir, file_limit_bytes)
         self._model_files: Files = {}
@@ -293,6 +340,8 @@ class _TrainCall:
         self._saved_step = -1
         self._is_requested = False
         self._defers = False
+        self.signals: StopSignals | None = None
+        self.stop_signal = 0  # on which the training ends after this step
 
     # --- while train() runs -----------------------------------------------------------------------
 
@@ -305,6 +354,10 @@ class _TrainCall:
         """
         for callback in _callbacks(trainer):
             callback._run = self
+        # First, so that what reports to a logger sees the numbers of saves.
+        trainer.callback_handler.callbacks.sort(
+            key=lambda callback: not isinstance(callback, DeltaCheckCallback)
+        )
         zero, hooks = self._zero, contextlib.ExitStack()
         if zero is not None:
             prepare = functools.partial(zero.prepare, trainer)
@@ -375,13 +428,18 @@ class _TrainCall:
             log.log(level, "training continues from step %d of %s", saved["step"], self.engine.root)
         return str(path)
 
+    def look_for_signal(self) -> None:
+        """Ask the ranks whether the training is to end after this step."""
+        if self.signals is not None:
+            self.stop_signal = self.engine.signal_to_stop(self.signals)
+
     def warn_if_finished(self, state: Any) -> None:
         """Warn that nothing is left to train after the resumed step.
 
         Args:
             state: The trainer's state.
         """
-        if self._is_first and self.resumed is not None:
+        if self._is_first:
             log.warning(
                 "nothing is trained: step %d of %s is the last of this training (max_steps %d). To"
                 " continue, raise max_steps or num_train_epochs; to start anew, use another"
@@ -418,10 +476,17 @@ class _TrainCall:
         """Run the trainer's method, and save after the last callback has written its files."""
         self._defers = True
         try:
-            return inner(*args, **kwargs)
+            result = inner(*args, **kwargs)
         finally:
             self._defers = False
             self._save_requested(trainer)
+        if self.stop_signal:
+            self.engine.wait()
+            if self._is_first:
+                name = signal.Signals(self.stop_signal).name
+                log.warning("%s: the training ends, step %d is saved", name, self._saved_step)
+            raise _Stopped
+        return result
 
     def _save_checkpoint(
         self, trainer: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any

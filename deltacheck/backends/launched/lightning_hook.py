@@ -1,0 +1,110 @@
+"""Give a Lightning ``Trainer`` the plugin, and the newest step when it begins to fit."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from deltacheck.backends.launched.launch_options import (
+    LaunchOptions,
+    TrainingRoots,
+    say_begin,
+)
+from deltacheck.backends.torch.files import pointer
+from deltacheck.backends.torch.lightning import _DISTRIBUTIONS, DeltaCheckIO, _plugin_of
+from deltacheck.errors import NotACheckpointRoot
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.roots.opening import open_root
+
+_roots = TrainingRoots()
+
+
+class LaunchedIO(DeltaCheckIO):
+    """The plugin of a trainer that ``deltacheck run`` has started."""
+
+    def use_root(self, root: Path) -> None:
+        """Save to a root from here on. No save is under way."""
+        self._folder = root
+
+
+def init(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``Trainer.__init__``: add the plugin, unless the script has one for checkpoints."""
+    value = kwargs.get("plugins")
+    plugins = list(value) if isinstance(value, Iterable) else [value] if value is not None else []
+    fabric = _DISTRIBUTIONS[_package(trainer)]
+    interface = import_module(f"{fabric}.plugins.io.checkpoint_io").CheckpointIO
+    if not any(isinstance(plugin, interface) for plugin in plugins):
+        # Without random states a resumed training would not be that of before.
+        plugins.append(LaunchedIO(rng=True, **LaunchOptions.of_environment().engine()))
+        kwargs["plugins"] = plugins
+    original(trainer, *args, **kwargs)
+
+
+def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Trainer.fit``: continue from the newest step, unless the script names one."""
+    options, plugin = LaunchOptions.of_environment(), _plugin_of(trainer)
+    if not isinstance(plugin, LaunchedIO):
+        options.record("own", trainer=type(trainer).__name__)
+        return original(trainer, *args, **kwargs)
+    call = inspect.signature(original).bind(trainer, *args, **kwargs)
+    request = call.arguments.get("ckpt_path")
+    base = options.root or str(Path(trainer.default_root_dir, "deltacheck").absolute())
+    root = Path(_roots.root(base, continues=request is not None))
+    plugin.use_root(root)
+    newest = None if request is not None else _newest(root)
+    with tempfile.TemporaryDirectory() as folder:
+        if newest is not None:
+            file = Path(folder, "newest.ckpt")
+            pointer.write(file, pointer.Pointer(root, newest.step, newest.seq))
+            call.arguments["ckpt_path"] = file
+        saver = None if options.every is None else _saver(trainer, root, options)
+        if saver is not None:
+            trainer.callbacks.append(saver)
+        if trainer.is_global_zero:
+            step = 0 if newest is None else newest.step
+            say_begin(options, type(trainer).__name__, str(root), step)
+        try:
+            result = original(*call.args, **call.kwargs)
+        finally:
+            if saver is not None:
+                trainer.callbacks.remove(saver)
+    _roots.end(base)
+    return result
+
+
+def _newest(root: Path) -> Manifest | None:
+    if not root.exists():
+        return None
+    try:
+        opened = open_root(root)
+    except NotACheckpointRoot:
+        # The first save says what is there instead, if it cannot be a root.
+        return None
+    return opened.manifest() if opened.steps() else None
+
+
+def _saver(trainer: Any, root: Path, options: LaunchOptions) -> Any:
+    """Return a callback that saves every so many steps, beside those of the script."""
+    checkpoint = import_module(f"{_package(trainer)}.callbacks").ModelCheckpoint
+    return checkpoint(
+        f"{root}-files",
+        filename="{step}",
+        every_n_train_steps=options.every,
+        monitor="step",
+        mode="max",
+        save_top_k=-1 if options.keep is None else options.keep,
+    )
+
+
+def _package(trainer: Any) -> str:
+    """Return the package of the Lightning whose trainer it is: two distributions have one."""
+    modules = [parent.__module__ for parent in type(trainer).__mro__]
+    return next(
+        package
+        for package in _DISTRIBUTIONS
+        if any(module.startswith(f"{package}.") for module in modules)
+    )
