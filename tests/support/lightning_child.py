@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -357,8 +358,12 @@ def outside(folder: Path) -> Any:
     own = [t.name for t in threading.enumerate() if t.name.startswith("deltacheck-")]
     # The process-wide reader serves every root.
     own = [name for name in own if name not in ("deltacheck-reader", "deltacheck-grace")]
+    copied = pickle.loads(pickle.dumps(trainer.strategy.checkpoint_io))
+    equal = digest(copied.load_checkpoint(folder / "after.ckpt")["state_dict"]) == digest(
+        trainer.model.state_dict()
+    )
     with Engine(folder / "deltacheck") as engine:
-        return {"threads": own, "steps": engine.steps()}
+        return {"threads": own, "steps": engine.steps(), "copy is equal": equal}
 
 
 def continued(folder: Path) -> Any:

@@ -94,6 +94,11 @@ class DeltaCheckIO:
         self._loaded: ReadStep | None = None
         self._save_numbers = SaveNumbers()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments alone, as part of a ``Trainer``. The copy opens the root anew."""
+        make = functools.partial(type(self), self._folder, rng=self._rng, **self._options)
+        return make, ()
+
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],

@@ -91,6 +91,10 @@ def test_a_save_after_the_training_gives_the_root_back(told: dict[str, Any]) -> 
     assert told["outside"]["steps"] == [12]
 
 
+def test_a_plugin_that_has_saved_can_be_pickled_with_its_trainer(told: dict[str, Any]) -> None:
+    assert told["outside"]["copy is equal"]
+
+
 def test_the_first_save_after_a_resume_writes_changes(told: dict[str, Any]) -> None:
     assert told["continued"]["written"] < 20_000 < told["continued"]["whole"]
     assert told["continued"]["equal"]
