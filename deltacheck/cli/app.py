@@ -26,7 +26,6 @@ app = typer.Typer(
         "Exit codes: 0 success, 1 damage found, 2 wrong usage, 3 not found, 4 damaged data, "
         "5 refused, 6 undecided. Every command takes --json. Documentation: docs/reference/cli.md"
     ),
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -47,51 +46,58 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *filter(None, metavars)]
 
 
-# The order of the groups and of their commands is the order of ``deltacheck --help``.
+# The order of the groups and of their commands is the order of ``deltacheck --help``. The words
+# after the name of each command are the example in its own help.
 _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
-        "run": launcher.run,
+        "run --restarts 3 -- accelerate launch train.py --output_dir out": launcher.run,
     },
     "Inspect": {
-        "ls": inspect.ls,
-        "show": inspect.show,
-        "log": inspect.log,
-        "diff": compare.diff,
-        "blame": inspect.blame,
-        "view": view.view,
+        "ls run": inspect.ls,
+        'show run latest --leaves "model/*"': inspect.show,
+        "log run --by-class --levels 2": inspect.log,
+        "diff run 0 latest": compare.diff,
+        "blame run latest --leaves 'model/*'": inspect.blame,
+        "view run": view.view,
     },
     "Check and repair": {
-        "verify": check.verify,
-        "repair": check.repair,
-        "doctor": doctor.doctor,
+        "verify run 2 --deep": check.verify,
+        "repair run --dry-run": check.repair,
+        "doctor run": doctor.doctor,
     },
     "Keep and move": {
-        "tag": prune.tag,
-        "untag": prune.untag,
-        "prune": prune.prune,
-        "delete": prune.delete,
-        "gc": prune.gc,
-        "compact": prune.compact,
-        "export": copies.export,
-        "import": copies.import_files,
-        "branch": copies.branch,
-        "mirror": copies.mirror,
-        "publish": copies.publish,
+        "tag run 1 baseline": prune.tag,
+        "untag run baseline": prune.untag,
+        "prune run --keep-last 2 --keep-best loss:min:3 --dry-run": prune.prune,
+        "delete run 0 --dry-run": prune.delete,
+        "gc run --dry-run": prune.gc,
+        "compact run --merge": prune.compact,
+        "export run latest --to hf --shard-size 5GB --out model-folder": copies.export,
+        "import imported model.safetensors --step 4": copies.import_files,
+        "branch run latest --to other-run": copies.branch,
+        "mirror memory mirrored --once": copies.mirror,
+        "publish run --to versions": copies.publish,
     },
     "Plan and measure": {
-        "profile": profiling.profile,
-        "report": reporting.report,
-        "plan": planning.plan,
-        "eval": evaluate.evaluate,
+        "profile run -o profile.json": profiling.profile,
+        "report run -o report.html --png figures": reporting.report,
+        "plan run --policy exact --policy auto": planning.plan,
+        "eval --quick train.py:make": evaluate.evaluate,
     },
 }
 
 # Typer takes the help text of a command from the docstring of its function.
 for panel, commands in _GROUPS.items():
-    for name, command in commands.items():
-        # The words after the command that ``run`` starts are not ours.
-        words = {"allow_interspersed_args": name != "run"}
-        app.command(name, cls=_Command, rich_help_panel=panel, context_settings=words)(command)
+    for example, command in commands.items():
+        name = example.partition(" ")[0]
+        app.command(
+            name,
+            cls=_Command,
+            rich_help_panel=panel,
+            epilog=f"Example: deltacheck {example}",
+            # The words after the command that ``run`` starts are not ours.
+            context_settings={"allow_interspersed_args": name != "run"},
+        )(command)
 
 
 def _print_version(requested: bool) -> None:

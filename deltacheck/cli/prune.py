@@ -146,6 +146,7 @@ def delete(
     force: Annotated[
         bool, typer.Option("--force", help="Delete the step even if it is the only one.")
     ] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Delete a step. The other steps stay whole.
@@ -166,13 +167,14 @@ def delete(
                 f"step {step} is the only one of {root.path}, and nothing could be restored without"
                 " it; delete it with --force"
             )
-        deleted = root_writer.delete(root, step, still_ours=lease.check)
+        deleted = root_writer.delete(root, step, dry_run=dry_run, still_ours=lease.check)
     if as_json:
-        output.print_json(
-            {"root": str(root.path), "deleted": [asdict(checkpoint) for checkpoint in deleted]}
-        )
+        steps = [asdict(checkpoint) for checkpoint in deleted]
+        output.print_json({"root": str(root.path), "dry_run": dry_run, "deleted": steps})
     else:
-        output.print_line(f"step {step} deleted; {_RUN_GC}")
+        output.print_line(
+            f"step {step} would be deleted" if dry_run else f"step {step} deleted; {_RUN_GC}"
+        )
 
 
 def tag(

@@ -279,13 +279,18 @@ def prune(
 
 
 def delete(
-    root: Root, step: int, *, still_ours: Callable[[], None] | None = None
+    root: Root,
+    step: int,
+    *,
+    dry_run: bool = False,
+    still_ours: Callable[[], None] | None = None,
 ) -> tuple[Checkpoint, ...]:
     """Delete every checkpoint of a training step. Its segments stay until they are collected.
 
     Args:
         root: The root. The caller holds its lease.
         step: The training step.
+        dry_run: Change nothing, and return what would be deleted.
         still_ours: Raises if the right to write has been lost.
 
     Returns:
@@ -318,7 +323,8 @@ def delete(
                 f" engine.untag({names[0]!r})"
             )
         checkpoints = _checkpoints(briefs)
-        _delete_all(root, checkpoints, still_ours)
+        if not dry_run:
+            _delete_all(root, checkpoints, still_ours)
     return checkpoints
 
 

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -33,6 +35,7 @@ import deltacheck
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from deltacheck.cli.app import app
 from deltacheck.cli.copies import _Growth
 from deltacheck.cli.output import Column, columns_within
 from deltacheck.leaf.spec import SaveReport
@@ -1272,6 +1275,14 @@ def test_help_lists_every_command_with_a_line(deltacheck_: Command) -> None:
         described = deltacheck_(command, "--help")
         assert described.code == 0
         assert "--json" in described.out
+
+
+def test_the_help_of_each_command_ends_with_an_example_that_it_takes() -> None:
+    commands: Any = typer.main.get_command(app)
+    for name, command in commands.commands.items():
+        program, *words = shlex.split(command.epilog.removeprefix("Example: "))
+        assert (program, words[0]) == ("deltacheck", name)
+        command.make_context(name, words[1:])  # raises for an unknown option, and calls nothing
 
 
 def test_help_groups_the_commands(deltacheck_: Command) -> None:
