@@ -39,7 +39,7 @@ def report(
 
     require_new(out, force)
     try:
-        from deltacheck.report import figures, page
+        from deltacheck.report import conclusion, figures, page
     except ImportError as error:
         raise ImportError(
             f"a report needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
@@ -48,7 +48,14 @@ def report(
     drawings = figures.draw(record)
     for problem in record.problems:
         output.warn(problem)
-    text = page.page(f"Checkpoints in {record.root}", _facts(record), record.problems, drawings)
+    sentences = conclusion.conclusion(record)
+    text = page.page(
+        f"Checkpoints in {record.root}",
+        _facts(record),
+        record.problems,
+        drawings,
+        conclusion=sentences,
+    )
     page.write_page(out, text)
     images = page.write_images(drawings, png) if png is not None else []
     if as_json:
@@ -60,6 +67,7 @@ def report(
                 "images": [str(image) for image in images],
                 "figures": [drawing.name for drawing in drawings],
                 "steps": [step.step for step in record.steps],
+                "conclusion": sentences,
             }
         )
     else:
@@ -67,8 +75,8 @@ def report(
             f"{out}: {output.count(len(drawings), 'figure')} of"
             f" {output.count(len(record.steps), 'step')}, {output.size(out.stat().st_size)}"
         )
-        for image in images:
-            output.print_line(str(image))
+        for line in (*map(str, images), *sentences):
+            output.print_line(line)
     if record.problems:
         raise typer.Exit(output.DAMAGED)
 

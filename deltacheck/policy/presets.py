@@ -31,6 +31,11 @@ RATE_FLOOR = 1 / 32
 # "Precision of a reused first moment"), and at twice this spacing one more.
 MEAN_SPACING = 0.5
 
+# Steps of progress that a resume costs if the state is within bounds, or if moments are those of an
+# earlier step: what was measured, for people (docs/lab/stability.md, "Early states" and "Precision
+# of a reused first moment").
+LOST_STEPS = {"bounded": "0 to 0.7", "reused": "2 to 3.5"}
+
 # If every word changes, a restore then decodes at most seven times the state instead of 33 times,
 # and four to six deltas follow each keyframe.
 RESTORE_RATIO = 6.0
@@ -136,8 +141,8 @@ class Policy:
         ]
         reused = (
             "moments once the run is stable: those of one earlier step, at most"
-            f" {hidden.max_age_steps or '1 / (1 - beta2)'} updates old; each resume then costs 2 to"
-            " 3.5 steps of progress (measured with beta1 = 0.9)"
+            f" {hidden.max_age_steps or '1 / (1 - beta2)'} updates old; each resume then costs"
+            f" {LOST_STEPS['reused']} steps of progress (measured with beta1 = 0.9)"
         )
         return [
             *wide,

@@ -176,15 +176,6 @@ def set_log_axis(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
 
-def show_message(axes: Axes, text: str) -> None:
-    """Show a text instead of data."""
-    axes.text(
-        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=INK
-    )
-    axes.set_yticks([])
-    axes.grid(False)
-
-
 def shorten(name: str, most: int = 44) -> str:
     """Shorten a leaf path by its middle."""
     name = escape_unprintable(name)

@@ -52,7 +52,6 @@ from deltacheck.report.drawing import (
     set_bytes_axis,
     set_log_axis,
     shorten,
-    show_message,
 )
 
 # If there are more checkpoints, neighbours share a column.
@@ -83,17 +82,20 @@ _STAGE_COLOURS = {"warm": ORANGE, "stable": GREEN, "degraded": RED}
 _CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY, "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _LEAST_CHANGE = 1e-4  # share of words; the lightest colour of the heat map
-_NO_STEP = "The root has no committed step"
 # Measured error / limit; larger values are drawn here.
 _MOST_USED = 3.0
 
 
 def draw(record: Record) -> tuple[Drawing, ...]:
-    """Draw all figures, in the order of the page. Figures without data say so."""
+    """Draw the figures for which there is data, in the order of the page."""
+    figures = [written_bytes, causes, changes, drift, contracts, restore_cost]
+    if record.profile is None and not any(step.stage for step in record.steps):
+        figures.remove(drift)
+    if not any(step.held for step in record.steps):
+        figures.remove(contracts)
     # A $ in the path of a leaf must not begin a formula.
     with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
-        figures = (written_bytes, causes, changes, drift, contracts, restore_cost)
-        return tuple(figure(record) for figure in figures)
+        return tuple(figure(record) for figure in figures if record.steps)
 
 
 # --- the figures ----------------------------------------------------------------------------------
@@ -186,8 +188,7 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
         tips.append(
             Tip(axes, (column - 0.5, 0, column + 0.5, max(bottom[column], raw[column])), text)
         )
-    if columns:
-        draw_reference(axes, raw, "state in memory")
+    draw_reference(axes, raw, "state in memory")
     _step_axis(axes, columns)
     set_bytes_axis(axes, max([*bottom, *raw], default=0))
     axes.set_ylabel("written by the save", fontsize=8)
@@ -255,12 +256,12 @@ def changes(record: Record) -> Drawing:
                 wholes = True
             if present:
                 text = (
-                    f"{statistics.fmean(densities):.3g} of the words changed"
+                    f"{100 * statistics.fmean(densities):.3g} % of the words changed"
                     if densities
                     else "written whole"
                 )
                 tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
-    if names and columns:
+    if names:
         # Fractions span several orders of magnitude, from a few words to all. The scale begins at
         # the decade of the smallest one, so that colours tell the groups of a run apart.
         fractions = values[~np.isnan(values)]
@@ -301,7 +302,7 @@ def changes(record: Record) -> Drawing:
         (
             name,
             str(len(record.groups[name])),
-            *(_fraction(step.changed.get(name, math.nan)) for step in record.steps),
+            *(_share(step.changed.get(name, math.nan)) for step in record.steps),
         )
         for name in names
     )
@@ -460,22 +461,10 @@ def contracts(record: Record) -> Drawing:
                     f" {contract.limit:.3g} ({contract.norm})"
                 )
                 tips.append(Tip(bottom, box, text))
-    if kinds:
-        bottom.axhline(1, color=INK, linestyle="--", linewidth=1)
-        bottom.set_ylim(
-            0,
-            max(
-                1.15,
-                *(
-                    1.1 * min(contract.used, _MOST_USED)
-                    for step in record.steps
-                    for contract in step.held
-                ),
-            ),
-        )
-        add_legend(bottom)
-    else:
-        show_message(bottom, "Every leaf of every step is exact: there is no error to show")
+    bottom.axhline(1, color=INK, linestyle="--", linewidth=1)
+    largest = max(min(held.used, _MOST_USED) for step in record.steps for held in step.held)
+    bottom.set_ylim(0, max(1.15, 1.1 * largest))
+    add_legend(bottom)
     bottom.set_ylabel("measured error /\nits limit", fontsize=8)
     _step_axis(bottom, columns)
     rows = []
@@ -547,8 +536,7 @@ def restore_cost(record: Record) -> Drawing:
             Tip(bottom, (column - 0.5, 0, column + 0.5, max(read[column], raw[column])), text)
         )
         tips.append(Tip(top, (column - 0.5, 0, column + 0.5, top.get_ylim()[1]), text))
-    if columns:
-        draw_reference(bottom, raw, "state in memory")
+    draw_reference(bottom, raw, "state in memory")
     set_bytes_axis(bottom, max([*read, *raw], default=0))
     bottom.set_ylabel("files to read", fontsize=8)
     add_legend(bottom)
@@ -631,8 +619,6 @@ def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:
     )
     axes.set_xlim(-0.6, max(len(columns), 1) - 0.4)
     axes.set_xlabel("training step of the checkpoint", fontsize=9, color=INK)
-    if not columns:
-        show_message(axes, _NO_STEP)
 
 
 def _curves(profile: Profile, unit: str) -> Iterator[tuple[str, list[LeafProfile]]]:
@@ -690,9 +676,9 @@ def _events(axes: Axes, events: Sequence[Event]) -> None:
 def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> None:
     # The first and the last field reach half of a mean interval beyond their step. A single step
     # gets a width of 1, or it would not be seen.
-    width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0 if steps else 1.0
+    width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0
     midpoints = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
-    ends = [steps[0].step - width / 2, *midpoints, steps[-1].step + width / 2] if steps else []
+    ends = [steps[0].step - width / 2, *midpoints, steps[-1].step + width / 2]
     start = 0
     # Neighbours of one stage are one area: the seams between areas would show as lines.
     for stage, group in itertools.groupby(steps, key=lambda step: step.stage):
@@ -710,10 +696,6 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
                 + (f"; {step.reason}" if step.reason else ""),
             )
         )
-    if not steps:
-        axes.set_xlim(0, 1)
-        show_message(axes, _NO_STEP)
-        return
     axes.set_ylim(0, 1)
     axes.set_yticks([0.5], ["stage"])
     axes.grid(False)
@@ -740,8 +722,8 @@ def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> HeldLeave
     return max(held, key=lambda contract: contract.used, default=None)
 
 
-def _fraction(value: float | None) -> str:
-    return "whole" if value is None else "" if math.isnan(value) else f"{value:.4g}"
+def _share(value: float | None) -> str:
+    return "whole" if value is None else "" if math.isnan(value) else f"{100 * value:.4g} %"
 
 
 def _percent(step: StepRecord) -> str:

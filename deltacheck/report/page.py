@@ -18,31 +18,36 @@ from deltacheck.restore.export import named_writes, new_file
 
 _DPI = 150  # of images
 _STYLE = """
-:root { color-scheme: light; }
-body { margin: 0 auto; max-width: 1080px; padding: 1.5rem 1rem 4rem; background: #fff; color: #222;
+:root { color-scheme: light dark; --page: #fff; --ink: #222; --soft: #555; --line: #ddd;
+  --link: #0072B2; --warning: #fdf3ec; }
+@media (prefers-color-scheme: dark) { :root { --page: #17191d; --ink: #e4e4e4; --soft: #aaa;
+  --line: #444; --link: #6cb8e6; --warning: #3a2a20; } }
+body { margin: 0 auto; max-width: 1080px; padding: 1.5rem 1rem 4rem; background: var(--page);
+  color: var(--ink);
   font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; }
-p { margin: .3rem 0 .8rem; max-width: 75ch; }
-a { color: #0072B2; }
+p { margin: .3rem 0 .8rem; max-width: 75ch; overflow-wrap: anywhere; }
+a { color: var(--link); }
 nav a { margin-right: 1.1rem; white-space: nowrap; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem;
   margin: 1.2rem 0; }
-dl div { border: 1px solid #ddd; border-radius: 6px; padding: .5rem .8rem; }
-dt { font-size: .8rem; color: #555; }
+dl div { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .8rem; }
+dt { font-size: .8rem; color: var(--soft); }
 dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-figure { margin: 0; } figcaption { color: #444; font-size: .92rem; max-width: 85ch;
+figure { margin: 0; } figcaption { color: var(--soft); font-size: .92rem; max-width: 85ch;
   margin-bottom: .6rem; }
-.scroll { overflow-x: auto; } svg { display: block; width: 100%; min-width: 640px; height: auto; }
+.scroll { overflow-x: auto; }
+svg { display: block; width: 100%; height: auto; background: #fff; border-radius: 6px; }
 svg .tip rect { fill: #000; fill-opacity: 0; } svg .tip:hover rect { fill-opacity: .08; }
-details { margin: .6rem 0; } summary { cursor: pointer; color: #0072B2; }
+details { margin: .6rem 0; } summary { cursor: pointer; color: var(--link); }
 table { border-collapse: collapse; font-size: .82rem;
   font-variant-numeric: tabular-nums; margin: .6rem 0; }
-th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #eee;
+th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
-thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; top: 0; }
+thead th { border-bottom: 2px solid #999; background: var(--page); position: sticky; top: 0; }
 .word { text-align: left; }
-.problems { border-left: 4px solid #D55E00; padding: .4rem 1rem; background: #fdf3ec; }
+.problems { border-left: 4px solid #D55E00; padding: .4rem 1rem; background: var(--warning); }
 @media print { details > *:not(summary) { display: none; } nav { display: none; } }
 """
 # SVG inside HTML needs no namespaces, and no identifier that nothing refers to. Without them the
@@ -58,6 +63,7 @@ def page(
     problems: Sequence[str],
     drawings: Sequence[Drawing],
     alert: str = "Not everything could be read:",
+    conclusion: Sequence[str] = (),
 ) -> str:
     """Return a page.
 
@@ -67,6 +73,7 @@ def page(
         problems: Problems at its head.
         drawings: The figures and their tables.
         alert: Text above the problems.
+        conclusion: Sentences below the title, a paragraph each.
 
     Returns:
         The HTML document.
@@ -75,6 +82,7 @@ def page(
     head = "".join(
         f"<div><dt>{_text(word)}</dt><dd>{_text(value)}</dd></div>" for word, value in facts.items()
     )
+    lead = "".join(f"<p>{_text(sentence)}</p>\n" for sentence in conclusion)
     wrong = "".join(f"<li>{_text(problem)}</li>" for problem in problems)
     warning = (
         f'<div class="problems" role="alert"><p>{_text(alert)}</p><ul>{wrong}</ul></div>'
@@ -85,7 +93,7 @@ def page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
         ' content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n<h1>{_text(title)}</h1>\n"
+        f"<body>\n<main>\n<h1>{_text(title)}</h1>\n{lead}"
         "<nav"
         f' aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n'
         f"{''.join(map(_section, drawings))}</main>\n</body>\n</html>\n"

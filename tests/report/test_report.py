@@ -34,12 +34,15 @@ from deltacheck.errors import Damaged
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import drawing, figures, page
+from deltacheck.report.conclusion import conclusion
 from deltacheck.report.data import METHODS, HeldLeaves, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
 from deltacheck.store import documents
 from deltacheck.store.roots.opening import open_root
 
 NAMES = ("bytes", "causes", "changes", "drift", "contracts", "restore")
+# Of a root whose steps are exact; the drift is that of a profile.
+EXACT_NAMES = ("bytes", "causes", "changes", "drift", "restore")
 STEPS = (0, 10, 20, 35, 50)
 
 
@@ -315,6 +318,31 @@ def test_contracts_errors_and_the_stage_are_those_of_the_manifests(
         row["measured"] for row in found if row["step"] == "50" and row["contract"] == "reused"
     ] == ["0.03"]
     assert "stable" in [row["unit or stage"] for row in numbers(Page(text).tables["drift-table"])]
+    assert list(Page(text).tables) == [f"{name}-table" for name in NAMES]
+    restore, command = conclusion(record)[-2:]
+    assert restore.startswith("A restore of step 50 gives back every bit of ")
+    assert "at most 30 updates old. A resume from it cost 2 to 3.5 steps" in restore
+    assert f"deltacheck verify {copy} 50 prints the contract" in command
+    assert page._text(restore) in text
+
+
+def test_the_conclusion_names_bytes_promise_and_the_next_command(root: Path) -> None:
+    record = collect(root)
+    written, restore, command = conclusion(record)
+    share = sum(step.written_bytes for step in record.steps) / sum(
+        step.raw_bytes for step in record.steps
+    )
+    assert written.startswith("5 saves wrote ")
+    assert f"{share:.1%} of what whole checkpoints take" in written
+    assert restore == "A restore of step 50 gives back every bit."
+    assert "deltacheck plan" in command or "deltacheck verify" in command
+    bounded = dataclasses.replace(
+        record.steps[-1], held=(HeldLeaves("w", "bounded", "lr", 1, 32.0, 1.0),)
+    )
+    restore = conclusion(dataclasses.replace(record, steps=(*record.steps[:-1], bounded)))[1]
+    assert "cost 0 to 0.7 steps of progress" in restore
+    damaged = dataclasses.replace(record, problems=("step 50: lost",))
+    assert "deltacheck repair" in conclusion(damaged)[-1]
 
 
 def test_of_a_class_the_leaf_nearest_to_its_limit_is_shown(root: Path) -> None:
@@ -405,11 +433,13 @@ def text(root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_page_is_whole_and_has_every_figure_and_its_table(text: str) -> None:
     parsed = Page(text)
     assert parsed.open == []
-    assert [attributes["id"] for tag, attributes in parsed.tags if tag == "section"] == list(NAMES)
+    assert [attributes["id"] for tag, attributes in parsed.tags if tag == "section"] == list(
+        EXACT_NAMES
+    )
     drawn = [attributes for tag, attributes in parsed.tags if tag == "svg"]
-    assert len(drawn) == len(NAMES)
+    assert len(drawn) == len(EXACT_NAMES)
     assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in drawn)
-    assert list(parsed.tables) == [f"{name}-table" for name in NAMES]
+    assert list(parsed.tables) == [f"{name}-table" for name in EXACT_NAMES]
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(text: str) -> None:
@@ -520,7 +550,8 @@ def test_images_show_something(
     assert code == 0
     assert '"images"' in capsys.readouterr().out
     files = sorted((tmp_path / "images").iterdir())
-    assert [file.stem for file in files] == sorted(NAMES)
+    # Without a profile and without a stage there is no drift to show.
+    assert [file.stem for file in files] == sorted({*EXACT_NAMES} - {"drift"})
     for file in files:
         assert file.read_bytes().startswith(b"\x89PNG\r\n")
         image = imread(file)
