@@ -47,8 +47,9 @@ def _bytes(steps: list[StepRecord]) -> list[str]:
     cause, cause_bytes = causes.most_common(1)[0]
     saves = "1 save" if len(steps) == 1 else f"{len(steps)} saves"
     return [
-        f"{saves} wrote {format_bytes(written_bytes, 3)}, {written_bytes / raw_bytes:.1%} of what"
-        f" whole checkpoints take. {cause_bytes / written_bytes:.0%} of it are {_CAUSES[cause]}."
+        f"{saves} wrote {format_bytes(written_bytes, 3)}, {100 * written_bytes / raw_bytes:.1f} % of"
+        f" what whole checkpoints take. The largest part ({100 * cause_bytes / written_bytes:.0f} %):"
+        f" {_CAUSES[cause]}."
     ]
 
 
@@ -64,13 +65,13 @@ def _promise(step: StepRecord) -> str:
         ("the value of an earlier step", step.reused_bytes),
     ):
         if size:
-            parts.append(f"{name} of {size / max(step.raw_bytes, 1):.0%} of the state")
+            parts.append(f"{name} of {100 * size / max(step.raw_bytes, 1):.0f} % of the state")
     ages = [held.age_steps for held in step.held if held.contract == "reused"]
     kind = "reused" if ages else "bounded"
     age = f", at most {max(ages)} updates old" if ages else ""
     return (
-        f"{begin} {', '.join(parts)}{age}. A resume from it cost {LOST_STEPS[kind]} steps of"
-        " progress in the runs that were measured."
+        f"{begin} {', '.join(parts)}{age}. A resume from such a step cost {LOST_STEPS[kind]} steps"
+        " of progress in the runs that were measured."
     )
 
 

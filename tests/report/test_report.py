@@ -321,7 +321,7 @@ def test_contracts_errors_and_the_stage_are_those_of_the_manifests(
     assert list(Page(text).tables) == [f"{name}-table" for name in NAMES]
     restore, command = conclusion(record)[-2:]
     assert restore.startswith("A restore of step 50 gives back every bit of ")
-    assert "at most 30 updates old. A resume from it cost 2 to 3.5 steps" in restore
+    assert "at most 30 updates old. A resume from such a step cost 2 to 3.5 steps" in restore
     assert f"deltacheck verify {copy} 50 prints the contract" in command
     assert page._text(restore) in text
 
@@ -333,7 +333,7 @@ def test_the_conclusion_names_bytes_promise_and_the_next_command(root: Path) -> 
         step.raw_bytes for step in record.steps
     )
     assert written.startswith("5 saves wrote ")
-    assert f"{share:.1%} of what whole checkpoints take" in written
+    assert f"{100 * share:.1f} % of what whole checkpoints take" in written
     assert restore == "A restore of step 50 gives back every bit."
     assert "deltacheck plan" in command or "deltacheck verify" in command
     bounded = dataclasses.replace(
