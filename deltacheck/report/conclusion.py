@@ -46,10 +46,10 @@ def _bytes(steps: list[StepRecord]) -> list[str]:
         causes.update(step.causes)
     cause, cause_bytes = causes.most_common(1)[0]
     saves = "1 save" if len(steps) == 1 else f"{len(steps)} saves"
+    share, largest = 100 * written_bytes / raw_bytes, 100 * cause_bytes / written_bytes
     return [
-        f"{saves} wrote {format_bytes(written_bytes, 3)}, {100 * written_bytes / raw_bytes:.1f} % of"
-        f" what whole checkpoints take. The largest part ({100 * cause_bytes / written_bytes:.0f} %):"
-        f" {_CAUSES[cause]}."
+        f"{saves} wrote {format_bytes(written_bytes, 3)}, {share:.1f} % of what whole checkpoints"
+        f" take. The largest part ({largest:.0f} %): {_CAUSES[cause]}."
     ]
 
 
