@@ -60,7 +60,11 @@ SUITES = (
         ),
         7,
     ),
-    Suite("power-test", (("power-test", "POWER_STATES=40", "POWER_CUTS=3", SEED),), 2.5),
+    Suite(
+        "power-test",
+        (("power-test", "POWER_STATES=40", "POWER_KILLED=2", "POWER_CUTS=3", SEED),),
+        1.5,
+    ),
     Suite("experiments", (("experiments",),), 2.2),
     # A version that is refused, the oldest one and the newest; a release tries all.
     Suite("megatron-test", (("megatron-test", "MEGATRON_OLDER=0.15.3 0.16.1"),), 1),
