@@ -180,12 +180,14 @@ model-check: $(VENV)/.stamp-install  ## explore the models of the commit protoco
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python -m tests.suites.sanitized threads $(ARGS)
 
-# States of each scenario, and cuts under a real file system (none where no image can be mounted).
+# States of each scenario, and of each of so many runs that go on after a kill; and cuts under a real file system (none where no image
+# can be mounted).
 POWER_STATES ?= 2000
+POWER_KILLED ?= 4
 POWER_CUTS ?= 50
 
 power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded saves (POWER_STATES=2000 states each, POWER_CUTS=50 of a mounted image)
-	$(BIN)/python -m tests.faults.cut --states $(POWER_STATES) --killed 4 $(ARGS)
+	$(BIN)/python -m tests.faults.cut --states $(POWER_STATES) --killed $(POWER_KILLED) $(ARGS)
 	$(BIN)/python -m tests.faults.image --cuts $(POWER_CUTS)
 	$(BIN)/python -m tests.faults.image --cuts 5 --program torch.save-replaced
 

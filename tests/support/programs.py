@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,13 +59,10 @@ class Programs:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        # With the program and all that it has started.
-        timer = threading.Timer(limit_seconds, os.killpg, [self._process.pid, signal.SIGKILL])
-        timer.start()
-        try:
-            status = self._process.stdout.readline()
-        finally:
-            timer.cancel()
+        ended, _, _ = select.select([self._process.stdout], [], [], limit_seconds)
+        if not ended:  # the server, the program and all that it has started
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.stdout.readline()
         text = output.read_text(errors="replace")
         assert status, f"no end within {limit_seconds} s: {text[-3000:]}"
         return CompletedProcess(program, json.loads(status), text)

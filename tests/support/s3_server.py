@@ -265,7 +265,7 @@ def serve() -> None:
     """Serve on a free port of the loopback until standard input is closed."""
     import logging
 
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.server import create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
@@ -275,7 +275,8 @@ def serve() -> None:
             pass
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    app = _Faulty(DomainDispatcherApplication(create_backend_app))
+    # Not moto's choice of a service by the request, which looks at a hundred folders each time.
+    app = _Faulty(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
     sys.stdout.write(f"{server.server_port}\n")
     sys.stdout.flush()
