@@ -23,7 +23,6 @@ from deltacheck.store.lock.lease import LocalLease
 from deltacheck.store.roots.opening import create_store
 from tests.support.paths import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("run")
 PYTHON = sys.executable
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
 
@@ -377,6 +376,31 @@ def test_a_signal_reaches_a_trainer_behind_a_wrapper_that_dies_of_it(tmp_path: P
     assert deltacheck.open(tmp_path / "run" / "deltacheck").steps() == [2, 3]
     assert "new: 2 (" in done.stderr
     assert "restart" not in done.stderr
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+def test_what_is_not_saved_is_told(tmp_path: Path) -> None:
+    program = """
+from tests.support.trainer_child import Path, Trainer, train, trainer
+train(Path("own"), max_steps=2)
+class Alone(Trainer):
+    def train(self):
+        pass
+trainer(Path("alone"), kind=Alone).train()
+trainer(Path("none"), max_steps=1, save_strategy="no").train()
+"""
+    done = run("--", PYTHON, "-c", program, cwd=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    root = tmp_path / "none" / "deltacheck"
+    assert done.lines == [
+        "Alone is not saved, because Alone.train does not call Trainer.train; save with an Engine",
+        f"Trainer saves to {root}, from step 0",
+        "save_strategy is 'no', so nothing is saved: add --every N, or change it",
+        f"{root} has 0 steps; new: 0 (0 B)",
+        "Trainer has checkpoints of deltacheck, or a plugin for them, by itself",
+    ]
+    assert deltacheck.open(tmp_path / "own" / "deltacheck").steps() == [2]
 
 
 @needs_transformers
