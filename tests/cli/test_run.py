@@ -439,6 +439,22 @@ def test_a_killed_lightning_trainer_continues_without_an_edit(tmp_path: Path) ->
     assert parts.lines[2] in {f"Trainer saves to {root}, continues from step {n}" for n in (3, 6)}
 
 
+@pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+@pytest.mark.timeout(600)
+def test_lightning_saves_every_so_many_steps_and_scripts_load_the_files(tmp_path: Path) -> None:
+    assert train("lightning", tmp_path, "whole").code == 0
+    options = ["--root", tmp_path / "root", "--every", 2, "--keep", 2, "--restarts", 1]
+    # Its own checkpoints have weights only.
+    parts = train("lightning", tmp_path, "parts", *options, KILL_AT="7", WEIGHTS_ONLY="1")
+    assert parts.code == 0, parts.err[-3000:]
+    assert result(tmp_path, "parts") == result(tmp_path, "whole")
+    # Saves of steps, of epochs, and of the script.
+    files = {path.name for path in (tmp_path / "root-files").iterdir()}
+    assert {"epoch=2-step=9.ckpt", "epoch=3-step=12.ckpt", "step=10.ckpt", "step=12.ckpt"} <= files
+    # A removal that was under way when the kill came is not done again.
+    assert "step=8.ckpt" not in files
+
+
 @needs_transformers
 @pytest.mark.timeout(600)
 def test_a_killed_accelerate_loop_continues_without_an_edit(tmp_path: Path) -> None:
