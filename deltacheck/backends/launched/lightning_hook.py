@@ -130,21 +130,11 @@ def _savers(trainer: Any, root: Path, options: LaunchOptions) -> list[Any]:
     Lightning continues exactly from the end of an epoch only, also with a save of the same step.
     """
     checkpoint = import_module(f"{_package(trainer)}.callbacks").ModelCheckpoint
-    moments: tuple[dict[str, Any], ...] = (
-        {"every_n_train_steps": options.every},
-        {"save_on_train_epoch_end": True},
-    )
     keep = -1 if options.keep is None else options.keep
+    common = {"dirpath": f"{root}-files", "monitor": "step", "mode": "max", "save_top_k": keep}
     return [
-        checkpoint(
-            f"{root}-files",
-            filename=filename,
-            monitor="step",
-            mode="max",
-            save_top_k=keep,
-            **moment,
-        )
-        for filename, moment in zip(("{step}", "{epoch}-{step}"), moments, strict=True)
+        checkpoint(filename="{step}", every_n_train_steps=options.every, **common),
+        checkpoint(filename="{epoch}-{step}", save_on_train_epoch_end=True, **common),
     ]
 
 
