@@ -23,7 +23,6 @@ from deltacheck.store.lock.lease import LocalLease
 from deltacheck.store.roots.opening import create_store
 from tests.support.paths import REPOSITORY
 
-pytestmark = pytest.mark.xdist_group("run")
 PYTHON = sys.executable
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
 
@@ -381,6 +380,31 @@ def test_a_signal_reaches_a_trainer_behind_a_wrapper_that_dies_of_it(tmp_path: P
 
 @needs_transformers
 @pytest.mark.timeout(600)
+def test_what_is_not_saved_is_told(tmp_path: Path) -> None:
+    program = """
+from tests.support.trainer_child import Path, Trainer, train, trainer
+train(Path("own"), max_steps=2)
+class Alone(Trainer):
+    def train(self):
+        pass
+trainer(Path("alone"), kind=Alone).train()
+trainer(Path("none"), max_steps=1, save_strategy="no").train()
+"""
+    done = run("--", PYTHON, "-c", program, cwd=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    root = tmp_path / "none" / "deltacheck"
+    assert done.lines == [
+        "Alone is not saved, because Alone.train does not call Trainer.train; save with an Engine",
+        f"Trainer saves to {root}, from step 0",
+        "save_strategy is 'no', so nothing is saved: add --every N, or change it",
+        f"{root} has 0 steps; new: 0 (0 B)",
+        "Trainer has checkpoints of deltacheck, or a plugin for them, by itself",
+    ]
+    assert deltacheck.open(tmp_path / "own" / "deltacheck").steps() == [2]
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
 def test_options_reach_the_trainer(tmp_path: Path) -> None:
     root = tmp_path / "root"
     options = ["--root", root, "--policy", "auto", "--every", 1, "--keep", 2, "--json"]
@@ -413,6 +437,22 @@ def test_a_killed_lightning_trainer_continues_without_an_edit(tmp_path: Path) ->
     root = tmp_path / "parts" / "deltacheck"
     assert parts.lines[0] == f"Trainer saves to {root}, from step 0"
     assert parts.lines[2] in {f"Trainer saves to {root}, continues from step {n}" for n in (3, 6)}
+
+
+@pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+@pytest.mark.timeout(600)
+def test_lightning_saves_every_so_many_steps_and_scripts_load_the_files(tmp_path: Path) -> None:
+    assert train("lightning", tmp_path, "whole").code == 0
+    options = ["--root", tmp_path / "root", "--every", 2, "--keep", 2, "--restarts", 1]
+    # Its own checkpoints have weights only.
+    parts = train("lightning", tmp_path, "parts", *options, KILL_AT="7", WEIGHTS_ONLY="1")
+    assert parts.code == 0, parts.err[-3000:]
+    assert result(tmp_path, "parts") == result(tmp_path, "whole")
+    # Saves of steps, of epochs, and of the script.
+    files = {path.name for path in (tmp_path / "root-files").iterdir()}
+    assert {"epoch=2-step=9.ckpt", "epoch=3-step=12.ckpt", "step=10.ckpt", "step=12.ckpt"} <= files
+    # A removal that was under way when the kill came is not done again.
+    assert "step=8.ckpt" not in files
 
 
 @needs_transformers

@@ -253,6 +253,16 @@ class OwnRandom(Trainer):  # type: ignore[misc]
             raise AssertionError("this file is one of Trainer")
 
 
+class OwnModel(OwnRandom):
+    """Reads the weights from files of its own, as the trainers of sentence-transformers."""
+
+    def _load_from_checkpoint(self, checkpoint: str) -> None:
+        raise AssertionError("a step has no files of weights")
+
+
+OwnModel.__module__ = "sentence_transformers.base.trainer"
+
+
 class Elsewhere(Trainer):  # type: ignore[misc]
     """Saves some steps past ``Trainer``."""
 
@@ -444,7 +454,7 @@ if importlib.util.find_spec("torchdata"):
     SCENARIOS["data_position"] = lambda folder: forked(lambda: data_position(folder))
 if importlib.util.find_spec("peft"):
     SCENARIOS |= {
-        "peft": partial(killed_and_resumed, partial(trainer, make=lora, kind=OwnRandom)),
+        "peft": partial(killed_and_resumed, partial(trainer, make=lora, kind=OwnModel)),
         "peft_leaves": peft_leaves,
     }
 

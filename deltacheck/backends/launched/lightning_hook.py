@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltacheck.backends.launched.launch_options import (
     LaunchOptions,
     TrainingRoots,
+    say,
     say_begin,
 )
 from deltacheck.backends.torch.files import pointer
-from deltacheck.backends.torch.lightning import _DISTRIBUTIONS, DeltaCheckIO, _plugin_of
+from deltacheck.backends.torch.files.load import load
+from deltacheck.backends.torch.lightning import (
+    _DISTRIBUTIONS,
+    _RNG,
+    DeltaCheckIO,
+    _plugin_of,
+)
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 
+_OPTIMIZERS = "optimizer_states"  # of a checkpoint of Lightning
 _roots = TrainingRoots()
 
 
@@ -41,6 +53,7 @@ def init(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) 
         # Without random states a resumed training would not be that of before.
         plugins.append(LaunchedIO(rng=True, **LaunchOptions.of_environment().engine()))
         kwargs["plugins"] = plugins
+        _let_torch_load_pointers()
     original(trainer, *args, **kwargs)
 
 
@@ -61,19 +74,38 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
             file = Path(folder, "newest.ckpt")
             pointer.write(file, pointer.Pointer(root, newest.step, newest.seq))
             call.arguments["ckpt_path"] = file
-        saver = None if options.every is None else _saver(trainer, root, options)
-        if saver is not None:
-            trainer.callbacks.append(saver)
+        savers = [] if options.every is None else _savers(trainer, root, options)
+        trainer.callbacks.extend(savers)
         if trainer.is_global_zero:
             step = 0 if newest is None else newest.step
             say_begin(options, type(trainer).__name__, str(root), step)
         try:
             result = original(*call.args, **call.kwargs)
         finally:
-            if saver is not None:
+            for saver in savers:
                 trainer.callbacks.remove(saver)
     _roots.end(base)
     return result
+
+
+def _let_torch_load_pointers() -> None:
+    """Let ``torch.load`` and ``load_from_checkpoint`` of a script read the files of the plugin."""
+    original = torch.load
+    if getattr(original, "_deltacheck", False):
+        return
+
+    @functools.wraps(original)
+    def load_any(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Lightning gives an open file.
+        path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+        if isinstance(path, str | os.PathLike) and pointer.is_pointer(Path(path)):
+            checkpoint = load(path, map_location=map_location)
+            checkpoint.pop(_RNG, None)
+            return checkpoint
+        return original(f, map_location, *args, **kwargs)
+
+    load_any._deltacheck = True  # type: ignore[attr-defined]
+    torch.load = load_any
 
 
 def _newest(root: Path) -> Manifest | None:
@@ -84,20 +116,26 @@ def _newest(root: Path) -> Manifest | None:
     except NotACheckpointRoot:
         # The first save says what is there instead, if it cannot be a root.
         return None
-    return opened.manifest() if opened.steps() else None
+    manifests = [opened.read(reference.manifest_path) for reference in opened.checkpoints()]
+    # ``save_weights_only`` of ``ModelCheckpoint`` leaves out what a training continues from.
+    whole = [m for m in manifests if any(key == _OPTIMIZERS for key, _ in m.tree["k"])]
+    if manifests and not whole:
+        say(f"{root} has weights only, so fit begins anew: add --every N to save whole steps")
+    return max(whole, key=lambda manifest: manifest.seq, default=None)
 
 
-def _saver(trainer: Any, root: Path, options: LaunchOptions) -> Any:
-    """Return a callback that saves every so many steps, beside those of the script."""
+def _savers(trainer: Any, root: Path, options: LaunchOptions) -> list[Any]:
+    """Return callbacks that save every so many steps, and at the end of each epoch.
+
+    Lightning continues exactly from the end of an epoch only, also with a save of the same step.
+    """
     checkpoint = import_module(f"{_package(trainer)}.callbacks").ModelCheckpoint
-    return checkpoint(
-        f"{root}-files",
-        filename="{step}",
-        every_n_train_steps=options.every,
-        monitor="step",
-        mode="max",
-        save_top_k=-1 if options.keep is None else options.keep,
-    )
+    keep = -1 if options.keep is None else options.keep
+    common = {"dirpath": f"{root}-files", "monitor": "step", "mode": "max", "save_top_k": keep}
+    return [
+        checkpoint(filename="{step}", every_n_train_steps=options.every, **common),
+        checkpoint(filename="{epoch}-{step}", save_on_train_epoch_end=True, **common),
+    ]
 
 
 def _package(trainer: Any) -> str:

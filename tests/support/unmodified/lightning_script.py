@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.unmodified.killed import digest, kill_once, write
 
@@ -43,7 +45,15 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=FOLDER,
+        callbacks=[ModelCheckpoint(FOLDER, "last", save_weights_only="WEIGHTS_ONLY" in os.environ)],
     )
     trainer.fit(module)
+    # The files of a checkpoint, as scripts read them.
+    for loaded in (
+        torch.load(FOLDER / "last.ckpt"),
+        Net.load_from_checkpoint(FOLDER / "last.ckpt"),
+    ):
+        weights = loaded["state_dict"] if isinstance(loaded, dict) else loaded.state_dict()
+        assert digest(weights) == digest(module.state_dict())
     state = [module.state_dict(), trainer.optimizers[0].state_dict(), torch.get_rng_state()]
     write(sys.argv[2], {"state": digest(state), "step": trainer.global_step})

@@ -32,10 +32,9 @@ from deltacheck.backends.torch.trainer.checkpoint_files import (
 from deltacheck.backends.torch.trainer.trainer_ranks import TrainerRanks
 from deltacheck.backends.torch.trainer.wrapped_methods import (
     LAST_METHOD,
-    RANDOM_METHOD,
     install,
-    overriding_class,
     refuse_unsupported,
+    replaceable_methods,
     replaced,
 )
 from deltacheck.leaf.external_errors import typed
@@ -371,14 +370,9 @@ class _TrainCall:
             )
             for name, method in methods.items()
         }
-        # A subclass may read a file of ``Trainer`` instead, which a step does not have.
-        if overriding_class(type(trainer), RANDOM_METHOD) is not None:
-            callback = _callbacks(trainer)[0]
-
-            def load_random_states(inner: Callable[..., Any], path: str | None) -> None:
-                callback._load_rng_state(lambda _, path: inner(path), trainer, path)
-
-            bound[RANDOM_METHOD] = load_random_states
+        # A subclass may read files of ``Trainer`` instead, which a step does not have.
+        for name in replaceable_methods(type(trainer)):
+            bound[name] = functools.partial(_replace, _callbacks(trainer)[0], trainer, name)
         with hooks, replaced(trainer, bound):
             yield
 
@@ -591,6 +585,13 @@ def _save_without_weights(
     inner: Callable[..., Any], output_dir: str | None = None, state_dict: object = None
 ) -> None:
     inner(output_dir, state_dict={})
+
+
+def _replace(
+    callback: DeltaCheckCallback, trainer: Any, name: str, inner: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a method of the callback in the place of one of a trainer's class."""
+    return getattr(callback, name)(lambda _, *args: inner(*args), trainer, *args)
 
 
 def _callbacks(trainer: Any) -> list[DeltaCheckCallback]:

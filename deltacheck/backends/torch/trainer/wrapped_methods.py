@@ -29,9 +29,13 @@ METHODS = (
     "_load_rng_state",
     "_load_best_model",
 )
-# Subclasses that read random states from files by themselves (Axolotl) lose nothing: the files are
-# ours to replace.
-RANDOM_METHOD = "_load_rng_state"
+# Methods that a subclass may replace without calling that of Trainer, by its package. They load
+# nothing but what a step has (random states in Axolotl, weights), from files that it does not have,
+# so that the callback's own take their place.
+_REPLACEABLE = {
+    "": ("_load_rng_state",),
+    "sentence_transformers": ("_load_from_checkpoint", "_load_best_model"),
+}
 # Called for each step that is logged, evaluated or saved: what it calls may write to a checkpoint.
 LAST_METHOD = "_maybe_log_save_evaluate"
 
@@ -152,15 +156,31 @@ def refuse_unsupported(trainer: Any, trial: object) -> None:
 
 def _refuse_overrides(kind: type) -> None:
     """Raise ``ValueError`` if a subclass replaces a method without calling that of ``Trainer``."""
+    replaceable = replaceable_methods(kind)
     for name in METHODS:
         parent = overriding_class(kind, name)
-        if parent is not None and name != RANDOM_METHOD:
+        if parent is not None and name not in replaceable:
             raise ValueError(
                 f"DeltaCheckCallback cannot save a {kind.__qualname__}: its"
                 f" {parent.__qualname__}.{name} does not call Trainer.{name}, by which the callback"
                 " saves and resumes. Call it there, or leave the callback out and let an Engine"
                 " save in that method"
             )
+
+
+def replaceable_methods(kind: type) -> list[str]:
+    """Return the methods of a subclass that the callback's own take the place of.
+
+    Args:
+        kind: The class of a trainer.
+    """
+    return [
+        name
+        for package, names in _REPLACEABLE.items()
+        for name in names
+        if (parent := overriding_class(kind, name)) is not None
+        and package in ("", parent.__module__.partition(".")[0])
+    ]
 
 
 def overriding_class(kind: type, name: str) -> type | None:
