@@ -40,6 +40,7 @@ BENCHMARKS = {
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
     "gradient_log": "benchmarks.gradient_log",
+    "law": "benchmarks.law",
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
