@@ -64,6 +64,7 @@ async function viewSteps() {
   setRoot(listed.root);
   const rows = nameable(listed.steps);
   const damage = [...listed.problems, ...rows.filter((row) => row.problem !== null).map((row) => `step ${row.step}: ${row.problem}`)];
+  const most = Math.max(...rows.map((row) => row.stored_bytes ?? 0), 1);
   const sizes = element("div", { id: "sizes" }, element("p", { class: "quiet" }, "reading the sizes ..."));
   // The sizes by cause take longer: they are in the indexes of all deltas.
   source.log().then((log) => sizes.replaceChildren(...causesOf(log)), (error) => sizes.replaceChildren(failure(error)));
@@ -79,9 +80,10 @@ async function viewSteps() {
       ...(rows.some((row) => row.tags.length > 0) ? [["tags", (row) => row.tags.map((tag) => [name(tag), " "]), true]] : []),
       ["state", (row) => size(row.raw_bytes)],
       ["stored", (row) => size(row.stored_bytes)],
+      ["", (row) => element("meter", { value: row.stored_bytes ?? 0, max: most, "aria-hidden": "true" })],
       ["depth", (row) => number(row.chain_depth), false, "chain_depth"],
       ...(rows.some((row) => row.replayed_steps > 0) ? [["replays", (row) => row.replayed_steps]] : []),
-      ["metrics", (row) => Object.entries(row.metrics).map(([key, value]) => `${key}=${number(value)} `), true],
+      ...(rows.some((row) => Object.keys(row.metrics).length > 0) ? [["metrics", (row) => Object.entries(row.metrics).map(([key, value]) => `${key}=${number(value)} `), true]] : []),
       ...(rows.some((row) => row.word === null) ? [["", (row) => (row.word === null ? "saved again later" : "")]] : []),
     ], [...rows].reverse()),
     element("h2", {}, "Why each save is large"),
