@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -36,7 +37,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 10;
+constexpr int kInterface = 11;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -74,11 +75,18 @@ nb::object array_of(std::vector<Row>&& rows) {
 nb::tuple encode_arrays(const Array<const uint8_t>& current,
                         const std::optional<Array<uint8_t>>& base,
                         const Array<const uint64_t>& bounds, int word_bytes, uint32_t method,
-                        bool ordered) {
+                        bool ordered, const std::optional<nb::bytes>& law) {
   const Run run = run_of(bounds, current.size(), word_bytes);
   if (base && base->size() != current.size())
     throw std::invalid_argument("base and current must have the same size");
-  if (method > kRaw || (!base && method != kUnchanged && method < kPlanes))
+  AdamLaw known{};
+  if (law) {
+    if (law->size() != sizeof known)
+      throw std::invalid_argument("a law must have " + std::to_string(sizeof known) + " bytes");
+    std::memcpy(&known, law->c_str(), sizeof known);
+  }
+  if (is_law(method) ? !law || !base || word_bytes != kLawWordBytes || !is_known(known)
+                     : method > kRaw || (!base && method != kUnchanged && method < kPlanes))
     throw std::invalid_argument("method " + std::to_string(method) + " cannot be asked for");
   // Pointers are taken before the lock is released, because nanobind objects must not be used
   // without it.
@@ -87,7 +95,7 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current,
   Encoded encoded;
   {
     nb::gil_scoped_release released;
-    encoded = encode(run, now, shadow, static_cast<Method>(method), ordered);
+    encoded = encode(run, now, shadow, static_cast<Method>(method), ordered, &known);
   }
   nb::list streams;
   for (Bytes& stream : encoded.streams) streams.append(array_of(std::move(stream)));
@@ -539,7 +547,7 @@ NB_MODULE(_native, m) {
   m.attr("INTERFACE") = kInterface;
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        nb::arg("method") = static_cast<uint32_t>(kUnchanged), nb::arg("ordered") = false,
+        nb::arg("method") = static_cast<uint32_t>(kUnchanged), nb::arg("ordered") = false, nb::arg("law") = nb::none(),
         "Return (rows, streams): uint32 (stored chunks, 5), and the bytes of every stream or None. "
         "base becomes equal to current, in place. method: for tests and measurements; 0 selects "
         "the cheapest. ordered: of words of 2 bytes, sparse and bitmap chunks are ordered.");

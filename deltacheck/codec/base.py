@@ -21,6 +21,7 @@ TILE_BYTES = 16384  # permanent: bytes of the chunk that one tile covers
 
 # Permanent method numbers.
 UNCHANGED, SPARSE, BITMAP, DIFF, PLANES, RAW, ORDERED_SPARSE, ORDERED_BITMAP = range(8)
+GRADIENT_LAW, MEAN_LAW, STEPS_LAW = range(8, 11)
 METHOD_NAMES = (
     "unchanged",
     "sparse",
@@ -30,10 +31,16 @@ METHOD_NAMES = (
     "raw",
     "ordered sparse",
     "ordered bitmap",
+    "gradient law",
+    "mean law",
+    "steps law",
 )
 # The same streams, of words in another order (section 4.1).
 ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
 ORDERED_WORD_BYTES = 2
+# Against a prediction (section 4.6), in chunks of so many equal parts.
+LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
+LAW_PARTS, LAW_BYTES = 3, 64
 
 
 def unordered(method: int) -> int:
@@ -44,6 +51,11 @@ def unordered(method: int) -> int:
 def has_ordered(methods: U32) -> bool:
     """Return whether some chunks are ordered; ``methods``: the numbers of their methods."""
     return bool(np.isin(methods, [*ORDERED.values()]).any())
+
+
+def has_law(methods: U32) -> bool:
+    """Return whether some chunks are predicted; ``methods``: the numbers of their methods."""
+    return bool(np.isin(methods, LAWS).any())
 
 
 # Permanent names, in the order in which streams are listed everywhere.
@@ -57,6 +69,7 @@ STREAMS = (
     *(f"diff{k}" for k in range(8)),
     *(f"plane{k}" for k in range(8)),
     "raw",
+    "law",
 )
 
 # Columns of a row.

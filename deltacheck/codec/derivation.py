@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from deltacheck.codec import adam_law
+from deltacheck.codec.base import LAW_PARTS
 from deltacheck.codec.lossy import lattice, nested, octaves, ratios
 from deltacheck.leaf.dtypes import dtype_named
 
@@ -38,6 +40,7 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         fraction_bits: Precision of the octaves.
         scale: Factor of second moments.
         limit: Bound of ``m^2 / v`` of ratios.
+        part: The part of a group that the leaf is.
     """
 
     how: str
@@ -52,6 +55,12 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     limit: float = 0.0
     halvings: int = 0
     spare_bits: int = 0
+    part: int = 0
+
+    @property
+    def is_part(self) -> bool:
+        """True if the leaf is a part of a group, which is stored under the path of part 0."""
+        return self.how == "group"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -65,6 +74,10 @@ class Rule(ABC):
     def code_dtypes(self, derived: Derived) -> tuple[str, ...]:
         """Return the element types that the codes of a leaf may have; empty: it has no codes."""
         return ()
+
+    def code_shape(self, derived: Derived) -> tuple[int, ...]:
+        """Return the shape of the codes of a leaf."""
+        return derived.shape
 
     @abstractmethod
     def fits(self, derived: Derived, source: str) -> bool:
@@ -184,6 +197,31 @@ class Ratio(Rule):
         return ratios.values(codes, source, derived.spacing, limit=derived.limit, out=out)
 
 
+class PartOfGroup(Rule):
+    """A part of a group: the weight, m or v of a parameter, which are stored together.
+
+    The group is stored under the path of the weight. The others name the weight as ``of``.
+    ``restore.leaf_kinds`` finds the elements.
+    """
+
+    def code_dtypes(self, derived: Derived) -> tuple[str, ...]:
+        return () if derived.of else ("float32",)
+
+    def code_shape(self, derived: Derived) -> tuple[int, ...]:
+        return adam_law.group_shape(math.prod(derived.shape))
+
+    def fits(self, derived: Derived, source: str) -> bool:
+        return (
+            derived.dtype == "float32"
+            and source in ("", "float32")
+            and 0 <= derived.part < LAW_PARTS
+            and (derived.part == 0) == (derived.of == "")
+        )
+
+    def values(self, derived: Derived, codes: Any, source: Any, first: int, out: Out) -> Array:
+        raise NotImplementedError
+
+
 # By ``how`` of the leaves that follow them. The names are permanent: existing roots hold them.
 RULES: dict[str, Rule] = {
     "same": Same(),
@@ -192,6 +230,7 @@ RULES: dict[str, Rule] = {
     "drawn": Drawn(),
     "octaves": Octaves(),
     "ratio": Ratio(),
+    "group": PartOfGroup(),
 }
 
 
@@ -211,8 +250,14 @@ def is_possible(derived: Derived, codes: str, source: str) -> bool:
         and rule.fits(derived, source)
         and 0 <= derived.seed < 1 << 64
         and 0 < derived.scale < 2.0**128
-        and (derived.scale == 1.0 or derived.dtype == "float32")
+        and (derived.scale == 1.0 or (derived.dtype == "float32" and not derived.is_part))
+        and (derived.part == 0 or derived.is_part)
     )
+
+
+def code_shape(derived: Derived) -> tuple[int, ...]:
+    """Return the shape of the codes that are stored of a leaf with a known rule."""
+    return RULES[derived.how].code_shape(derived)
 
 
 def compute(

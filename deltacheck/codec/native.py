@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import STREAMS, U8, U64, Encoded
+from deltacheck.codec.base import STREAMS, U8, U64, UNCHANGED, Encoded
 from deltacheck.codec.extension import native as _native
 from deltacheck.errors import DamagedStream
 
@@ -38,11 +38,15 @@ class NativeCodec:
         word_bytes: int,
         *,
         ordered: bool = False,
+        law: tuple[int, bytes] | None = None,
     ) -> tuple[Encoded, NDArray[Any] | None]:
         now = memory.as_bytes("current", current)
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
         shadow = None if base is None else memory.checked_base(base, now.size)
-        rows, streams = _native.encode(now, shadow, bounds, word_bytes, ordered=ordered)
+        method, content = law or (UNCHANGED, None)
+        rows, streams = _native.encode(
+            now, shadow, bounds, word_bytes, method, ordered=ordered, law=content
+        )
         # The module has updated ``base`` in place.
         return Encoded(
             rows,

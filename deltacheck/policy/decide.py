@@ -58,6 +58,7 @@ class Decision:
         limit: C of ``adam.moment_limit`` for ratios.
         halvings: The number of times that the spacing of a lattice was halved.
         spare_bits: The number of halvings that the codes of a lattice have bits for.
+        part: The part of a group.
     """
 
     how: str
@@ -70,6 +71,7 @@ class Decision:
     limit: float = 0.0
     halvings: int = 0
     spare_bits: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,10 @@ def decide(
     narrow = None if master is None else _narrow_weight(parameter, specs)
     hidden = policy.hidden
     decisions: dict[str, Decision] = {}
-    if policy.derive and narrow is not None and master is not None:
+    if (policy.derive or policy.law) and narrow is not None and master is not None:
         decisions[narrow] = Decision("cast", None, of=master)
+    if policy.law:
+        return decisions | _group(parameter, specs)
     # The unit of a master's error is the size of an update, which is the rate for Adam only.
     if hidden is None or not parameter.adam:
         return decisions
@@ -199,6 +203,23 @@ def _with_weights(
             else:
                 decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
     return decisions
+
+
+def _group(parameter: Parameter, specs: Mapping[str, LeafSpec]) -> dict[str, Decision]:
+    """Return the decisions that store weight, m and v of a parameter together."""
+    weight, first, second = parameter.wide_weight, parameter.first, parameter.second
+    members = [specs.get(path or "") for path in (weight, first, second)]
+    forms = {None if spec is None else (spec.dtype, spec.shape) for spec in members}
+    if not parameter.adam or len(forms) != 1 or not _is_float32_matrix(weight, specs):
+        return {}
+    assert weight is not None
+    assert first is not None
+    assert second is not None
+    return {
+        weight: Decision("group", None),
+        first: Decision("group", None, of=weight, part=1),
+        second: Decision("group", None, of=weight, part=2),
+    }
 
 
 def _is_float32_matrix(path: str | None, specs: Mapping[str, LeafSpec]) -> bool:

@@ -113,11 +113,12 @@ class Policy:
     derive: bool = False
     max_restore_ratio: float | None = RESTORE_RATIO
     merge_deltas: bool = True
+    law: bool = False
 
     @property
     def is_exact(self) -> bool:
         """Return True if every leaf is stored as it is, independently of other leaves."""
-        return self.hidden is None and not self.derive
+        return self.hidden is None and not self.derive and not self.law
 
     def promises(self) -> list[str]:
         """Return what a restore gives back, for people.
@@ -160,6 +161,7 @@ class Policy:
         derive: bool = False,
         max_restore_ratio: float | None = RESTORE_RATIO,
         merge_deltas: bool = True,
+        law: bool = False,
     ) -> Policy:
         """Return a lossless policy: every leaf is restored bit for bit.
 
@@ -186,6 +188,7 @@ class Policy:
             **_chain_limits(max_chain_depth, max_restore_ratio),
             derive=derive,
             merge_deltas=merge_deltas,
+            law=law,
         )
 
     @classmethod

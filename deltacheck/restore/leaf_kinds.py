@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltacheck.codec import derivation
+from deltacheck.codec import adam_law, derivation
 from deltacheck.codec.base import U8, U64
 from deltacheck.codec.derivation import Derived
 from deltacheck.errors import Damaged
@@ -204,6 +204,67 @@ class Tiled(Leaf):
         for overlap in tiles.overlaps(self.cuts, box):
             tile = self.tile_leaves[overlap.number]
             tile.fill_box(overlap.in_tile, out[overlap.in_box], loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPart(Leaf):
+    """A leaf that is stored as a part of a group (``format.md``, section 4.6).
+
+    Attributes:
+        spec: The leaf.
+        derived: The rule.
+        group: The chain of the group, of which each chunk is a block of three parts.
+    """
+
+    spec: LeafSpec
+    derived: Derived
+    group: Chain
+
+    @property
+    def is_verified_whole(self) -> bool:
+        return bool(self.derived.digest)
+
+    def stored_chains(self) -> Iterator[Chain]:
+        yield self.group
+
+    def _blocks(self, first: int, stop: int) -> range:
+        """Return the blocks that a range of elements lies in."""
+        size = self.group.spec.shape[2]
+        return range(first // size, -(-stop // size)) if stop > first else range(0)
+
+    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
+        blocks, stride = self._blocks(first, stop), math.prod(self.group.spec.shape[1:])
+        if blocks:
+            self.group.add_needed(blocks.start * stride, blocks.stop * stride, chunk_numbers)
+
+    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        shape = self.group.spec.shape
+        blocks, stride = self._blocks(first, stop), math.prod(shape[1:])
+        memory = loaded.into.get(self.spec.path)
+        size = (stop - first) * self.spec.element.item_bytes
+        out = None if memory is None or memory.nbytes != size else memory.view(np.float32)
+        if not blocks:
+            return np.empty(0, np.float32)
+        content = self.group.elements(blocks.start * stride, blocks.stop * stride, loaded)
+        base = blocks.start * shape[2]
+        values: Array = adam_law.part_of(
+            content.reshape(-1, *shape[1:]), self.derived.part, first - base, stop - base, out
+        )
+        return values
+
+    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
+        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
+        values = Leaf.chunk_values(self, chunks, loaded)
+        if self.derived.digest and len(chunks) == self.spec.chunk_count:
+            digest = digest_of(self.spec, values)
+            if digest != self.derived.digest:
+                raise Damaged(
+                    f"leaf {self.spec.path!r} is part {self.derived.part} of the group"
+                    f" {self.group.spec.path!r}, which gives digest {digest} where"
+                    f" {self.derived.digest} was saved",
+                    leaf=self.spec.path,
+                )
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore import read, replay
 from deltacheck.restore.chain import Chain, KnownContent, resolve_chains
 from deltacheck.restore.content import check_budget
-from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
+from deltacheck.restore.leaf_kinds import Formula, GroupPart, Leaf, Tiled
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 
@@ -161,6 +161,9 @@ def _leaf_at(
             )
         elif derived is None:
             leaves[path] = chains[path]
+        elif derived.is_part:
+            group = chains[derived.of or path]
+            leaves[path] = GroupPart(manifest.spec(path), derived, group)
         else:
             source = _leaf_at(derived.of, manifest, chains, names, leaves) if derived.of else None
             leaves[path] = Formula(manifest.spec(path), derived, chains.get(path), source)
@@ -178,6 +181,9 @@ def _tile_at(
     name, rule = names[path][number], manifest.tiles[path].rule(number)
     if rule is None:
         return chains[name]
+    if rule.is_part:
+        group = chains[names[rule.of][number] if rule.of else name]
+        return GroupPart(LeafSpec.of(name, rule.shape, rule.dtype), rule, group)
     # The source is cut alike, so the tile of the same number is the one at the same place.
     source = _tile_at(rule.of, number, manifest, chains, names) if rule.of else None
     return Formula(LeafSpec.of(name, rule.shape, rule.dtype), rule, chains.get(name), source)

@@ -660,6 +660,10 @@ def _stream_size_table(index: U32) -> U64:
     method = index[:, METHOD].copy()
     for plain, ordered in codec_format.ORDERED.items():
         method[method == ordered] = plain
+    law = method.copy()
+    method[(law == codec_format.GRADIENT_LAW) | (law == codec_format.MEAN_LAW)] = (
+        codec_format.SPARSE
+    )
     positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
     tile_words = np.uint64(codec_format.TILE_BYTES) // np.maximum(width, np.uint64(1))
     tiles = (words + tile_words - np.uint64(1)) // np.maximum(tile_words, np.uint64(1))
@@ -678,6 +682,14 @@ def _stream_size_table(index: U32) -> U64:
         if (method == number).any():
             for k in range(8):
                 fill(f"{name}{k}", (method == number) & (width > k), words)
+    if codec_format.has_law(law):
+        part = words // np.uint64(codec_format.LAW_PARTS)
+        fill("law", np.isin(law, codec_format.LAWS), np.full_like(words, codec_format.LAW_BYTES))
+        for k in range(2):
+            fill(f"plane{k}", law == codec_format.GRADIENT_LAW, part)
+        for k in range(4):
+            fill(f"diff{k}", law == codec_format.MEAN_LAW, part)
+            fill(f"diff{k}", law == codec_format.STEPS_LAW, words)
     return sizes
 
 

@@ -266,7 +266,9 @@ def _check_derived(
     dtype_named(derived.dtype)
     source = specs.get(derived.of) if derived.of else None
     is_known = source is not None or not derived.of
-    shapes = {leaf.shape for leaf in (source, record) if leaf is not None}
+    shapes = set() if source is None else {source.shape}
+    if record is not None and derived.how in derivation.RULES:
+        is_known = is_known and record.shape == derivation.code_shape(derived)
     codes, source_dtype = ("" if leaf is None else leaf.dtype for leaf in (record, source))
     is_possible = derivation.is_possible(derived, codes, source_dtype)
     if not (is_known and shapes <= {derived.shape} and is_possible):

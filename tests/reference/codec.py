@@ -17,6 +17,11 @@ from deltacheck.codec import memory
 from deltacheck.codec.base import (
     BITMAP,
     DIFF,
+    GRADIENT_LAW,
+    LAW_BYTES,
+    LAW_PARTS,
+    LAWS,
+    MEAN_LAW,
     METHOD_NAMES,
     ORDERED,
     ORDERED_WORD_BYTES,
@@ -24,6 +29,7 @@ from deltacheck.codec.base import (
     RAW,
     ROW_WIDTH,
     SPARSE,
+    STEPS_LAW,
     STREAMS,
     TILE_BYTES,
     U8,
@@ -34,6 +40,8 @@ from deltacheck.codec.base import (
     unordered,
 )
 from deltacheck.errors import DamagedStream
+from tests.reference import law as laws
+from tests.reference.law import Law
 
 Words = NDArray[Any]  # unsigned, of 1, 2, 4 or 8 bytes, little endian
 Bits = NDArray[np.bool_]
@@ -63,6 +71,7 @@ class ReferenceCodec:
         word_bytes: int,
         *,
         ordered: bool = False,
+        law: tuple[int, bytes] | None = None,
     ) -> tuple[Encoded, NDArray[Any] | None]:
         now = memory.as_bytes("current", current)
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
@@ -71,9 +80,9 @@ class ReferenceCodec:
         streams: dict[str, list[U8]] = {name: [] for name in STREAMS}
         for chunk, part in enumerate(_chunks(bounds, word_bytes)):
             words = _words(now[part], word_bytes)
-            row, chunk_streams = _encode_chunk(
-                chunk, words, None if shadow is None else _words(shadow[part], word_bytes), ordered
-            )
+            before = None if shadow is None else _words(shadow[part], word_bytes)
+            by_law = None if law is None else _encode_by_law(chunk, words, before, *law)
+            row, chunk_streams = by_law or _encode_chunk(chunk, words, before, ordered)
             if row.method == UNCHANGED:
                 continue
             rows.append(row)
@@ -351,6 +360,70 @@ def _encode_chunk(
     return Row(chunk, method, changed, 0, 0), streams
 
 
+# Section 4.6: chunks that are predicted by a law.
+
+
+def _encode_by_law(
+    chunk: int, current: Words, base: Words | None, method: int, content: bytes
+) -> tuple[Row, dict[str, U8]] | None:
+    """Encode a chunk by a law; ``None`` if it is unchanged, or the law is no use."""
+    assert base is not None
+    if current.size % LAW_PARTS or np.array_equal(current, base):
+        return None
+    law = Law.of(content)
+    _, m0, _ = np.split(base.view(np.float32), LAW_PARTS)
+    _, m, v = np.split(current.view(np.float32), LAW_PARTS)
+    header = {"law": np.frombuffer(content, np.uint8)}
+    if method == STEPS_LAW:
+        parts = (laws.later_weight(law, base, m, v), m0, laws.later_square(law, base))
+        z = zigzag(current, np.concatenate(parts).view(np.uint32))
+        planes = {f"diff{k}": plane for k, plane in enumerate(byte_planes(z))}
+        return Row(chunk, method, int(np.count_nonzero(z)), 0, 0), header | planes
+    if method == GRADIENT_LAW:
+        gradients = laws.narrow_gradient(law, m0, m)
+        prediction = laws.step(law, base, gradients, None)
+        dense = {f"plane{k}": p for k, p in enumerate(byte_planes(rotate_left(gradients)))}
+    else:
+        prediction = laws.step(law, base, None, m)
+        difference = zigzag(m.view(np.uint32), m0.view(np.uint32))
+        dense = {f"diff{k}": plane for k, plane in enumerate(byte_planes(difference))}
+    z = zigzag(current, prediction)
+    tiles = _tiles(z, current.itemsize)
+    gaps = [gap_code(tile != 0) for tile in tiles]
+    gap_bytes, changed, wide = sum(g.size for g in gaps), int(np.count_nonzero(z)), wide_words(z)
+    if gap_bytes + changed + wide.nbytes > current.size:
+        return None
+    exceptions = {
+        "tiles": tiles_table(tiles, gaps),
+        "gaps": np.concatenate(gaps),
+        "values": values_code(z),
+        "wide": wide.view(np.uint8),
+    }
+    return Row(chunk, method, changed, gap_bytes, wide.size), header | dense | exceptions
+
+
+def _decode_by_law(row: Row, streams: dict[str, U8], base: Words) -> Words:
+    """Return the chunk after one that is predicted by a law."""
+    law = Law.of(streams["law"].tobytes())
+    if not law.is_known:
+        raise _refuse(row.chunk, "its law is not known")
+    _, m0, _ = np.split(base, LAW_PARTS)
+    if row.method == STEPS_LAW:
+        z = join_planes([streams[f"diff{k}"] for k in range(base.itemsize)])
+        w_step, m_step, v_step = np.split(unzigzag(z), LAW_PARTS)
+        m = m0 + m_step
+        v = laws.later_square(law, base).view(np.uint32) + v_step
+        w = laws.later_weight(law, base, m.view(np.float32), v.view(np.float32))
+        return np.concatenate([w.view(np.uint32) + w_step, m, v])
+    sparse = row._replace(method=SPARSE)
+    exceptions = unzigzag(_sparse_differences(sparse, streams, base.size, base.itemsize))
+    if row.method == GRADIENT_LAW:
+        gradients = rotate_right(join_planes([streams[f"plane{k}"] for k in range(2)]))
+        return laws.step(law, base, gradients, None) + exceptions
+    m = m0 + unzigzag(join_planes([streams[f"diff{k}"] for k in range(base.itemsize)]))
+    return laws.step(law, base, None, m.view(np.float32)) + exceptions
+
+
 # Decoding. Every check of section 4.3 comes before a word of the chunk is written.
 
 
@@ -374,7 +447,7 @@ def _checked_rows(table: U32, words: U64, word_bytes: int) -> list[Row]:
         if row.chunk <= before:
             raise _refuse(row.chunk, f"its row comes after that of chunk {before}")
         before = row.chunk
-        if row.streams not in (SPARSE, BITMAP, DIFF, PLANES, RAW):
+        if row.streams not in (SPARSE, BITMAP, DIFF, PLANES, RAW, *LAWS):
             raise _refuse(row.chunk, f"method {row.method} is not known")
         if row.changed > words[row.chunk]:
             raise _refuse(
@@ -385,15 +458,32 @@ def _checked_rows(table: U32, words: U64, word_bytes: int) -> list[Row]:
             raise _refuse(
                 row.chunk, f"words of {word_bytes} bytes cannot be {METHOD_NAMES[row.method]}"
             )
-        if row.gap_bytes and row.streams != SPARSE:
+        if row.method in LAWS and (word_bytes != 4 or words[row.chunk] % LAW_PARTS):
+            raise _refuse(
+                row.chunk,
+                f"{words[row.chunk]} words of {word_bytes} bytes cannot be"
+                f" {METHOD_NAMES[row.method]}",
+            )
+        if row.gap_bytes and row.streams not in (SPARSE, GRADIENT_LAW, MEAN_LAW):
             raise _refuse(row.chunk, f"gap_bytes must be 0 under {METHOD_NAMES[row.method]}")
-        if row.wide_count and row.streams not in (SPARSE, BITMAP):
+        if row.wide_count and row.streams not in (SPARSE, BITMAP, GRADIENT_LAW, MEAN_LAW):
             raise _refuse(row.chunk, f"wide_count must be 0 under {METHOD_NAMES[row.method]}")
     return rows
 
 
 def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
     """Return the bytes of each stream of a chunk, which follow from its row."""
+    if row.method in LAWS:
+        part = words // LAW_PARTS
+        plain = Row(row.chunk, SPARSE, row.changed, row.gap_bytes, row.wide_count)
+        if row.method == STEPS_LAW:
+            return {"law": LAW_BYTES, **{f"diff{k}": words for k in range(word_bytes)}}
+        dense = (
+            {f"plane{k}": part for k in range(2)}
+            if row.method == GRADIENT_LAW
+            else {f"diff{k}": part for k in range(word_bytes)}
+        )
+        return {"law": LAW_BYTES, **dense, **_sizes(plain, words, word_bytes)}
     if row.streams in (SPARSE, BITMAP):
         positions = {"gaps": row.gap_bytes} if row.streams == SPARSE else {"bitmap": -(-words // 8)}
         tiles = -(-words * word_bytes // TILE_BYTES)
@@ -435,6 +525,8 @@ def _cut(
 
 def _decode_chunk(row: Row, streams: dict[str, U8], base: Words) -> Words:
     word_bytes = base.itemsize
+    if row.method in LAWS:
+        return _decode_by_law(row, streams, base)
     if row.method == RAW:
         return np.frombuffer(streams["raw"].tobytes(), base.dtype)
     if row.method == PLANES:

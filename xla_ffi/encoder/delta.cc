@@ -57,6 +57,24 @@ std::atomic<int>& thread_count() {
   return count;
 }
 
+// --- arithmetic ----------------------------------------------------------------------------------
+
+// Sets IEEE arithmetic on this thread during its lifetime: frameworks enable flushing of subnormals
+// to zero, which would change codes.
+class PlainArithmetic {
+ public:
+  PlainArithmetic() {
+    (void)fegetenv(&before_);
+    (void)fesetenv(FE_DFL_ENV);
+  }
+  ~PlainArithmetic() { (void)fesetenv(&before_); }
+  PlainArithmetic(const PlainArithmetic&) = delete;
+  PlainArithmetic& operator=(const PlainArithmetic&) = delete;
+
+ private:
+  fenv_t before_;
+};
+
 // --- encode --------------------------------------------------------------------------------------
 
 // Requests huge pages from `start` on, because mapping small pages costs more than filling them.
@@ -85,6 +103,12 @@ class Worker {
     for (int stream = kTiles; stream <= kWide; ++stream) buffers_[stream] = allocate(room[stream]);
   }
 
+  // Returns room for the prediction of a chunk, and for its gradients behind it.
+  uint8_t* prediction(uint64_t words) {
+    const uint64_t bytes = (kLawWordBytes + 2) * words;
+    if (prediction_.size < bytes) prediction_ = allocate(bytes);
+    return prediction_.data.get();
+  }
   PositionStreams out(Method method) {
     return {at(kTiles), at(method == kSparse ? kGaps : kBits), at(kValues), at(kWide)};
   }
@@ -106,17 +130,19 @@ class Worker {
   static_assert(std::is_trivially_default_constructible_v<Scratch>);
   Bytes scratch_ = allocate(sizeof(Scratch) + alignof(Scratch));
   Bytes buffers_[kWide + 1];
-  Bytes ordered_;
+  Bytes ordered_, prediction_;
 };
 
 class Encoder {
  public:
-  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method requested, bool ordered)
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method requested, bool ordered,
+          const AdamLaw* law)
       : run_(run),
         current_(current),
         base_(base),
         requested_(requested),
         ordered_(ordered && run.word_bytes == kOrderedWordBytes),
+        law_(law),
         kernels_(*chosen().load()) {
     for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
       const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
@@ -165,6 +191,10 @@ class Encoder {
       return;
     }
     Method method = requested_;
+    if (is_law(method)) {
+      if (base != nullptr && encode_by_law(current, base, words, worker, &row)) return;
+      method = kUnchanged;
+    }
     if (method == kUnchanged)
       method =
           kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch());
@@ -214,6 +244,69 @@ class Encoder {
                                      worker->scratch(), worker->out(method), row);
   }
 
+  // Encodes a chunk against its prediction. Returns false, and changes nothing, if that takes too
+  // many bytes, or the chunk has not three equal parts.
+  bool encode_by_law(const uint8_t* current, uint8_t* base, uint64_t words, Worker* worker,
+                     Row* row) {
+    if (words % kLawParts != 0) return false;
+    const PlainArithmetic plain;
+    const uint64_t count = words / kLawParts, part = kLawWordBytes * count;
+    uint8_t* const prediction = worker->prediction(words);
+    uint8_t* const gradients = prediction + kLawWordBytes * words;
+    uint8_t* at[kStreams] = {};
+    row->method = requested_;
+    if (requested_ == kStepsLaw) {
+      kernels_.law_weights_part(*law_, count, base, current, prediction);
+      std::memcpy(prediction + part, base + part, part);
+      kernels_.law_squares_part(*law_, count, base + 2 * part, prediction + 2 * part);
+      Row* const stored = reserve(*row, words, at);
+      std::memcpy(at[kLaw], law_, kLawBytes);
+      stored->changed = kernels_.encode_dense(kLawWordBytes, kDiff, current, prediction, words,
+                                              worker->scratch(), at + kDiff0);
+      std::memcpy(base, prediction, kLawWordBytes * words);
+      return true;
+    }
+    if (requested_ == kGradientLaw)
+      kernels_.law_gradients_part(*law_, count, base + part, current + part, gradients);
+    else
+      std::memcpy(prediction + part, current + part, part);
+    kernels_.law_step_part(*law_, count, base, requested_ == kGradientLaw ? gradients : nullptr,
+                           prediction);
+    // The exceptions, as sparse words.
+    const PositionStreams out = worker->out(kSparse);
+    const uint64_t tiles = tiles_of(words, kLawWordBytes),
+                   first = kernels_.first_difference(kLawWordBytes, current, prediction, words);
+    if (first == tiles) {
+      std::memset(out.tiles, 0, kTileEntryBytes * tiles);
+    } else if (!kernels_.encode_positions(kLawWordBytes, kSparse, current, prediction, words, first,
+                                          worker->scratch(), out, row)) {
+      return false;
+    }
+    // A law that misses so much is none.
+    if (row->gap_bytes + row->changed + kLawWordBytes * uint64_t{row->wide_count} > words) {
+      *row = {row->chunk, kUnchanged, 0, 0, 0};
+      return false;
+    }
+    reserve(*row, words, at);
+    for (int stream = kTiles; stream <= kWide; ++stream) {
+      const uint64_t size = stream_bytes(*row, stream, words, kLawWordBytes);
+      if (size > 0) std::memcpy(at[stream], worker->at(stream), size);
+    }
+    std::memcpy(at[kLaw], law_, kLawBytes);
+    // Planes of the gradients, or of m, which the prediction has by now.
+    if (requested_ == kGradientLaw) {
+      (void)kernels_.encode_dense(2, kPlanes, gradients, nullptr, count, worker->scratch(),
+                                  at + kPlane0);
+      std::memcpy(base, prediction, kLawWordBytes * words);
+    } else {
+      (void)kernels_.encode_dense(kLawWordBytes, kDiff, prediction + part, base + part, count,
+                                  worker->scratch(), at + kDiff0);
+      std::memcpy(base, prediction, part);
+      std::memcpy(base + 2 * part, prediction + 2 * part, part);
+    }
+    return true;
+  }
+
   // Waits until all earlier chunks have their places, then reserves the place of this one. The
   // thread with the lowest chunk never waits, so there is progress with any number of threads.
   // Returns the stored row.
@@ -251,6 +344,7 @@ class Encoder {
   size_t most_bytes(int stream) const {
     if (stream == kTiles) return kTileEntryBytes * tiles_;
     if (stream == kBits) return run_.words() / 8 + run_.chunks;
+    if (stream == kLaw) return kLawBytes * run_.chunks;
     if (stream == kGaps || stream == kWide || stream == kWords) return run_.bytes();
     return run_.words();
   }
@@ -260,6 +354,7 @@ class Encoder {
   uint8_t* const base_;
   const Method requested_;
   const bool ordered_;
+  const AdamLaw* const law_;
   const Kernels& kernels_;
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
@@ -292,8 +387,13 @@ std::string problem_with(const Row& row, uint64_t words, int word_bytes) {
   if (method != row.method && word_bytes != kOrderedWordBytes) {
     return "words of " + decimal(word_bytes) + " bytes cannot be " + kMethodNames[row.method];
   }
-  if (row.gap_bytes != 0 && method != kSparse) return "gap_bytes" + under;
-  if (row.wide_count != 0 && method != kSparse && method != kBitmap) return "wide_count" + under;
+  if (is_law(row.method) && (word_bytes != kLawWordBytes || words % kLawParts != 0)) {
+    return decimal(words) + " words of " + decimal(word_bytes) + " bytes cannot be " +
+           kMethodNames[row.method];
+  }
+  const bool sparse = method == kSparse || has_exceptions(method);
+  if (row.gap_bytes != 0 && !sparse) return "gap_bytes" + under;
+  if (row.wide_count != 0 && !sparse && method != kBitmap) return "wide_count" + under;
   return "";
 }
 
@@ -366,6 +466,8 @@ std::string text_of(const Row& row, const Refusal& refusal) {
       return tile + actual + " of its values are wide, its entry says " + declared;
     case Check::kTileWide:
       return tile + "a wide difference fits a value";
+    case Check::kUnknownLaw:
+      return in_chunk(row.chunk, "its law is not known");
   }
   return "";
 }
@@ -392,10 +494,66 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const ui
   return parts;
 }
 
+// Turns a chunk into the one after it by a law. `memory` belongs to the calling thread.
+void apply_law(const Kernels& kernels, const Row& row, const ChunkStreams& parts, uint8_t* base,
+               uint64_t words, const AdamLaw& law, Bytes* memory) {
+  const PlainArithmetic plain;
+  const uint64_t count = words / kLawParts, part = kLawWordBytes * count;
+  const uint64_t bytes = (kLawWordBytes + 2) * words;
+  if (memory->size < bytes) *memory = allocate(bytes);
+  uint8_t* const next = memory->data.get();
+  // Applies the differences of `elements` words from the `from`-th difference on.
+  const auto add = [&](uint8_t* to, uint64_t from, uint64_t elements) {
+    ChunkStreams some = parts;
+    for (uint32_t k = 0; k < kLawWordBytes; ++k) some.at[kDiff0 + k] += from;
+    const Row dense{row.chunk, kDiff, static_cast<uint32_t>(elements), 0, 0};
+    kernels.apply_chunk(kLawWordBytes, dense, some, to, elements);
+  };
+  if (row.method == kStepsLaw) {
+    std::memcpy(next + part, base + part, part);
+    add(next + part, count, count);
+    kernels.law_squares_part(law, count, base + 2 * part, next + 2 * part);
+    add(next + 2 * part, 2 * count, count);
+    kernels.law_weights_part(law, count, base, next, next);
+    add(next, 0, count);
+  } else {
+    uint8_t* const gradients = next + kLawWordBytes * words;
+    if (row.method == kGradientLaw) {
+      const Row planes{row.chunk, kPlanes, static_cast<uint32_t>(count), 0, 0};
+      kernels.apply_chunk(2, planes, parts, gradients, count);
+    } else {
+      std::memcpy(next + part, base + part, part);
+      add(next + part, 0, count);
+    }
+    kernels.law_step_part(law, count, base, row.method == kGradientLaw ? gradients : nullptr, next);
+    Row sparse = row;
+    sparse.method = kSparse;
+    kernels.apply_chunk(kLawWordBytes, sparse, parts, next, words);
+  }
+  std::memcpy(base, next, kLawWordBytes * words);
+}
+
 // Checks the streams of a chunk and, if there is a base and they passed, applies them to it.
 // `adder` belongs to the calling thread, and to the chunk.
 Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStreams& parts,
-                        uint8_t* base, uint64_t words, int word_bytes, OrderedAdder* adder) {
+                        uint8_t* base, uint64_t words, int word_bytes, OrderedAdder* adder,
+                        Bytes* memory) {
+  if (is_law(row.method)) {
+    AdamLaw law;
+    std::memcpy(&law, parts.at[kLaw], sizeof law);
+    if (!is_known(law)) return {Check::kUnknownLaw, 0, 0, 0};
+    if (has_exceptions(row.method)) {
+      Row sparse = row;
+      sparse.method = kSparse;
+      const Refusal refusal = kernels.check_chunk(word_bytes, sparse, parts, words);
+      if (refusal.check != Check::kPassed) return refusal;
+    }
+    if (base != nullptr) {
+      apply_law(kernels, row, parts, base, words, law, memory);
+      adder->forget();
+    }
+    return {};
+  }
   Row plain = row;
   plain.method = unordered(row.method);
   const Refusal result = kernels.check_chunk(word_bytes, plain, parts, words);
@@ -422,6 +580,7 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   Refusal refusal;  // of bad_row; guarded by the mutex
   const auto work = [&] {
     OrderedAdder adder;
+    Bytes memory;
     for (;;) {
       const uint64_t i = next_row.fetch_add(1);
       // All rows before a bad one have been distributed by now, and each thread completes its own.
@@ -435,7 +594,7 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
           base == nullptr ? nullptr : base + run.bounds[row.chunk] * run.word_bytes;
       adder.forget();
       const Refusal result =
-          check_and_apply(kernels, row, parts, chunk, words, run.word_bytes, &adder);
+          check_and_apply(kernels, row, parts, chunk, words, run.word_bytes, &adder, &memory);
       if (result.check == Check::kPassed) continue;
       std::lock_guard lock(mutex);
       if (i < bad_row.load()) {
@@ -464,23 +623,7 @@ std::string problem_with(const PlacedRow& placed, const StreamView& streams) {
   return "";
 }
 
-// --- arithmetic ----------------------------------------------------------------------------------
-
-// Sets IEEE arithmetic on this thread during its lifetime: frameworks enable flushing of subnormals
-// to zero, which would change codes.
-class PlainArithmetic {
- public:
-  PlainArithmetic() {
-    (void)fegetenv(&before_);
-    (void)fesetenv(FE_DFL_ENV);
-  }
-  ~PlainArithmetic() { (void)fesetenv(&before_); }
-  PlainArithmetic(const PlainArithmetic&) = delete;
-  PlainArithmetic& operator=(const PlainArithmetic&) = delete;
-
- private:
-  fenv_t before_;
-};
+// --- parts of an array ---------------------------------------------------------------------------
 
 // Calls `work` for 0 to `count` - 1, on as many threads as are useful.
 template <typename Work>
@@ -514,8 +657,9 @@ void add(const Statistics& part, Statistics* sum) {
 
 }  // namespace
 
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method, bool ordered) {
-  return Encoder(run, current, base, method, ordered).encode();
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method, bool ordered,
+               const AdamLaw* law) {
+  return Encoder(run, current, base, method, ordered, law).encode();
 }
 
 std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
@@ -530,21 +674,22 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
   std::atomic<uint64_t> next_chunk{0}, bad{rows.size()};
   std::mutex mutex;
   std::string refusal;  // of bad; guarded by the mutex
-  const auto refused = [&](const PlacedRow& placed, OrderedAdder* adder) {
+  const auto refused = [&](const PlacedRow& placed, OrderedAdder* adder, Bytes* memory) {
     std::string problem = problem_with(placed, streams);
     if (!problem.empty()) return problem;
     const Row& row = placed.row;
     const ChunkStreams parts =
         streams_of(row, placed.words, placed.word_bytes, streams.data, placed.offsets);
     return text_of(row, check_and_apply(kernels, row, parts, placed.chunk, placed.words,
-                                        placed.word_bytes, adder));
+                                        placed.word_bytes, adder, memory));
   };
   const auto work = [&] {
     OrderedAdder adder;
+    Bytes memory;
     for (uint64_t number; (number = next_chunk.fetch_add(1)) < chunks;) {
       adder.forget();
       for (uint64_t i = starts[number]; i < starts[number + 1] && i < bad.load(); ++i) {
-        const std::string problem = refused(rows[i], &adder);
+        const std::string problem = refused(rows[i], &adder, &memory);
         if (problem.empty()) continue;
         std::lock_guard lock(mutex);
         if (i < bad.load()) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "adam.h"
 #include "blocks.h"
 #include "elements.h"
 #include "format.h"
@@ -32,13 +33,17 @@ struct Encoded {
 // larger than the chunk are replaced by raw. kUnchanged selects the cheapest. REQUIRES: without a
 // base only planes and raw may be requested.
 //
+// `method` may be a law: each chunk of three equal parts is then encoded against the prediction of
+// `law`, unless that takes too many bytes; the other chunks take the cheapest method. REQUIRES:
+// words of 4 bytes, a base, and a known law.
+//
 // `ordered`: sparse and bitmap chunks of words of 2 bytes are stored in the order of order.h.
 // True: fewer bytes for floats of 16 bits, more time; false: the opposite.
 //
 // Memory: the size of the output, about 3 chunks per thread, and kKeptBytes. Address space: up to
 // six times the run, released at the end.
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method = kUnchanged,
-               bool ordered = false);
+               bool ordered = false, const AdamLaw* law = nullptr);
 
 struct StreamView {
   const uint8_t* data;  // null if size is 0

@@ -26,6 +26,8 @@ constexpr uint32_t kEscape = 255;
 constexpr uint32_t kSampleEvery = 16;
 // A tile's entry in the stream tiles: three 16-bit numbers (4.3).
 constexpr uint32_t kTileEntryBytes = 6;
+// A chunk's entry in the stream law (4.6), and the parts of such a chunk: weight, m, v.
+constexpr uint32_t kLawBytes = 64, kLawParts = 3, kLawWordBytes = 4;
 
 enum Method : uint32_t {
   kUnchanged = 0,
@@ -35,11 +37,15 @@ enum Method : uint32_t {
   kPlanes = 4,
   kRaw = 5,
   kOrderedSparse = 6,
-  kOrderedBitmap = 7
+  kOrderedBitmap = 7,
+  kGradientLaw = 8,
+  kMeanLaw = 9,
+  kStepsLaw = 10
 };
-constexpr uint32_t kMethods = 8;
+constexpr uint32_t kMethods = 11;
 constexpr const char* kMethodNames[kMethods] = {
-    "unchanged", "sparse", "bitmap", "diff", "planes", "raw", "ordered sparse", "ordered bitmap"};
+    "unchanged",      "sparse",         "bitmap",       "diff",     "planes",    "raw",
+    "ordered sparse", "ordered bitmap", "gradient law", "mean law", "steps law"};
 
 // The streams, in the order in which they are listed everywhere. Diff and planes have one stream
 // for each byte of a word.
@@ -52,12 +58,13 @@ enum Stream : int {
   kDiff0,
   kPlane0 = kDiff0 + 8,
   kWords = kPlane0 + 8,
+  kLaw,
   kStreams
 };
 constexpr const char* kStreamNames[kStreams] = {
     "tiles",  "gaps",   "bitmap", "values", "wide",   "diff0",  "diff1",  "diff2",
     "diff3",  "diff4",  "diff5",  "diff6",  "diff7",  "plane0", "plane1", "plane2",
-    "plane3", "plane4", "plane5", "plane6", "plane7", "raw"};
+    "plane3", "plane4", "plane5", "plane6", "plane7", "raw",    "law"};
 
 struct Row {
   uint32_t chunk, method, changed, gap_bytes, wide_count;
@@ -149,17 +156,31 @@ DELTACHECK_HD uint32_t unordered(uint32_t method) {
   return method == kOrderedBitmap ? static_cast<uint32_t>(kBitmap) : method;
 }
 
+DELTACHECK_HD bool is_law(uint32_t method) { return method >= kGradientLaw && method <= kStepsLaw; }
+
+// Returns true for the laws whose exceptions are stored as sparse words.
+DELTACHECK_HD bool has_exceptions(uint32_t method) {
+  return method == kGradientLaw || method == kMeanLaw;
+}
+
 // Returns the number of bytes that a chunk of `words` words owns in `stream`, as its row implies.
 DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, int word_bytes) {
-  const uint32_t method = unordered(row.method);
+  const uint32_t method = has_exceptions(row.method) ? static_cast<uint32_t>(kSparse)
+                                                     : unordered(row.method);
   const bool positions = method == kSparse || method == kBitmap;
   if (stream == kTiles) return positions ? kTileEntryBytes * tiles_of(words, word_bytes) : 0;
   if (stream == kGaps) return method == kSparse ? row.gap_bytes : 0;
+  if (stream == kLaw) return is_law(row.method) ? kLawBytes : 0;
   if (stream == kBits) return method == kBitmap ? (words + 7) / 8 : 0;
   if (stream == kValues) return positions ? row.changed : 0;
   if (stream == kWide) return positions ? uint64_t{row.wide_count} * word_bytes : 0;
   if (stream == kWords) return row.method == kRaw ? words * word_bytes : 0;
-  if (stream < kPlane0) return row.method == kDiff && stream - kDiff0 < word_bytes ? words : 0;
+  const bool dense = row.method == kDiff || row.method == kStepsLaw;
+  if (stream < kPlane0) {
+    if (stream - kDiff0 >= word_bytes) return 0;
+    return dense ? words : row.method == kMeanLaw ? words / kLawParts : 0;
+  }
+  if (row.method == kGradientLaw) return stream - kPlane0 < 2 ? words / kLawParts : 0;
   return row.method == kPlanes && stream - kPlane0 < word_bytes ? words : 0;
 }
 

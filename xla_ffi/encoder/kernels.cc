@@ -15,6 +15,7 @@
 #  pragma GCC push_options
 #  pragma GCC target("prefer-vector-width=512")
 #endif
+#include "adam.h"
 #include "lattice.h"
 #include "nested.h"
 #include "octaves.h"
@@ -97,6 +98,7 @@ const Kernels DELTACHECK_KERNELS = {
     encode_dense_any,           check_chunk_any,      apply_chunk_any,    span_statistics_any,
     lattice_codes_part,         lattice_values_part,  lattice_cast_part,  nested_codes_part,
     nested_values_part,         octave_codes_part,    octave_values_part, ratio_codes_part,
-    ratio_values_part};
+    ratio_values_part,          law_gradients_part,   law_step_part,      law_squares_part,
+    law_weights_part};
 
 }  // namespace deltacheck

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "adam.h"
 #include "elements.h"
 #include "format.h"
 #include "lattice.h"
@@ -59,6 +60,7 @@ enum class Check : uint32_t {
   kTilePosition,
   kTileEscapes,
   kTileWide,
+  kUnknownLaw,
 };
 
 // The first failed check of a chunk: the actual number and the number that the delta declares.
@@ -69,7 +71,7 @@ struct Refusal {
 };
 
 // The kernels of one instruction set. segment.h, statistics.h, lattice.h, nested.h,
-// octaves.h and ratios.h document the functions, with `word_bytes` or `elements` as their template
+// octaves.h, ratios.h and adam.h document the functions, with `word_bytes` or `elements` as their template
 // argument.
 struct Kernels {
   const char* instruction_set;
@@ -111,6 +113,14 @@ struct Kernels {
                                   const RatioForm& form, uint8_t* codes);
   uint64_t (*ratio_values_part)(const uint8_t* codes, const uint8_t* variances, uint64_t count,
                                 const RatioForm& form, uint8_t* values);
+  void (*law_gradients_part)(const AdamLaw& law, uint64_t count, const uint8_t* before,
+                             const uint8_t* now, uint8_t* gradients);
+  void (*law_step_part)(const AdamLaw& law, uint64_t count, const uint8_t* base,
+                        const uint8_t* gradients, uint8_t* prediction);
+  void (*law_squares_part)(const AdamLaw& law, uint64_t count, const uint8_t* before,
+                           uint8_t* prediction);
+  void (*law_weights_part)(const AdamLaw& law, uint64_t count, const uint8_t* base,
+                           const uint8_t* now, uint8_t* prediction);
 };
 
 extern const Kernels kKernelsPlain;  // runs on every processor of this architecture

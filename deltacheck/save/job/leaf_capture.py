@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import default_codec, host_memory
+from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
@@ -101,12 +102,13 @@ class LeafCapture:
             # The last keyframe may still be written from the memory that is updated now.
             state.free_base(setup.options.io_timeout_seconds)
         current, spec = source.current(), source.spec
-        is_coded, is_new = isinstance(current, Coded), False
+        is_coded, is_new, law_of = isinstance(current, Coded), False, None
         if isinstance(current, Coded):
             if current.spec is None:
                 # A derived leaf has no chain: its next stored form must be a keyframe.
                 self._states.pop(path, None)
                 return None
+            law_of = current.law
             spec, is_new, current = current.spec, current.is_new, current.data
         leaf.stored_spec = spec
         has_state = state is not None and state.spec == spec
@@ -135,6 +137,9 @@ class LeafCapture:
             state.base = codec.copy(current, self._memory_of(state, current))
             self._prove(leaf, spec, state.base)
             self.keyframes.append(leaf)
+        elif law_of is not None:
+            law = law_of(state.base)
+            self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current), law)
         elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
             self._prove(leaf, spec, current)
@@ -238,8 +243,16 @@ class LeafCapture:
         self._prove(leaf, spec, current)
         return current
 
-    def _encode(self, codec: Codec[Any], leaf: LeafSave, state: LeafState, current: Any) -> None:
+    def _encode(
+        self,
+        codec: Codec[Any],
+        leaf: LeafSave,
+        state: LeafState,
+        current: Any,
+        law: Law | None = None,
+    ) -> None:
         """Encode a leaf against its base, run by run."""
+        predicted: dict[str, Any] = {} if law is None else {"law": (law.method, law.content())}
         bounds, word_bytes = state.bounds, state.spec.word_bytes
         # An exact policy writes so much else that the time would not pay.
         hidden = self._setup.policy.hidden
@@ -250,12 +263,17 @@ class LeafCapture:
             if high - low == state.spec.raw_bytes:
                 # A codec on a device may return another base, but only of a whole leaf.
                 encoded, state.base = codec.encode(
-                    current, state.base, bounds, word_bytes, ordered=ordered
+                    current, state.base, bounds, word_bytes, ordered=ordered, **predicted
                 )
             else:
                 window = bounds[first : stop + 1] - bounds[first]
                 encoded, _ = codec.encode(
-                    current[low:high], state.base[low:high], window, word_bytes, ordered=ordered
+                    current[low:high],
+                    state.base[low:high],
+                    window,
+                    word_bytes,
+                    ordered=ordered,
+                    **predicted,
                 )
             self._parts.add(EncodedChunks((Span(leaf, 0, first),), encoded, None))
 

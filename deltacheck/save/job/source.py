@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import fingerprints, memory
+from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import U8
 from deltacheck.codec.fingerprints import fingerprint_of
 from deltacheck.errors import SnapshotTorn
@@ -25,11 +26,13 @@ class Coded(NamedTuple):
             stored stays as it is.
         is_new: The content has no relation to what is stored. True: it is encoded by itself, which
             begins a new chain; false: it becomes a delta if a base exists.
+        law: Returns the law by which a group follows from its base; ``None``: it is no group.
     """
 
     spec: LeafSpec | None
     data: Any
     is_new: bool = False
+    law: Callable[[U8], Law | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

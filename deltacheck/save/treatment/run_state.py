@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltacheck.codec import adam_law
+from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import U8
 from deltacheck.leaf.contracts import PeakRate
 from deltacheck.leaf.spec import LeafSpec
@@ -56,7 +59,14 @@ class LeafReader:
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """Return the stored values of a leaf, 1-D; ``None`` if there are none of this form."""
         shadow = self.shadow(path)
-        if shadow is None or shadow.spec != spec:
+        if shadow is None:
+            return None
+        group = adam_law.group_shape(math.prod(spec.shape))
+        if shadow.spec == LeafSpec.of(path, group, "float32") and spec.dtype == "float32":
+            parts = adam_law.as_group(shadow.data, group)
+            weight: Array = adam_law.part_of(parts, 0, 0, math.prod(spec.shape))
+            return weight
+        if shadow.spec != spec:
             return None
         return shadow.data.view(spec.element.numpy)
 
@@ -128,6 +138,7 @@ class RunState:
         pairs: The pairs of states and leaves since the last event, ``None`` before the first try.
         saves: The number of saves since the run began or was resumed.
         seconds: A few elements of the second moment of each parameter at the last save, by path.
+        laws: The law of each group at the last save, by path.
     """
 
     stage: Stage = field(default_factory=Stage)
@@ -149,6 +160,7 @@ class RunState:
     pairs: Pairs | None = None
     saves: int = 0
     seconds: dict[str, Array] = field(default_factory=dict)
+    laws: dict[str, Law] = field(default_factory=dict)
 
     def keep_lattice(self, path: str, decision: Decision) -> None:
         """Keep the lattice of a master for the next saves."""

@@ -36,6 +36,7 @@ from deltacheck.policy.stage import DEGRADED, STABLE, SaveObservation, Stage, ad
 from deltacheck.save.job.manifest_builder import Terms
 from deltacheck.save.job.source import LeafSource, ViewedLeaf
 from deltacheck.save.treatment.cells import Layout
+from deltacheck.save.treatment.law_capture import LawCapture
 from deltacheck.save.treatment.lossy_save import LossySave, ParameterSave, read_together
 from deltacheck.save.treatment.moment_capture import MomentCapture
 from deltacheck.save.treatment.proof import paired, proven
@@ -273,7 +274,7 @@ class Treatment:
                 sources,
                 rates,
                 counts,
-                with_weights=self._has_wide_weights,
+                with_weights=self._has_wide_weights or self._policy.law,
             )
         return proven(self._run, self._reader, leaf_roles, layout, sources)
 
@@ -360,12 +361,14 @@ class Treatment:
         group = ParameterSave(save, parameter, situation, decisions, group_sources)
         is_watched = self._policy.hidden is not None and save.stage != STABLE
         weights = WeightCapture(group)
+        count, last = situation.step, self._run.counts.get(parameter.name)
+        law = LawCapture(group, None if count is None or last is None else count - last)
         # Made at every save, since it remembers the step count for the next one.
         moments = MomentCapture(group, is_watched=is_watched)
         members = list(group_sources.values())
         replacements = {}
         for path, decision in decisions.items():
-            capture = _capture_of(path, decision, weights, moments)
+            capture = _capture_of(path, decision, weights, moments, law)
             replacements[path] = read_together(group_sources[path], capture, members)
         second = parameter.second
         # Before the stable stage the drift of second moments decides when that stage begins.
@@ -441,7 +444,11 @@ def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> Sa
 
 
 def _capture_of(
-    path: str, decision: Decision, weights: WeightCapture, moments: MomentCapture
+    path: str,
+    decision: Decision,
+    weights: WeightCapture,
+    moments: MomentCapture,
+    law: LawCapture,
 ) -> Callable[[], Any]:
     """Return the function that captures a leaf as decided."""
     match decision.how:
@@ -449,6 +456,8 @@ def _capture_of(
             return partial(weights.capture_cast, path, decision)
         case "lattice":
             return partial(weights.capture_master, path, decision)
+        case "group":
+            return partial(law.capture, path, decision)
     return partial(moments.capture, path)
 
 

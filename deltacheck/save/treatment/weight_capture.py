@@ -80,7 +80,9 @@ class WeightCapture:
         group, save = self._group, self._group.save
         spec, live, master = group.spec(path), group.live(path), group.live(decision.of)
         bounded = group.decisions.get(decision.of)
-        error = None if bounded is None else self._cast_error(live, master, bounded)
+        error = None
+        if bounded is not None and bounded.terms is not None:
+            error = self._cast_error(live, master, bounded)
         if error is None:
             # The master is stored exactly, so the cast must be equal bit for bit.
             restored = derivation.cast(master, spec.element.numpy)

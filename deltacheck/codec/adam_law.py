@@ -1,0 +1,323 @@
+"""The law of Adam between two saves, found from the saved states alone.
+
+The weight, m and v of a parameter are stored as one *group*: blocks of three equal parts, whose
+chunks the encoder may predict (``docs/reference/format.md``, section 4.6). A wrong law costs bytes
+and never bits. The constants of the weight are fitted: an update is small beside its weight, so a
+rate that is correct to a few places gives every bit, and neither the learning rate, nor the decay,
+nor the form of the bias corrections need be known.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.codec.base import (
+    CHANGED,
+    GAP_BYTES,
+    GRADIENT_LAW,
+    LAW_PARTS,
+    MEAN_LAW,
+    STEPS_LAW,
+    U8,
+    WIDE_COUNT,
+)
+from deltacheck.codec.extension import native
+
+F32: TypeAlias = NDArray[np.float32]
+
+# Permanent: the most elements of a block. The chunks of a group are then its blocks.
+MOST_BLOCK = 87381
+_MEANS, _SQUARES, _WEIGHTS = 5, 5, 2  # forms
+# Fused multiply-add first: torch's forms, the most frequent ones.
+_MEAN_ORDER, _SQUARE_ORDER = (1, 4, 3, 0, 2), (1, 4, 3, 0, 2)
+_WORD = 4
+# Elements of which the constants are fitted, and by which the forms are told apart.
+_FIT_ELEMENTS, _TRIAL_ELEMENTS = 1 << 16, 1 << 13
+# A law pays if its exceptions take less than this share of the bytes of a sample.
+_LEAST_GAIN = 0.1
+_KNOWN_COST = 0.01  # the same, for a law that is kept without a search
+# Elements by which the factor of clipped gradients is found, and the resolution of its logarithm.
+_SHARP, _BINS = 96, 1 << 20
+_HEADER = struct.Struct("<4I12f")
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The forms and the constants of a law (section 4.6), in the order of the stream ``law``.
+
+    Attributes:
+        method: The method of the chunks.
+        mean, square, weight: Forms.
+        beta1, beta2: The decay rates.
+        eps: The constant in units of the root of v as it is stored.
+        rate, earlier: Factors of the directions now and at the save before.
+        keep, pull: The decay of the weight.
+        scale: The factor of clipped gradients.
+    """
+
+    method: int
+    mean: int = 0
+    square: int = 1
+    weight: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 0.0
+    rate: float = 0.0
+    earlier: float = 0.0
+    keep: float = 1.0
+    pull: float = 0.0
+    scale: float = 1.0
+
+    def content(self) -> bytes:
+        """Return the bytes of a chunk in the stream ``law``."""
+        return _HEADER.pack(
+            self.mean,
+            self.square,
+            self.weight,
+            0,
+            self.beta1,
+            1 - self.beta1,
+            1 / (1 - self.beta1),
+            self.beta2,
+            1 - self.beta2,
+            self.eps,
+            self.rate,
+            self.earlier,
+            self.keep,
+            self.pull,
+            self.scale,
+            float(np.float32(1) / np.float32(self.scale)),
+        )
+
+
+def group_shape(elements: int) -> tuple[int, int, int]:
+    """Return the shape of the group of a parameter: blocks, parts, elements of a block."""
+    blocks = max(1, -(-elements // MOST_BLOCK))
+    return blocks, LAW_PARTS, -(-elements // blocks)
+
+
+def grouped(parts: Sequence[F32]) -> F32:
+    """Return weight, m and v, 1-D and of equal length, as one group."""
+    blocks, _, size = group_shape(parts[0].size)
+    group = np.zeros((blocks, LAW_PARTS, size), np.float32)
+    for number, part in enumerate(parts):
+        for block in range(blocks):
+            piece = part[block * size : (block + 1) * size]
+            group[block, number, : piece.size] = piece
+    return group
+
+
+def part_of(group: Any, part: int, first: int, stop: int, out: Any = None) -> Any:
+    """Return elements ``first`` to ``stop`` of a part.
+
+    Args:
+        group: The blocks that these elements lie in, ``(blocks, 3, size)``.
+        part: 0: weight, 1: m, 2: v.
+        first: The first element, counted from the start of the first of these blocks.
+        stop: The element after the last one.
+        out: Memory for the elements; ``None``: new memory.
+    """
+    size = group.shape[2]
+    values = np.empty(stop - first, group.dtype) if out is None else out
+    for block in range(first // size, -(-stop // size)):
+        low, high = max(first, block * size), min(stop, (block + 1) * size)
+        values[low - first : high - first] = group[block, part, low - block * size :][: high - low]
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Elements of a group at two saves; all arrays are float32, 1-D, of equal length."""
+
+    before: tuple[F32, F32, F32]
+    now: tuple[F32, F32, F32]
+
+    @classmethod
+    def of(cls, before: F32, now: F32, elements: int = _FIT_ELEMENTS) -> Sample:
+        """Take evenly spread elements of two groups."""
+        _, _, size = now.shape
+        stride = max(1, now.size // LAW_PARTS // elements)
+        taken = [
+            tuple(
+                np.ascontiguousarray(group[:, part, : size - size % stride : stride]).reshape(-1)
+                if size >= stride
+                else group[:, part, 0].copy()
+                for part in range(LAW_PARTS)
+            )
+            for group in (before, now)
+        ]
+        return cls(*taken)  # type: ignore[arg-type]
+
+    def thinned(self, elements: int) -> Sample:
+        """Take every n-th element."""
+        stride = max(1, self.now[0].size // elements)
+        thin = [tuple(part[::stride].copy() for part in group) for group in (self.before, self.now)]
+        return Sample(*thin)  # type: ignore[arg-type]
+
+    def cost(self, law: Law) -> float:
+        """Return the bytes of exceptions, of the bytes of the sample; 1 if the law is no use."""
+        before, now = (
+            np.concatenate(group).view(np.uint8) for group in (self.before, self.now)
+        )
+        bounds = np.array([0, now.size // _WORD], np.uint64)
+        rows, _ = native.encode(now, before, bounds, _WORD, law.method, law=law.content())
+        if not rows.shape[0]:
+            return 0.0
+        if int(rows[0, 1]) != law.method:
+            return 1.0
+        row = rows[0]
+        exceptions = int(row[CHANGED]) + int(row[GAP_BYTES]) + _WORD * int(row[WIDE_COUNT])
+        return exceptions / now.size
+
+
+def find(
+    before: F32,
+    now: F32,
+    betas: Sequence[tuple[float, float]],
+    eps: float,
+    *,
+    one_step: bool,
+    known: Law | None = None,
+) -> Law | None:
+    """Find the law that leads from one group to the next.
+
+    Args:
+        before: The group at the save before, float32 ``(blocks, 3, size)``.
+        now: The same now.
+        betas: The decay rates that are tried.
+        eps: The constant of the update, in units of the root of v as it is stored.
+        one_step: Whether there was one step between both. False: several.
+        known: The law of the save before, which is tried first.
+
+    Returns:
+        The law, or ``None`` if a plain delta is smaller.
+    """
+    sample = Sample.of(before, now)
+    if not all(np.isfinite(part).all() for group in (sample.before, sample.now) for part in group):
+        return None
+    if not one_step:
+        return _several_steps(sample, betas[0], eps)
+    trial = sample.thinned(_TRIAL_ELEMENTS)
+    if known is not None and (known.method == MEAN_LAW or known.scale == 1.0):
+        law = _with_weight(sample, replace(known, eps=eps))
+        if trial.cost(law) <= _KNOWN_COST:
+            return law
+    best: tuple[float, Law] | None = None
+    for beta1, beta2 in betas:
+        law = _with_weight(sample, Law(MEAN_LAW, beta1=beta1, beta2=beta2, eps=eps))
+        law = _least(trial, (replace(law, square=form) for form in _SQUARE_ORDER))[1]
+        cost, law = _least(trial, (replace(law, weight=form) for form in range(_WEIGHTS)))
+        if best is None or cost < best[0]:
+            best = cost, law
+    assert best is not None
+    cost, law = best
+    if cost > _LEAST_GAIN:
+        return None
+    short, narrow = _least(trial, _with_gradients(sample, law))
+    # A gradient takes two bytes less than m.
+    return narrow if short <= cost + _LEAST_GAIN else law
+
+
+def _least(trial: Sample, laws: Iterator[Law]) -> tuple[float, Law]:
+    """Return the law with the least exceptions, the first of equal ones."""
+    best: tuple[float, Law] | None = None
+    for law in laws:
+        cost = trial.cost(law)
+        if best is None or cost < best[0]:
+            best = cost, law
+        if cost == 0:
+            break
+    assert best is not None
+    return best
+
+
+def _with_gradients(sample: Sample, law: Law) -> Iterator[Law]:
+    """Yield the laws in which bfloat16 gradients are stored in place of m."""
+    for scale in _scales(sample, law.beta1):
+        for mean in _MEAN_ORDER:
+            yield replace(law, method=GRADIENT_LAW, mean=mean, scale=scale)
+
+
+def _direction(m: F32, v: F32, eps: float) -> NDArray[np.float64]:
+    with np.errstate(all="ignore"):
+        direction = m / (np.sqrt(v) + np.float32(eps))
+    return np.where(np.isfinite(direction), direction, 0).astype(np.float64)
+
+
+def _with_weight(sample: Sample, law: Law, *, with_earlier: bool = False) -> Law:
+    """Return a law with the constants of its weight fitted by least squares."""
+    w0, m0, v0 = sample.before
+    w, m, v = sample.now
+    columns = [_direction(m, v, law.eps), w0.astype(np.float64)]
+    if with_earlier:
+        columns.append(_direction(m0, v0, law.eps))
+    matrix = np.stack(columns, 1)
+    scale = np.sqrt((matrix**2).mean(0)) + 1e-300
+    change = w.astype(np.float64) - w0
+    rate, pull, *rest = (np.linalg.lstsq(matrix / scale, change, rcond=None)[0] / scale).tolist()
+    if not all(math.isfinite(value) for value in (rate, pull, *rest)):
+        return law
+    keep = float(np.float32(1 + pull))
+    return replace(law, rate=rate, pull=pull, keep=keep, earlier=rest[0] if rest else 0.0)
+
+
+def _several_steps(sample: Sample, betas: tuple[float, float], eps: float) -> Law | None:
+    """Return the law of several steps, ``None`` if it does not bring weights nearer."""
+    law = _with_weight(
+        sample,
+        Law(STEPS_LAW, beta1=betas[0], beta2=1.0, eps=eps, weight=1),
+        with_earlier=True,
+    )
+    w0, m0, v0 = sample.before
+    w, m, v = sample.now
+    update = law.rate * _direction(m, v, eps) + law.earlier * _direction(m0, v0, eps)
+    predicted = (w0 + (update + law.pull * w0)).astype(np.float32)
+    return law if _bits(w, predicted) < _bits(w, w0) - 1 else None
+
+
+def _bits(now: F32, base: F32) -> float:
+    """Return the mean number of bits of the differences of words."""
+    difference = now.view(np.int32).astype(np.int64) - base.view(np.int32)
+    return float(np.log2(np.abs(difference) + 1.0).mean())
+
+
+def _scales(sample: Sample, beta1: float) -> list[float]:
+    """Return the factors by which bfloat16 gradients may have been clipped, 1 first.
+
+    Clipping multiplies all gradients by one float32. Its significand follows from the elements
+    whose gradients are known best: each allows one factor for each significand of a bfloat16, and
+    all allow the true one.
+    """
+    m0, m = sample.before[1], sample.now[1]
+    b1 = np.float32(beta1)
+    gradient = np.abs(((m - b1 * m0) * np.float32(1 / (1 - beta1))).astype(np.float64))
+    with np.errstate(all="ignore"):
+        sharpness = gradient / (np.abs(m) + np.abs(m0))
+    sharpness[~np.isfinite(sharpness)] = 0
+    sharp = np.argsort(sharpness)[-_SHARP:]
+    logs = np.log2(gradient[sharp][sharpness[sharp] > 0])
+    if logs.size < _SHARP // 2:
+        return [1.0]
+    factors = (logs[:, None] - np.log2(1 + np.arange(128) / 128)) % 1.0
+    bins = np.round(factors * _BINS).astype(np.int64) % _BINS
+    counts = np.bincount(bins.reshape(-1), minlength=_BINS)
+    near = counts + np.roll(counts, 1) + np.roll(counts, -1)
+    top = int(near.argmax())
+    if near[top] < 0.8 * logs.size or top == 0:
+        return [1.0]
+    apart = (factors - top / _BINS + 0.5) % 1.0 - 0.5
+    factor = top / _BINS + float(np.median(apart[np.abs(apart) < 2 / _BINS]))
+    words = int(np.float32(2.0**factor).view(np.uint32)) + np.array([0, 1, -1, 2, -2, 3, -3])
+    return [1.0, *words.astype(np.uint32).view(np.float32).tolist()]
+
+
+def as_group(content: U8, shape: tuple[int, ...]) -> F32:
+    """Return the bytes of a group as float32 ``(blocks, 3, size)``, without a copy."""
+    return content.view(np.float32).reshape(shape)
