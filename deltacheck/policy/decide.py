@@ -210,7 +210,8 @@ def _group(parameter: Parameter, specs: Mapping[str, LeafSpec]) -> dict[str, Dec
     weight, first, second = parameter.wide_weight, parameter.first, parameter.second
     members = [specs.get(path or "") for path in (weight, first, second)]
     forms = {None if spec is None else (spec.dtype, spec.shape) for spec in members}
-    if not parameter.adam or len(forms) != 1 or not _is_float32_matrix(weight, specs):
+    is_known = parameter.adam and parameter.paired
+    if not is_known or len(forms) != 1 or not _is_float32_matrix(weight, specs):
         return {}
     assert weight is not None
     assert first is not None

@@ -7,13 +7,14 @@ them, ``validation.py`` checks them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from deltacheck.codec.derivation import Derived
+from deltacheck.codec.base import U32, has_law, has_ordered
+from deltacheck.codec.derivation import Derived, code_shape
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.containers import Node, has_types
 from deltacheck.leaf.contracts import PeakRate, Promise
@@ -34,6 +35,7 @@ TYPES = "types"  # of manifests with containers or arrays of types that older re
 PARTIAL = "partial"  # of manifests of which retention has removed leaves
 MERGED = "merged"  # of segments with deltas that replace several earlier ones
 ORDERED = "ordered"  # of segments with chunks whose words are in the order of their classes
+LAW = "law"  # of segments with chunks that are predicted, and manifests with parts of groups
 FEATURES = (
     DERIVED,
     REPLAY,
@@ -42,6 +44,7 @@ FEATURES = (
     MERGED,
     ORDERED,
     PARTIAL,
+    LAW,
 )
 STAGES = ("", "warm", "stable", "degraded")
 
@@ -115,15 +118,22 @@ class Part(msgspec.Struct, frozen=True):
     streams: dict[str, Stream]
 
 
-def segment_features(leaves: Mapping[str, LeafEntry], is_ordered: bool) -> tuple[str, ...]:
+def method_features(methods: U32) -> set[str]:
+    """Return the features that the methods of some chunks need."""
+    needed = {ORDERED: has_ordered(methods), LAW: has_law(methods)}
+    return {name for name, is_used in needed.items() if is_used}
+
+
+def segment_features(leaves: Mapping[str, LeafEntry], chunks: Collection[str]) -> tuple[str, ...]:
     """Return the features that the table of a segment lists.
 
     Args:
         leaves: Its entries by path.
-        is_ordered: True if a part has ordered chunks.
+        chunks: The features of its chunks (``method_features``).
     """
     is_merged = any(entry.since >= 0 for entry in leaves.values())
-    return ((MERGED,) if is_merged else ()) + ((ORDERED,) if is_ordered else ())
+    merged = (MERGED,) if is_merged else ()
+    return merged + tuple(name for name in (ORDERED, LAW) if name in chunks)
 
 
 class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -266,7 +276,9 @@ class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):
         dtype = self.stored_dtype(number)
         if dtype is None:
             raise LookupError(number)
-        shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
+        shape = self._stored_shape(
+            number, tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
+        )
         chunk = grid.chunk_shape(shape, dtype_named(dtype).item_bytes)
         return LeafRecord(dtype, shape, chunk, self._digest(number), self.lanes[number])
 
@@ -281,12 +293,21 @@ class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):
             if dtype is None:
                 records.append(None)
                 continue
+            shape = self._stored_shape(number, shape)
             if (shape, dtype) not in chunks:
                 chunks[shape, dtype] = grid.chunk_shape(shape, dtype_named(dtype).item_bytes)
             digest = self._digest(number)
             lane = self.lanes[number]
             records.append(LeafRecord(dtype, shape, chunks[shape, dtype], digest, lane))
         return records
+
+    def _stored_shape(self, number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what is stored of a tile of some shape."""
+        number_of_rule = self._rule_number(number)
+        if number_of_rule < 0:
+            return shape
+        rule = msgspec.structs.replace(self.forms[number_of_rule], shape=shape)
+        return code_shape(rule)
 
     def _rule_number(self, number: int) -> int:
         """Return the number of the rule of a tile, -1 if it is stored as it is."""
@@ -607,6 +628,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             TILES: bool(self.tiles or self.lanes),
             TYPES: needs_types(self.tree, self.replay),
             PARTIAL: bool(self.absent),
+            LAW: any(rule.is_part for rule in (*self.derived.values(), *forms)),
         }
         return tuple(name for name, is_used in needed.items() if is_used)
 

@@ -167,7 +167,8 @@ class SegmentWriter:
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
         self._streams = streams
-        self._has_natural = self._is_ordered = False
+        self._has_natural = False
+        self._features: set[str] = set()
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory.
@@ -207,7 +208,7 @@ class SegmentWriter:
             },
         )
         self.parts.append(part)
-        self._is_ordered = self._is_ordered or codec_format.has_ordered(index[:, METHOD])
+        self._features |= schema.method_features(index[:, METHOD])
         pending = [self._write(path / "index", index_spec(part.rows), index)]
         for codec, lengths in stream_arrays(part).items():
             pieces = [piece for name in lengths for piece in streams.pop(name)]
@@ -271,7 +272,7 @@ class SegmentWriter:
             digests=digests.shape[0],
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
-            must_understand=schema.segment_features(leaves, self._is_ordered),
+            must_understand=schema.segment_features(leaves, self._features),
         )
         content = layout.group_json(documents.to_attributes(table))
         if (
@@ -430,7 +431,7 @@ class Segment:
             self._parts[number] = PartReader(
                 path,
                 self.table.parts[number],
-                allows_ordered=schema.ORDERED in self.table.must_understand,
+                frozenset(self.table.must_understand),
             )
         return self._parts[number]
 
@@ -517,9 +518,9 @@ class _StreamPlace(NamedTuple):
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(self, path: Place, part: Part, *, allows_ordered: bool) -> None:
+    def __init__(self, path: Place, part: Part, features: frozenset[str]) -> None:
         self._path = path
-        self._allows_ordered = allows_ordered
+        self._features = features
         self._part = part
 
     @cached_property
@@ -540,10 +541,10 @@ class PartReader:
                 f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method"
                 " or word size"
             )
-        if not self._allows_ordered and codec_format.has_ordered(index[:, METHOD]):
+        if missing := schema.method_features(index[:, METHOD]) - self._features:
             raise Damaged(
-                f"{self._path}: its index has ordered chunks, but the segment's table does not list"
-                f" the feature {schema.ORDERED!r}"
+                f"{self._path}: its index has chunks of the feature {min(missing)!r}, which the"
+                " segment's table does not list"
             )
         return index
 

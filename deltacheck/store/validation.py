@@ -24,7 +24,6 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
     DIGEST_DIGITS,
-    ORDERED,
     STAGES,
     TILES,
     LeafEntry,
@@ -361,8 +360,8 @@ def check_segment(table: SegmentTable) -> None:
                 )
             packed.setdefault(entry.key.packed, []).append((entry.key.offset, form.elements))
     # In both directions: an older reader would take what is replaced for a part of the chain.
-    # The index of a part shows whether its chunks are ordered.
-    if table.must_understand != segment_features(table.leaves, ORDERED in table.must_understand):
+    # The index of a part shows which features its chunks need.
+    if table.must_understand != segment_features(table.leaves, table.must_understand):
         raise ValueError(f"its leaves and the features {table.must_understand} do not match")
     _check_covers(digests, table.digests, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):

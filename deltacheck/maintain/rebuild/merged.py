@@ -89,7 +89,7 @@ def merged_tables(
             leaves,
             first,
             parts=tuple(arrays.parts),
-            must_understand=segment_features(leaves, arrays.is_ordered),
+            must_understand=segment_features(leaves, arrays.features),
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec.base import PLANES, RAW, U8, U32, U64, has_ordered
+from deltacheck.codec.base import PLANES, RAW, U8, U32, U64
 from deltacheck.errors import Damaged
 from deltacheck.leaf.digest import digest_of, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
@@ -22,7 +22,7 @@ from deltacheck.store import segment as columns
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray
 from deltacheck.store.files.storage import Place, subdirectories
-from deltacheck.store.manifest import LeafEntry, LeafRecord, Part, Stream
+from deltacheck.store.manifest import LeafEntry, LeafRecord, Part, Stream, method_features
 from deltacheck.store.segment import (
     digests_spec,
     index_spec,
@@ -116,9 +116,11 @@ class SegmentArrays:
         return self._rows(runs)[:, columns.CHUNK].astype(np.int64)
 
     @property
-    def is_ordered(self) -> bool:
-        """Return true if some chunks are ordered."""
-        return any(has_ordered(index[:, columns.METHOD]) for index in self.indexes)
+    def features(self) -> set[str]:
+        """Return the features that its chunks need."""
+        return {
+            name for index in self.indexes for name in method_features(index[:, columns.METHOD])
+        }
 
     def needs_no_base(self, runs: Runs, chunk_count: int) -> bool:
         """Return true if some runs give every chunk of a leaf without a base."""

@@ -155,5 +155,5 @@ def _table(
         rows,
         packed=lengths,
         parts=tuple(arrays.parts),
-        must_understand=segment_features(entries, arrays.is_ordered),
+        must_understand=segment_features(entries, arrays.features),
     )

@@ -266,6 +266,8 @@ class Treatment:
     ) -> Roles:
         """Return the roles with what content shows of them."""
         # Ranks would have to agree on what each of them finds in its tiles.
+        if self._policy.law:
+            leaf_roles = _without_guesses(leaf_roles)
         if agreed.signals is None:
             leaf_roles = paired(
                 self._run,
@@ -434,6 +436,19 @@ def leaf_groups(specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
         [path for path in parameter.leaves if path in specs]
         for parameter in roles.find(specs, dict(scalars(tree))).parameters
     ]
+
+
+def _without_guesses(leaf_roles: Roles) -> Roles:
+    """Return the roles with weights that were matched by order alone as open.
+
+    All parameters of a group have one rate, so their order does not matter for that. A law needs
+    the very state of a weight.
+    """
+    parameters = tuple(
+        replace(p, paired=p.paired and (p.proven or p.master is not None))
+        for p in leaf_roles.parameters
+    )
+    return replace(leaf_roles, parameters=parameters)
 
 
 def _observation(step: int, signals: Signals, run_events: Sequence[Event]) -> SaveObservation:
