@@ -199,7 +199,9 @@ def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
             or any(manifest.tiles[source].cuts != cut.cuts for source in rule.sources)
         ):
             raise ValueError(f"the tiles of leaf {path!r} cannot be derived as they say: {rule}")
-        record = LeafRecord(codes, cut.shape, (), "") if codes else None
+        # A rule that is not known is refused below.
+        shape = derivation.code_shape(rule) if rule.how in derivation.RULES else cut.shape
+        record = LeafRecord(codes, shape, (), "") if codes else None
         sources = {source: manifest.spec(source) for source in rule.sources}
         _check_derived(path, rule, record, sources)
 
