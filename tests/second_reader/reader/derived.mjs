@@ -1,17 +1,20 @@
 // Derived leaves (section 3): rules that compute a leaf from stored content.
 import { check, NotImplemented } from "./base/errors.mjs";
 import { bitsFloat, drawn, lattice, nested, octaves, ratios } from "./decode/codes.mjs";
+import { groupShape, partOf } from "./decode/laws.mjs";
 import { itemBytes, product } from "./leaves.mjs";
 
 export const CODES = {
   cast: [], same: [], drawn: [], lattice: ["int32", "uint8", "uint16"],
-  octaves: ["uint8", "uint16"], ratio: ["int8"],
+  octaves: ["uint8", "uint16"], ratio: ["int8"], group: ["float32"],
 };
 const word = new DataView(new ArrayBuffer(8));
 const FORMATS = { bfloat16: [8, 7], float16: [5, 10], float32: [8, 23], float64: [11, 52] };
 
-// Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}.
-export async function derive(rule, shape, codes, other) {
+// Compute a leaf. `codes` is {dtype, bytes} or null; `other(path)` returns {dtype, shape, bytes}, and
+// `stored(path)` what is stored under a path.
+export async function derive(rule, shape, codes, other, stored) {
+  if (rule.how === "group") return part(rule, shape, codes, stored);
   const expected = CODES[rule.how];
   if (expected === undefined) throw new NotImplemented(`derived leaf ${rule.how}`);
   check((codes !== null) === expected.length > 0, `${rule.how} ${codes ? "with" : "without"} stored codes`);
@@ -22,6 +25,18 @@ export async function derive(rule, shape, codes, other) {
   if ((rule.scale ?? 1) !== 1) bytes = scaled(rule, bytes);
   check(bytes.length === product(shape) * itemBytes(rule.dtype), `${bytes.length} bytes`);
   return bytes;
+}
+
+// A part of a group (4.6).
+async function part(rule, shape, codes, stored) {
+  const number = rule.part ?? 0;
+  check(rule.dtype === "float32" && (rule.scale ?? 1) === 1, "a part of a group that is not float32");
+  check(("of" in rule) === number > 0 && number < 3, `part ${number} of a group`);
+  check((codes === null) === "of" in rule, "a group that is stored in another place");
+  const group = codes ?? (await stored(rule.of));
+  const expected = groupShape(product(shape));
+  check(group.dtype === "float32" && String(group.shape) === String(expected), `a group of shape ${group.shape}`);
+  return partOf(group.bytes, number, product(shape));
 }
 
 function unscaled(rule, codes, of) {

@@ -7,7 +7,7 @@ import { Grid } from "./leaves.mjs";
 import { segmentSeq } from "./segments.mjs";
 import { flatten } from "./tree.mjs";
 
-const FEATURES = ["tiles", "derived", "partial", "replay", "types"];
+const FEATURES = ["tiles", "derived", "partial", "replay", "types", "law"];
 
 // Read the manifest in `folder`. `place` is {seq} in an engine root and {step} in a manager root.
 export async function readManifest(files, folder, place) {
@@ -87,8 +87,10 @@ class Manifest {
     const forms = Object.values(tiles).some((entry) => "forms" in entry);
     const tiled = "tiles" in document || "lanes" in document;
     const derived = "derived" in document || "contracts" in document || forms;
+    const rules = [...Object.values(this.derived), ...Object.values(tiles).flatMap((entry) => entry.forms ?? [])];
+    const law = rules.some((rule) => rule.how === "group");
     const expected = {
-      tiles: tiled, derived, partial: "absent" in document, replay: "replay" in document,
+      tiles: tiled, derived, law, partial: "absent" in document, replay: "replay" in document,
     };
     const named = document.must_understand ?? [];
     for (const [feature, needed] of Object.entries(expected)) {

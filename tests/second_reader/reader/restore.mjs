@@ -57,10 +57,18 @@ export class Restore {
       check(stored !== undefined, "no entry");
       return content;
     }
-    const bytes = await derive(rule, rule.shape, content ?? null, (other) => this.leaf(other, depth + 1));
+    const other = (source) => this.leaf(source, depth + 1);
+    const bytes = await derive(rule, rule.shape, content ?? null, other, (source) => this.group(source));
     const leaf = { dtype: rule.dtype, shape: rule.shape, bytes };
     if ("digest" in rule) compareDerived(leaf, rule.digest);
     return leaf;
+  }
+
+  // The group that is stored under the path of a leaf.
+  group(path) {
+    const stored = this.manifest.leaves.get(path);
+    check(stored !== undefined && this.manifest.derived[path]?.how === "group", `${path} is no group`);
+    return this.stored({ path, ...stored });
   }
 
   async tiled(leaf, depth) {
@@ -85,7 +93,13 @@ export class Restore {
         return this.tile(cut, number, depth + 1);
       };
       const derived = { dtype: tile.rule.dtype, shape: tile.shape };
-      derived.bytes = await derive(tile.rule, tile.shape, content, other);
+      const group = (path) => {
+        const cut = this.manifest.tiles.get(path);
+        check(cut !== undefined && JSON.stringify(cut.cuts) === JSON.stringify(leaf.cuts), `${path} has other cuts`);
+        check(cut.tiles[number].rule?.how === "group", `${path} is no group`);
+        return this.stored(cut.tiles[number]);
+      };
+      derived.bytes = await derive(tile.rule, tile.shape, content, other, group);
       if (tile.grid === null && tile.digest) compareDerived(derived, tile.digest);
       return derived;
     });

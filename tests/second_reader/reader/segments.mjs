@@ -3,7 +3,7 @@ import { check, Damage, located, Refused } from "./base/errors.mjs";
 import { viewOf } from "./base/bytes.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
 import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
-import { isOrdered, STREAMS, streamSizes } from "./decode/methods.mjs";
+import { isLaw, isOrdered, STREAMS, streamSizes } from "./decode/methods.mjs";
 import { itemBytes, storageType } from "./leaves.mjs";
 
 const NAME = /^s([0-9]{10})-([0-9a-f]{8})$/;
@@ -19,7 +19,7 @@ export class Segment {
   static async open(files, base, { id, digest }) {
     const seq = segmentSeq(id);
     const folder = `${base}segments/${id}`;
-    const read = await readDocument(files, folder, { features: ["merged", "ordered"] });
+    const read = await readDocument(files, folder, { features: ["merged", "ordered", "law"] });
     return located({ file: read.file }, async () => {
       check(read.digest === digest, `digest ${read.digest}, the manifest states ${digest}`);
       check(read.document.id === id, `the table of ${read.document.id}`);
@@ -43,7 +43,7 @@ export class Segment {
     }
     const features = table.must_understand ?? [];
     check(merged === features.includes("merged"), "the feature merged does not agree with the entries");
-    this.allowsOrdered = features.includes("ordered");
+    this.features = features;
   }
 
   once(key, make) {
@@ -90,7 +90,7 @@ export class Segment {
       check(isObject(part) && isCount(part.rows) && isObject(part.streams), `no part ${number}`, { file: this.file });
       const path = `${this.folder}/delta/${number}`;
       const bytes = await readRows(this.files, `${path}/index`, part.rows, 32);
-      return located({ file: `${path}/index` }, async () => layRows(bytes, part, this.allowsOrdered));
+      return located({ file: `${path}/index` }, async () => layRows(bytes, part, this.features));
     });
   }
 
@@ -111,7 +111,7 @@ export class Segment {
   }
 }
 
-function layRows(bytes, part, allowsOrdered) {
+function layRows(bytes, part, features) {
   const ends = new Map();
   const rows = [];
   const view = viewOf(bytes);
@@ -119,7 +119,8 @@ function layRows(bytes, part, allowsOrdered) {
     const numbers = Array.from({ length: 8 }, (_, i) => view.getUint32(at + 4 * i, true));
     const [leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount] = numbers;
     check([1, 2, 4, 8].includes(wordBytes), `words of ${wordBytes} bytes`);
-    check(allowsOrdered || !isOrdered(method), "an ordered chunk without the feature");
+    check(features.includes("ordered") || !isOrdered(method), "an ordered chunk without the feature");
+    check(features.includes("law") || !isLaw(method), "a chunk with a law without the feature");
     const row = { leaf, chunk, words, wordBytes, method, changed, gapBytes, wideCount };
     row.places = streamSizes(row).map(([name, size]) => {
       const start = ends.get(name) ?? 0;

@@ -1,5 +1,6 @@
 // Leaves in tiles: cells between cuts, each stored like a leaf.
 import { check } from "./base/errors.mjs";
+import { groupShape } from "./decode/laws.mjs";
 import { Grid, itemBytes, product, standardChunk } from "./leaves.mjs";
 
 const NOTHING = "0".repeat(32);
@@ -30,10 +31,16 @@ export function tilesOf(path, entry, laneOf) {
       path: `${path}%@${origin.join(",")}`, origin, shape, lane: laneOf(lane),
       rule: form === -1 ? null : forms[form], stated: entry.digests !== null,
       digest: digest === NOTHING ? undefined : digest,
-      grid: stored === "" ? null : new Grid(stored, shape, standardChunk(shape, stored)),
+      grid: stored === "" ? null : gridOf(stored, form === -1 ? null : forms[form], shape),
     };
   });
   return { dtype, shape: cuts.map((along) => along.at(-1)), cuts, tiles };
+}
+
+// The grid of what is stored of a tile.
+function gridOf(dtype, rule, shape) {
+  const stored = rule?.how === "group" ? groupShape(product(shape)) : shape;
+  return new Grid(dtype, stored, standardChunk(stored, dtype));
 }
 
 function position(counts, number) {

@@ -1,13 +1,14 @@
 // The methods of encoded chunks (section 4): one row and its streams become the chunk's bytes.
 import { viewOf } from "../base/bytes.mjs";
 import { check } from "../base/errors.mjs";
+import { GRADIENT, LAW_BYTES, MEAN, predictSquares, predictStep, predictWeights, readLaw, STEPS } from "./laws.mjs";
 
 const TILE_BYTES = 16384;
 
 const ofBytes = (name) => Array.from({ length: 8 }, (_, k) => name + k);
 
 // The streams, in the order in which they lie in an array.
-export const STREAMS = ["tiles", "gaps", "bitmap", "values", "wide", ...ofBytes("diff"), ...ofBytes("plane"), "raw"];
+export const STREAMS = ["tiles", "gaps", "bitmap", "values", "wide", ...ofBytes("diff"), ...ofBytes("plane"), "raw", "law"];
 
 // The method whose streams ordered chunks have.
 const PLAIN = { 6: 1, 7: 2 };
@@ -16,8 +17,13 @@ export function isOrdered(method) {
   return method in PLAIN;
 }
 
+export function isLaw(method) {
+  return method === GRADIENT || method === MEAN || method === STEPS;
+}
+
 // Sizes in bytes of the streams of a row, in order.
 export function streamSizes({ method, ...row }) {
+  if (isLaw(method)) return lawSizes({ method, ...row });
   if (!isOrdered(method)) return plainSizes({ method, ...row });
   check(row.wordBytes === 2, `an ordered chunk of words of ${row.wordBytes} bytes`);
   return plainSizes({ method: PLAIN[method], ...row });
@@ -37,16 +43,65 @@ function plainSizes({ method, changed, gapBytes, wideCount, words, wordBytes }) 
   check(false, `unknown method ${method}`);
 }
 
+function lawSizes({ method, ...row }) {
+  check(row.wordBytes === 4 && row.words % 3 === 0, `a law of ${row.words} words of ${row.wordBytes} bytes`);
+  const planes = (name, count, words) => Array.from({ length: count }, (_, k) => [name + k, words]);
+  const law = [["law", LAW_BYTES]];
+  if (method === STEPS) return [...planes("diff", 4, row.words), ...law];
+  const dense = method === GRADIENT ? planes("plane", 2, row.words / 3) : planes("diff", 4, row.words / 3);
+  return [...plainSizes({ method: 1, ...row }), ...dense, ...law];
+}
+
 export function needsBase(method) {
-  return method < 4 || isOrdered(method);
+  return method < 4 || isOrdered(method) || isLaw(method);
 }
 
 // Return the chunk. `base` is the chunk before (null if there is none), and stays as it is.
 export function decodeChunk(row, streams, base) {
+  if (isLaw(row.method)) return decodeByLaw(row, streams, base);
   if (!isOrdered(row.method)) return decodePlain(row, streams, base, (position) => position);
   check(base !== null, "a change without a base");
   const order = classOrder(base);
   return decodePlain({ ...row, method: PLAIN[row.method] }, streams, base, (position) => order[position]);
+}
+
+// A chunk that is stored as the difference to a prediction (4.6).
+function decodeByLaw(row, streams, base) {
+  check(base !== null, "a law without a base");
+  for (const [name, size] of streamSizes(row)) {
+    check(streams[name].length === size, `stream ${name} has ${streams[name].length} bytes, not ${size}`);
+  }
+  check(row.changed <= row.words, `${row.changed} changed words of ${row.words}`);
+  check(row.method !== STEPS || (row.gapBytes === 0 && row.wideCount === 0), "gaps or wide differences under steps law");
+  const law = readLaw(streams.law);
+  const count = row.words / 3;
+  const next = base.slice();
+  // Adds the differences of a part, from the difference `from` on.
+  const addPart = (part, from) => {
+    const of = {};
+    for (let k = 0; k < 4; k++) of[`diff${k}`] = streams[`diff${k}`].subarray(from, from + count);
+    const addTo = adder(next, 4);
+    return addPlanes({ words: count, wordBytes: 4 }, of, (position, z) => addTo(part * count + position, z));
+  };
+  if (row.method === STEPS) {
+    let changed = addPart(1, count);
+    predictSquares(law, base, next, count);
+    changed += addPart(2, 2 * count);
+    predictWeights(law, base, next, count);
+    changed += addPart(0, 0);
+    check(changed === row.changed, `${changed} changed words, not ${row.changed}`);
+    return next;
+  }
+  let gradients = null;
+  if (row.method === GRADIENT) {
+    const joined = joinPlanes({ words: count, wordBytes: 2 }, streams);
+    gradients = new Uint16Array(joined.buffer);
+  } else addPart(1, 0);
+  predictStep(law, base, gradients, next, count);
+  const exceptions = { ...row, method: 1 };
+  const addTo = adder(next, 4);
+  addChanges(exceptions, streams, addTo);
+  return next;
 }
 
 // The numbers of the words of 2 bytes in the order of their classes (4.1).
