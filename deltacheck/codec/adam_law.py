@@ -31,6 +31,7 @@ from deltacheck.codec.base import (
 from deltacheck.codec.extension import native
 
 F32: TypeAlias = NDArray[np.float32]
+F64: TypeAlias = NDArray[np.float64]
 
 # Permanent: the most elements of a block. The chunks of a group are then its blocks.
 MOST_BLOCK = 87381
@@ -45,6 +46,9 @@ _LEAST_GAIN = 0.1
 _KNOWN_COST = 0.01  # the same, for a law that is kept without a search
 # Elements by which the factor of clipped gradients is found, and the resolution of its logarithm.
 _SHARP, _BINS = 96, 1 << 20
+# Of sums: more, and a processor adds more elements at a time.
+_LANES = 256
+_LEAST_PIVOT = 1e-12  # below, a column depends on others
 _HEADER = struct.Struct("<4I12f")
 
 
@@ -245,7 +249,7 @@ def _with_gradients(sample: Sample, law: Law) -> Iterator[Law]:
             yield replace(law, method=GRADIENT_LAW, mean=mean, scale=scale)
 
 
-def _direction(m: F32, v: F32, eps: float) -> NDArray[np.float64]:
+def _direction(m: F32, v: F32, eps: float) -> F64:
     with np.errstate(all="ignore"):
         direction = m / (np.sqrt(v) + np.float32(eps))
     return np.where(np.isfinite(direction), direction, 0).astype(np.float64)
@@ -258,14 +262,45 @@ def _with_weight(sample: Sample, law: Law, *, with_earlier: bool = False) -> Law
     columns = [_direction(m, v, law.eps), w0.astype(np.float64)]
     if with_earlier:
         columns.append(_direction(m0, v0, law.eps))
-    matrix = np.stack(columns, 1)
-    scale = np.sqrt((matrix**2).mean(0)) + 1e-300
-    change = w.astype(np.float64) - w0
-    rate, pull, *rest = (np.linalg.lstsq(matrix / scale, change, rcond=None)[0] / scale).tolist()
-    if not all(math.isfinite(value) for value in (rate, pull, *rest)):
+    solution = _least_squares(columns, w.astype(np.float64) - w0)
+    if not all(math.isfinite(value) for value in solution):
         return law
+    rate, pull, *rest = solution
     keep = float(np.float32(1 + pull))
     return replace(law, rate=rate, pull=pull, keep=keep, earlier=rest[0] if rest else 0.0)
+
+
+def _least_squares(columns: Sequence[F64], target: F64) -> list[float]:
+    """Return the factors of columns that come nearest to a target.
+
+    The sums have one order, so that the factors are the same on every machine.
+    """
+    size = len(columns)
+    scales = [math.sqrt(_dot(column, column)) or 1.0 for column in columns]
+    scaled = [column / scale for column, scale in zip(columns, scales, strict=True)]
+    # The normal equations, solved by elimination. Columns are scaled, and hardly depend on another.
+    rows = [[_dot(a, b) for b in scaled] + [_dot(a, target)] for a in scaled]
+    for number in range(size):
+        pivot = rows[number][number]
+        if pivot < _LEAST_PIVOT:
+            rows[number] = [0.0] * (size + 1)
+            continue
+        rows[number] = [value / pivot for value in rows[number]]
+        for other in range(size):
+            if other != number:
+                factor = rows[other][number]
+                rows[other] = [
+                    x - factor * y for x, y in zip(rows[other], rows[number], strict=True)
+                ]
+    return [row[size] / scale for row, scale in zip(rows, scales, strict=True)]
+
+
+def _dot(a: F64, b: F64) -> float:
+    """Return the sum of products, in one order on every machine."""
+    products = a * b
+    lanes = products[: products.size - products.size % _LANES].reshape(-1, _LANES)
+    # Rows are added one after the other, element by element.
+    return math.fsum([*np.add.reduce(lanes, axis=0), *products[lanes.size :]])
 
 
 def _several_steps(sample: Sample, betas: tuple[float, float], eps: float) -> Law | None:
@@ -301,7 +336,7 @@ def _scales(sample: Sample, beta1: float) -> list[float]:
     with np.errstate(all="ignore"):
         sharpness = gradient / (np.abs(m) + np.abs(m0))
     sharpness[~np.isfinite(sharpness)] = 0
-    sharp = np.argsort(sharpness)[-_SHARP:]
+    sharp = np.argsort(sharpness, kind="stable")[-_SHARP:]
     logs = np.log2(gradient[sharp][sharpness[sharp] > 0])
     if logs.size < _SHARP // 2:
         return [1.0]

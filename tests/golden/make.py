@@ -429,6 +429,26 @@ def write_ordered(root: Path) -> dict[int, Any]:
     return saved
 
 
+class LawRun(AdamRun):
+    """A run whose first matrix has bfloat16 gradients, as the law stores them."""
+
+    def gradient(self, number: int, size: float) -> NDArray[Any]:
+        gradient: NDArray[np.float32] = super().gradient(number, size)
+        return gradient if number else gradient.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def write_law(root: Path) -> dict[int, Any]:
+    """Groups: chunks by each law, after one step and after several, and one that is stored whole."""
+    run, saved = LawRun((64, 96), parameters=2, rate=1e-4), {}
+    run.advance(100)
+    with Engine(root, policy=Policy.exact(law=True, max_restore_ratio=None)) as engine:
+        for step, updates in enumerate((0, 1, 1, 6)):
+            run.advance(updates)
+            saved[step] = run.state()
+            engine.save(step, saved[step]).wait(timeout=240)
+    return saved
+
+
 def write_long_list(root: Path) -> dict[int, Any]:
     """A log of plain values, which is one text, and a list that is too short for that."""
     saved: dict[int, Any] = {}
@@ -460,6 +480,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "merged": write_merged,
     "ordered": write_ordered,
     "long_list": write_long_list,
+    "law": write_law,
 }
 
 
