@@ -547,7 +547,8 @@ NB_MODULE(_native, m) {
   m.attr("INTERFACE") = kInterface;
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        nb::arg("method") = static_cast<uint32_t>(kUnchanged), nb::arg("ordered") = false, nb::arg("law") = nb::none(),
+        nb::arg("method") = static_cast<uint32_t>(kUnchanged), nb::arg("ordered") = false,
+        nb::arg("law") = nb::none(),
         "Return (rows, streams): uint32 (stored chunks, 5), and the bytes of every stream or None. "
         "base becomes equal to current, in place. method: for tests and measurements; 0 selects "
         "the cheapest. ordered: of words of 2 bytes, sparse and bitmap chunks are ordered.");

@@ -43,7 +43,7 @@ _WORD = 4
 _FIT_ELEMENTS, _TRIAL_ELEMENTS = 1 << 16, 1 << 13
 # A law pays if its exceptions take less than this share of the bytes of a sample.
 _LEAST_GAIN = 0.1
-_KNOWN_COST = 0.01  # the same, for a law that is kept without a search
+_KNOWN_COST = 0.05  # the same, for a law that is kept without a search
 # Elements by which the factor of clipped gradients is found, and the resolution of its logarithm.
 _SHARP, _BINS = 96, 1 << 20
 # Of sums: more, and a processor adds more elements at a time.

@@ -108,6 +108,7 @@ std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* 
   static const std::unique_ptr<Scratch> scratch(new Scratch);
   std::vector<uint8_t> base(before, before + bytes);
   std::vector<std::vector<uint8_t>> out(kStreams);
+  if (is_law(row->method)) return std::nullopt;  // any law may be chosen: see laws.cc
   const uint32_t method = unordered(row->method);
   if (method == kSparse || method == kBitmap) {
     const int places = method == kSparse ? kGaps : kBits;

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.paths import TESTS
 
 SOURCES = TESTS.parent / "xla_ffi"
-TARGETS = ("apply", "round_trip", "arithmetic", "codes")
+TARGETS = ("apply", "round_trip", "arithmetic", "codes", "laws")
 READERS = ("documents", "roots")  # in Python, see tests/fuzz/readers.py
 CORPUS = TESTS / "fuzz" / "corpus"  # inputs that reached code which none before them had, kept
 LEVELS = {"kKernelsX86V2": "x86-64-v2", "kKernelsX86V3": "x86-64-v3", "kKernelsX86V4": "x86-64-v4"}
@@ -31,6 +31,7 @@ FLAGS = (
     "-O1",
     "-g1",
     "-fno-omit-frame-pointer",
+    "-ffp-contract=off",  # as in CMakeLists.txt
     "-Wall",
     "-Wextra",
     "-Wno-unknown-warning-option",

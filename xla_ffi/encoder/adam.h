@@ -114,7 +114,7 @@ inline void law_gradients_part(const AdamLaw& given, uint64_t count, const uint8
                                const uint8_t* now, uint8_t* gradients) {
   const AdamLaw law = given;
   const FloatWords *m0 = reinterpret_cast<const FloatWords*>(before),
-               *m = reinterpret_cast<const FloatWords*>(now);
+                   *m = reinterpret_cast<const FloatWords*>(now);
   HalfWords* g = reinterpret_cast<HalfWords*>(gradients);
 #pragma omp simd
   for (uint64_t i = 0; i < count; ++i) {
@@ -126,15 +126,16 @@ inline void law_gradients_part(const AdamLaw& given, uint64_t count, const uint8
 
 template <uint32_t F>
 inline void law_means(const AdamLaw& law, uint64_t count, const FloatWords* m0, const HalfWords* g,
-                  FloatWords* m) {
+                      FloatWords* m) {
 #pragma omp simd
   for (uint64_t i = 0; i < count; ++i)
     m[i] = canonical(mean_of<F>(law, float_of(m0[i]), clipped(law, g[i])));
 }
 
 template <uint32_t F>
-inline void law_squares(const AdamLaw& law, uint64_t count, const FloatWords* v0, const HalfWords* g,
-                    const FloatWords* m0, const FloatWords* m, FloatWords* v) {
+inline void law_squares(const AdamLaw& law, uint64_t count, const FloatWords* v0,
+                        const HalfWords* g, const FloatWords* m0, const FloatWords* m,
+                        FloatWords* v) {
   if (g != nullptr) {
 #pragma omp simd
     for (uint64_t i = 0; i < count; ++i)
@@ -149,8 +150,8 @@ inline void law_squares(const AdamLaw& law, uint64_t count, const FloatWords* v0
 }
 
 template <uint32_t F>
-inline void law_weights(const AdamLaw& law, uint64_t count, const FloatWords* w0, const FloatWords* m,
-                    const FloatWords* v, FloatWords* w) {
+inline void law_weights(const AdamLaw& law, uint64_t count, const FloatWords* w0,
+                        const FloatWords* m, const FloatWords* v, FloatWords* w) {
 #pragma omp simd
   for (uint64_t i = 0; i < count; ++i) {
     const float update = law.rate * direction_of(law, float_of(m[i]), float_of(v[i]));
@@ -160,13 +161,13 @@ inline void law_weights(const AdamLaw& law, uint64_t count, const FloatWords* w0
 
 // The same after several steps, with the direction at the step before.
 template <uint32_t F>
-inline void law_later_weights(const AdamLaw& law, uint64_t count, const FloatWords* w0, const FloatWords* m0,
-                          const FloatWords* v0, const FloatWords* m, const FloatWords* v, FloatWords* w) {
+inline void law_later_weights(const AdamLaw& law, uint64_t count, const FloatWords* w0,
+                              const FloatWords* m0, const FloatWords* v0, const FloatWords* m,
+                              const FloatWords* v, FloatWords* w) {
 #pragma omp simd
   for (uint64_t i = 0; i < count; ++i) {
-    const float update =
-        law.rate * direction_of(law, float_of(m[i]), float_of(v[i])) +
-        law.earlier * direction_of(law, float_of(m0[i]), float_of(v0[i]));
+    const float update = law.rate * direction_of(law, float_of(m[i]), float_of(v[i])) +
+                         law.earlier * direction_of(law, float_of(m0[i]), float_of(v0[i]));
     w[i] = canonical(weight_of<F>(law, float_of(w0[i]), update));
   }
 }
@@ -225,7 +226,8 @@ inline void law_squares_part(const AdamLaw& given, uint64_t count, const uint8_t
 inline void law_weights_part(const AdamLaw& given, uint64_t count, const uint8_t* base,
                              const uint8_t* now, uint8_t* prediction) {
   const AdamLaw law = given;
-  const FloatWords *w0 = reinterpret_cast<const FloatWords*>(base), *m0 = w0 + count, *v0 = m0 + count;
+  const FloatWords *w0 = reinterpret_cast<const FloatWords*>(base), *m0 = w0 + count,
+                   *v0 = m0 + count;
   const FloatWords *m = reinterpret_cast<const FloatWords*>(now) + count, *v = m + count;
   FloatWords* w = reinterpret_cast<FloatWords*>(prediction);
   if (law.weight == 0)

@@ -44,7 +44,7 @@ enum Method : uint32_t {
 };
 constexpr uint32_t kMethods = 11;
 constexpr const char* kMethodNames[kMethods] = {
-    "unchanged",      "sparse",         "bitmap",       "diff",     "planes",    "raw",
+    "unchanged",      "sparse",         "bitmap",       "diff",     "planes",   "raw",
     "ordered sparse", "ordered bitmap", "gradient law", "mean law", "steps law"};
 
 // The streams, in the order in which they are listed everywhere. Diff and planes have one stream
@@ -165,8 +165,8 @@ DELTACHECK_HD bool has_exceptions(uint32_t method) {
 
 // Returns the number of bytes that a chunk of `words` words owns in `stream`, as its row implies.
 DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, int word_bytes) {
-  const uint32_t method = has_exceptions(row.method) ? static_cast<uint32_t>(kSparse)
-                                                     : unordered(row.method);
+  const uint32_t method =
+      has_exceptions(row.method) ? static_cast<uint32_t>(kSparse) : unordered(row.method);
   const bool positions = method == kSparse || method == kBitmap;
   if (stream == kTiles) return positions ? kTileEntryBytes * tiles_of(words, word_bytes) : 0;
   if (stream == kGaps) return method == kSparse ? row.gap_bytes : 0;

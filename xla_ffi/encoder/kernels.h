@@ -71,8 +71,8 @@ struct Refusal {
 };
 
 // The kernels of one instruction set. segment.h, statistics.h, lattice.h, nested.h,
-// octaves.h, ratios.h and adam.h document the functions, with `word_bytes` or `elements` as their template
-// argument.
+// octaves.h, ratios.h and adam.h document the functions, with `word_bytes` or `elements` as their
+// template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,
