@@ -167,9 +167,7 @@ class Sample:
 
     def cost(self, law: Law) -> float:
         """Return the bytes of exceptions, of the bytes of the sample; 1 if the law is no use."""
-        before, now = (
-            np.concatenate(group).view(np.uint8) for group in (self.before, self.now)
-        )
+        before, now = (np.concatenate(group).view(np.uint8) for group in (self.before, self.now))
         bounds = np.array([0, now.size // _WORD], np.uint64)
         rows, _ = native.encode(now, before, bounds, _WORD, law.method, law=law.content())
         if not rows.shape[0]:

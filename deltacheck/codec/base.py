@@ -58,6 +58,11 @@ def has_law(methods: U32) -> bool:
     return bool(np.isin(methods, LAWS).any())
 
 
+def needs_host(methods: U32) -> bool:
+    """Return whether some chunks are decoded by the processor only, also for a device."""
+    return has_ordered(methods) or has_law(methods)
+
+
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
 STREAMS = (

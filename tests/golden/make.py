@@ -438,7 +438,7 @@ class LawRun(AdamRun):
 
 
 def write_law(root: Path) -> dict[int, Any]:
-    """Groups: chunks by each law, after one step and after several, and one that is stored whole."""
+    """Groups with chunks by each law, after one step and after several."""
     run, saved = LawRun((64, 96), parameters=2, rate=1e-4), {}
     run.advance(100)
     with Engine(root, policy=Policy.exact(law=True, max_restore_ratio=None)) as engine:

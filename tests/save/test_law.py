@@ -135,12 +135,13 @@ def test_a_state_without_a_law_is_exact(tmp_path: Path, run: Narrow) -> None:
 
 
 def test_a_resumed_run_goes_on_by_the_law(tmp_path: Path, run: Narrow) -> None:
+    saved, size = {}, 0
     for step in range(4):
         with Engine(tmp_path / "root", policy=LAW) as engine:
             if step:
-                assert described(engine.restore()) == described(state)
+                assert described(engine.restore()) == described(saved[step - 1])
                 run.advance()
-            state, size = save(engine, step, run)
+            saved[step], size = save(engine, step, run)
     assert GRADIENT_LAW in methods(tmp_path / "root", 3)
     assert size < 2.5 * 2 * SHAPE[0] * SHAPE[1]
 

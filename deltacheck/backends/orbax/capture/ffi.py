@@ -27,7 +27,7 @@ from deltacheck.codec.base import (
     EncodedGroup,
     GroupJob,
     GroupSpan,
-    has_ordered,
+    needs_host,
 )
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
@@ -170,8 +170,8 @@ class FfiCodec:
             return base
         platform = _platform_of(base)
         _require_handlers(platform)
-        if platform != "cpu" and has_ordered(encoded.rows[:, METHOD]):
-            content = np.array(base)  # a copy; only the processor decodes ordered chunks
+        if platform != "cpu" and needs_host(encoded.rows[:, METHOD]):
+            content = np.array(base)  # a copy
             self.apply(encoded, content.reshape(-1).view(np.uint8), bounds, word_bytes)
             placed: jax.Array = jax.device_put(content, base.device)
             return placed
