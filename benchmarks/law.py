@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import adam_law, entropy
+from benchmarks import adam_law, entropy, states
 from benchmarks.adam_law import Law, Moments, Shares
 from benchmarks.encode import threads_restored
 from benchmarks.prepared import SIZES, recipe_of, settle
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import Chain, Run
 from deltacheck import Policy, _native
+from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
 from deltacheck.codec import NativeCodec
 from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
@@ -55,6 +56,11 @@ LIMITS = {
     ("adamw", 8): 0.52,
 }
 COST_LIMIT = 1.5  # of the processor time of plain deltas
+# Chains of predicted deltas are cheap to read, so keyframes can be rare.
+POLICIES = (
+    Policy.exact(),
+    Policy.exact(max_chain_depth=128, max_restore_ratio=None, law=True),
+)
 
 Bytes = NDArray[np.uint8]
 Snapshot = dict[str, Moments]
@@ -470,7 +476,8 @@ SIZES_OF: dict[str, Unit] = {
     "every": "count",
     "saves": "count",
     "torch.save": "bytes",
-    "Policy.exact()": "ratio",
+    "exact()": "ratio",
+    "exact(law)": "ratio",
     "plain": "ratio",
     "law": "ratio",
     "gradient": "ratio",
@@ -479,6 +486,8 @@ SIZES_OF: dict[str, Unit] = {
     "weight": "ratio",
     "encode": "ratio",
     "decode": "ratio",
+    "save": "ratio",
+    "restore": "ratio",
 }
 KERNELS: dict[str, Unit] = {
     "processor": "text",
@@ -539,12 +548,16 @@ def _sizes(
     )
     for every in EVERY if is_full and not quick else EVERY[:1]:
         saves = 2 if quick else SAVES if every == 1 and is_full else FEW_SAVES
-        engine = _Engine(training, folder / str(every)) if is_full else None
+        engines = (
+            [_Engine(training, folder / f"{every}-{n}", p) for n, p in enumerate(POLICIES)]
+            if is_full
+            else []
+        )
         usual, lawful = Encoder(folder / "plain"), Encoder(folder / "law")
         before = training.snapshot()
         for _ in range(saves):
             training.train(every)
-            if engine is not None:
+            for engine in engines:
                 engine.save()
             now = training.snapshot()
             plain(before, now, usual)
@@ -557,6 +570,18 @@ def _sizes(
             figures.append(Figure(f"{training.name}, every {every}, of torch.save", share, limit))
         encode = lawful.encode_seconds / usual.encode_seconds
         decode = lawful.decode_seconds / usual.decode_seconds
+        shares: list[Cell] = [*(engine.share(whole) for engine in engines)] or [None, None]
+        ratios: list[Cell] = [None, None]
+        if engines:
+            usual_engine, law_engine = engines
+            ratios = [
+                law_engine.seconds / usual_engine.seconds,
+                law_engine.restored() / usual_engine.restored(),
+            ]
+            if every == 1:
+                name = f"{training.name}, every step, exact(law=True)"
+                figures.append(Figure(f"{name}: save", float(ratios[0] or 0), COST_LIMIT))
+                figures.append(Figure(f"{name}: restore", float(ratios[1] or 0), COST_LIMIT))
         if every == 1 and is_full:
             elements = saves * sum(moments.weight.size for moments in before.values())
             costs.append(Costs(training.name, "gradient" in lawful.stored, elements, usual, lawful))
@@ -565,12 +590,13 @@ def _sizes(
             every,
             saves,
             whole,
-            None if engine is None else engine.share(whole),
+            *shares,
             usual.total / saves / whole,
             share,
             *(part / saves / whole for part in parts),
             encode,
             decode,
+            *ratios,
         ]
 
 
@@ -606,22 +632,42 @@ class Costs:
 
 
 class _Engine:
-    """The saves of today of the same run: all files, keyframes and merged deltas included."""
+    """The saves of an engine: all files, keyframes and merged deltas included."""
 
-    def __init__(self, training: Training, root: Path) -> None:
-        self._training = training
-        self._chain = Chain("torch", root, Policy.exact())
+    def __init__(self, training: Training, root: Path, policy: Policy) -> None:
+        self._training, self._root = training, root
+        self._chain = Chain("torch", root, policy)
         self._number = 0
         self.save()
+        self.seconds = 0.0
+
+    def _live(self) -> dict[str, Any]:
+        if isinstance(self._training, Float32):
+            return self._training.state()
+        return self._training.run.workload.state()  # type: ignore[attr-defined, no-any-return]
 
     def save(self) -> None:
-        state = (
-            self._training.state()
-            if isinstance(self._training, Float32)
-            else self._training.run.workload.state()  # type: ignore[attr-defined]
-        )
+        state = self._live()
+        start = process_time()
         self._chain.save(self._number, state, {})
+        if self._number:
+            self.seconds += process_time() - start
         self._number += 1
+
+    def restored(self) -> float:
+        """Return the processor seconds of a restore of the newest step, after a comparison."""
+        start = process_time()
+        with Engine(self._root) as engine:
+            state = engine.restore()
+        seconds = process_time() - start
+        live = self._live()
+        if states.leaves_of(state).keys() != states.leaves_of(live).keys() or not all(
+            entropy.words_of(a).tobytes()
+            == entropy.words_of(states.leaves_of(live)[path]).tobytes()
+            for path, a in states.leaves_of(state).items()
+        ):
+            raise AssertionError(f"{self._root}: a restore gave other bits")
+        return seconds
 
     def share(self, whole: int) -> float:
         """Return the mean of the saves after the first, of torch.save, and close the root."""

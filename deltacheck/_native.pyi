@@ -15,6 +15,7 @@ def encode(
     word_bytes: int,
     method: int = 0,
     ordered: bool = False,
+    law: bytes | None = None,
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def apply(
     rows: NDArray[np.uint32],

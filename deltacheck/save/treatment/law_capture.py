@@ -59,7 +59,7 @@ class LawCapture:
     def _law_of(self, path: str, content: F32) -> Callable[[U8], Law | None]:
         """Return a function that finds the law from the group of the save before."""
         known, run = self._group.situation.hyperparameters, self._group.save.run
-        betas = _BETAS
+        betas: tuple[tuple[float, float], ...] = _BETAS
         if known.beta1 is not None and known.beta2 is not None:
             betas = ((known.beta1, known.beta2),)
         eps, step = _EPS if known.eps is None else known.eps, self._group.situation.step
