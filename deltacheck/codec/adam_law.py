@@ -148,7 +148,7 @@ class Sample:
         """Take evenly spread elements of two groups."""
         _, _, size = now.shape
         stride = max(1, now.size // LAW_PARTS // elements)
-        taken = [
+        groups = [
             tuple(
                 np.ascontiguousarray(group[:, part, : size - size % stride : stride]).reshape(-1)
                 if size >= stride
@@ -157,7 +157,7 @@ class Sample:
             )
             for group in (before, now)
         ]
-        return cls(*taken)  # type: ignore[arg-type]
+        return cls(*groups)  # type: ignore[arg-type]
 
     def thinned(self, elements: int) -> Sample:
         """Take every n-th element."""
@@ -186,7 +186,7 @@ def find(
     eps: float,
     *,
     one_step: bool,
-    known: Law | None = None,
+    last_law: Law | None = None,
 ) -> Law | None:
     """Find the law that leads from one group to the next.
 
@@ -196,7 +196,7 @@ def find(
         betas: The decay rates that are tried.
         eps: The constant of the update, in units of the root of v as it is stored.
         one_step: Whether there was one step between both. False: several.
-        known: The law of the save before, which is tried first.
+        last_law: The law of the save before, which is tried first.
 
     Returns:
         The law, or ``None`` if a plain delta is smaller.
@@ -207,8 +207,8 @@ def find(
     if not one_step:
         return _several_steps(sample, betas[0], eps)
     trial = sample.thinned(_TRIAL_ELEMENTS)
-    if known is not None and (known.method == MEAN_LAW or known.scale == 1.0):
-        law = _with_weight(sample, replace(known, eps=eps))
+    if last_law is not None and (last_law.method == MEAN_LAW or last_law.scale == 1.0):
+        law = _with_weight(sample, replace(last_law, eps=eps))
         if trial.cost(law) <= _KNOWN_COST:
             return law
     best: tuple[float, Law] | None = None
@@ -284,11 +284,11 @@ def _least_squares(columns: Sequence[F64], target: F64) -> list[float]:
             rows[number] = [0.0] * (size + 1)
             continue
         rows[number] = [value / pivot for value in rows[number]]
-        for other in range(size):
-            if other != number:
-                factor = rows[other][number]
-                rows[other] = [
-                    x - factor * y for x, y in zip(rows[other], rows[number], strict=True)
+        for index in range(size):
+            if index != number:
+                factor = rows[index][number]
+                rows[index] = [
+                    x - factor * y for x, y in zip(rows[index], rows[number], strict=True)
                 ]
     return [row[size] / scale for row, scale in zip(rows, scales, strict=True)]
 
@@ -341,12 +341,12 @@ def _scales(sample: Sample, beta1: float) -> list[float]:
     factors = (logs[:, None] - np.log2(1 + np.arange(128) / 128)) % 1.0
     bins = np.round(factors * _BINS).astype(np.int64) % _BINS
     counts = np.bincount(bins.reshape(-1), minlength=_BINS)
-    near = counts + np.roll(counts, 1) + np.roll(counts, -1)
-    top = int(near.argmax())
-    if near[top] < 0.8 * logs.size or top == 0:
+    hits = counts + np.roll(counts, 1) + np.roll(counts, -1)
+    top = int(hits.argmax())
+    if hits[top] < 0.8 * logs.size or top == 0:
         return [1.0]
-    apart = (factors - top / _BINS + 0.5) % 1.0 - 0.5
-    factor = top / _BINS + float(np.median(apart[np.abs(apart) < 2 / _BINS]))
+    distances = (factors - top / _BINS + 0.5) % 1.0 - 0.5
+    factor = top / _BINS + float(np.median(distances[np.abs(distances) < 2 / _BINS]))
     words = int(np.float32(2.0**factor).view(np.uint32)) + np.array([0, 1, -1, 2, -2, 3, -3])
     return [1.0, *words.astype(np.uint32).view(np.float32).tolist()]
 

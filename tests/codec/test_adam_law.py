@@ -184,9 +184,9 @@ def test_float32_gradients_follow_from_m():
     assert law is not None
     assert (law.method, law.beta2) == (MEAN_LAW, 0.999)
     assert law.rate == pytest.approx(-1e-4, rel=1e-3)
-    known = adam_law.find(*groups, [(0.9, 0.999)], 1e-8, one_step=True, known=law)
-    assert known is not None
-    assert known.square == law.square
+    again = adam_law.find(*groups, [(0.9, 0.999)], 1e-8, one_step=True, last_law=law)
+    assert again is not None
+    assert again.square == law.square
 
 
 def test_weights_follow_after_several_steps():

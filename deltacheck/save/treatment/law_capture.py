@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,23 +57,24 @@ class LawCapture:
 
     def _law_of(self, path: str, content: F32) -> Callable[[U8], Law | None]:
         """Return a function that finds the law from the group of the save before."""
-        known, run = self._group.situation.hyperparameters, self._group.save.run
+        constants, run = self._group.situation.hyperparameters, self._group.save.run
         betas: tuple[tuple[float, float], ...] = _BETAS
-        if known.beta1 is not None and known.beta2 is not None:
-            betas = ((known.beta1, known.beta2),)
-        eps, step = _EPS if known.eps is None else known.eps, self._group.situation.step
+        if constants.beta1 is not None and constants.beta2 is not None:
+            betas = ((constants.beta1, constants.beta2),)
+        eps, step = _EPS if constants.eps is None else constants.eps, self._group.situation.step
         if step is not None and step > 0:
             eps *= adam.bias_correction(step, betas[0][1]) ** 0.5
 
         def law(base: U8) -> Law | None:
             before = adam_law.as_group(base, content.shape)
-            known_law = run.laws.get(path)
-            if self._steps_apart is not None and self._steps_apart != 1:
-                return adam_law.find(before, content, betas, eps, one_step=False)
-            chosen = adam_law.find(before, content, betas, eps, one_step=True, known=known_law)
-            if chosen is None:
-                return adam_law.find(before, content, betas, eps, one_step=False)
-            run.laws[path] = replace(chosen)
-            return chosen
+            if self._steps_apart in (None, 1):
+                last_law = run.laws.get(path)
+                one_step = adam_law.find(
+                    before, content, betas, eps, one_step=True, last_law=last_law
+                )
+                if one_step is not None:
+                    run.laws[path] = one_step
+                    return one_step
+            return adam_law.find(before, content, betas, eps, one_step=False)
 
         return law
