@@ -14,8 +14,9 @@ import deltacheck
 from deltacheck import MemoryTier, Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.base import GRADIENT_LAW, MEAN_LAW, STEPS_LAW
-from deltacheck.errors import Damaged
+from deltacheck.errors import Damaged, LeafPruned
 from deltacheck.maintain.compaction import compact
+from deltacheck.save.partial_steps import remove_leaves
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import METHOD
 from tests.golden.make import LawRun, described
@@ -233,3 +234,45 @@ def test_a_law_without_its_feature_is_refused(tmp_path: Path, run: Narrow) -> No
     forge.forge_table(manifest, -1, lambda body: body.update(must_understand=[]))
     with pytest.raises(Damaged, match="chunks of the feature 'law'"):
         deltacheck.open(tmp_path / "root").restore(1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "members"), [("model/*", ("master",)), ("*/exp_avg", ("exp_avg", "master"))]
+)
+def test_a_step_that_loses_leaves_keeps_the_groups_that_others_need(
+    tmp_path: Path, run: Narrow, pattern: str, members: tuple[str, ...]
+) -> None:
+    with Engine(tmp_path / "root", policy=LAW) as engine:
+        for step in range(3):
+            state, _ = save(engine, step, run)
+            run.advance()
+    opened = open_root(tmp_path / "root")
+    assert remove_leaves(opened, {opened.checkpoints()[-1].seq}, [pattern])
+    reader = deltacheck.open(tmp_path / "root")
+    assert reader.verify(deep=True) == []
+    paths = [f"optimizer/state/0/{name}" for name in members]
+    restored = reader.restore(2, paths)
+    for name, path in zip(members, paths, strict=True):
+        assert np.array_equal(restored[path], state["optimizer"]["state"][0][name])
+    with pytest.raises(LeafPruned):
+        reader.restore(2, ["optimizer/state/0/exp_avg_sq"])
+
+
+def test_a_damaged_group_costs_the_steps_after_it(tmp_path: Path, run: Narrow) -> None:
+    saved = {}
+    with Engine(tmp_path / "root", policy=LAW) as engine:
+        for step in range(3):
+            saved[step], _ = save(engine, step, run)
+            run.advance()
+    opened = open_root(tmp_path / "root")
+    folder = tmp_path / "root" / "segments" / opened.manifest(1).segments[-1].id
+    file = max(folder.glob("delta/*/st*/c*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    reader = deltacheck.open(tmp_path / "root")
+    for step in (1, 2):
+        with pytest.raises(Damaged, match="master.*Steps that still restore: 0"):
+            reader.restore(step)
+    assert {finding.step for finding in reader.verify(deep=True)} == {1, 2}
+    assert described(reader.restore(fallback=True)) == described(saved[0])
