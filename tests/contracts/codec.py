@@ -287,7 +287,7 @@ def damages() -> Iterator[Damage]:
 
     n = int(bounds[2] - bounds[1])
     yield made("a-method-that-is-never-stored", SPARSE, {METHOD: 0}, {}, "chunk 1: method 0")
-    yield made("an-unknown-method", SPARSE, {METHOD: 8}, {}, "chunk 1: method 8")
+    yield made("an-unknown-method", SPARSE, {METHOD: 11}, {}, "chunk 1: method 11")
     yield made(
         "more-changed-words-than-words", RAW, {CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words"
     )

@@ -172,7 +172,7 @@ def call_encode(
 ):
     """The handler itself, with operands that need not fit."""
     assert ffi.available()
-    want = {"current": (5000,), "rows": (2, 5), "head": (24, 2), "payload": (20_000,)} | shapes
+    want = {"current": (5000,), "rows": (2, 5), "head": (25, 2), "payload": (20_000,)} | shapes
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in bases] + [
         jax.ShapeDtypeStruct(want["rows"], jnp.uint32),
         jax.ShapeDtypeStruct(want["head"], jnp.uint32),
