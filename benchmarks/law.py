@@ -185,11 +185,13 @@ class Float32(Training):
         model = self.workload.model.float()
         if options.groups:
             next(model.parameters()).requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        parts = (
+        # With names, a save knows which weight each state moves.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        vectors = {"weight_decay": 0.0, "lr": 3e-5}
+        parts: list[dict[str, Any]] = (
             [
-                {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-                {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 3e-5},
+                {"params": [pair for pair in trained if pair[1].ndim > 1], "weight_decay": 0.1},
+                {"params": [pair for pair in trained if pair[1].ndim < 2], **vectors},
             ]
             if options.groups
             else [{"params": trained, "weight_decay": 0.01}]
