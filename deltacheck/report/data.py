@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck.codec.base import METHOD_NAMES, unordered
+from deltacheck.codec.base import LAWS, METHOD_NAMES, unordered
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -37,6 +37,7 @@ METHODS = (
     "raw",
     "tables",
     "merged",
+    "law",
 )
 # Rows of the heat map. Larger: finer, but harder to read.
 MOST_GROUPS = 40
@@ -308,7 +309,8 @@ def cost_of(segment: Segment) -> Cost:
                 index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES)
             )
             for method, size in _divide(file_bytes, method_sizes.tolist()).items():
-                by_method[METHOD_NAMES[unordered(method)]] += size
+                name = "law" if method in LAWS else METHOD_NAMES[unordered(method)]
+                by_method[name] += size
         for path, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
                 if in_part == number:

@@ -58,12 +58,13 @@ from deltacheck.report.drawing import (
 MOST_COLUMNS = 80
 
 _METHOD_COLOURS = dict(
-    zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY, PINK), strict=True)
+    zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY, PINK, INK), strict=True)
 )
 _METHOD_WORDS = {
     "keyframe": "whole leaves (keyframes)",
     "tables": "tables and metadata",
     "merged": "merged behind the training",
+    "law": "predicted by Adam's law",
 }
 _CAUSE_COLOURS = dict(
     zip((*CAUSES, MERGED, REST), (BLUE, ORANGE, PINK, RED, GREEN, SKY, GREY), strict=True)

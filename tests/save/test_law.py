@@ -13,6 +13,7 @@ import pytest
 import deltacheck
 from deltacheck import MemoryTier, Policy
 from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
 from deltacheck.codec.base import GRADIENT_LAW, MEAN_LAW, STEPS_LAW
 from deltacheck.errors import Damaged, LeafPruned
 from deltacheck.maintain.compaction import compact
@@ -272,7 +273,21 @@ def test_a_damaged_group_costs_the_steps_after_it(tmp_path: Path, run: Narrow) -
     file.write_bytes(content)
     reader = deltacheck.open(tmp_path / "root")
     for step in (1, 2):
-        with pytest.raises(Damaged, match="master.*Steps that still restore: 0"):
+        with pytest.raises(Damaged, match=r"master.*Steps that still restore: 0"):
             reader.restore(step)
     assert {finding.step for finding in reader.verify(deep=True)} == {1, 2}
     assert described(reader.restore(fallback=True)) == described(saved[0])
+
+
+def test_logs_and_reports_count_what_is_predicted(
+    tmp_path: Path, run: Narrow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(tmp_path / "root", policy=LAW) as engine:
+        for step in range(3):
+            save(engine, step, run)
+            run.advance()
+    root = str(tmp_path / "root")
+    for command in (["log", root], ["show", root], ["diff", root, "0", "2"], ["blame", root]):
+        assert main(command) == 0, capsys.readouterr()
+    assert main(["report", root, "--out", str(tmp_path / "report.html")]) == 0
+    assert "predicted by Adam" in (tmp_path / "report.html").read_text()
