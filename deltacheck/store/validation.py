@@ -42,6 +42,7 @@ _MAX_RANK = 64  # NumPy's
 _MAX_ARRAY_RANK = 32  # TensorStore's
 # A reader holds a chunk or two beside the result; writers make chunks of about 1 MiB.
 _MAX_CHUNK_BYTES = 64 << 20
+_GROUP_ITEM_BYTES = 4  # of float32
 _MAX_DERIVED_DEPTH = 8  # leaves that follow from one another
 _MAX_SEQ = 10**10  # ten digits of a name
 _MAX_TILES = 1 << 24  # of a leaf
@@ -62,6 +63,9 @@ def check_manifest(manifest: Manifest) -> None:
     _check_absent(manifest)
     specs = manifest.specs
     for path, derived in manifest.derived.items():
+        owner = manifest.derived.get(derived.of)
+        if derived.is_part and derived.of and (owner is None or not owner.is_part or owner.of):
+            raise ValueError(f"leaf {path!r} is a part of a group that is none: {derived}")
         _check_derived(path, derived, manifest.leaves.get(path), specs)
     _check_order(manifest)
     for path, promise in manifest.contracts.items():
@@ -204,6 +208,20 @@ def _check_forms(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
         record = LeafRecord(codes, shape, (), "") if codes else None
         sources = {source: manifest.spec(source) for source in rule.sources}
         _check_derived(path, rule, record, sources)
+    _check_tiles_of_groups(path, cut, count, manifest)
+
+
+def _check_tiles_of_groups(path: str, cut: Tiles, count: int, manifest: Manifest) -> None:
+    """Check that each tile that is a part of a group names a tile that is stored as one."""
+    if not any(rule.is_part and rule.of for rule in cut.forms):
+        return
+    for number in range(count):
+        rule = cut.rule(number)
+        if rule is None or not (rule.is_part and rule.of):
+            continue
+        owner = manifest.tiles[rule.of].rule(number)
+        if owner is None or not owner.is_part or owner.of:
+            raise ValueError(f"a tile of leaf {path!r} is a part of a group that is none: {rule}")
 
 
 def _is_digests(text: str, count: int) -> bool:
@@ -270,6 +288,9 @@ def _check_derived(
     shapes = set() if source is None else {source.shape}
     if record is not None and derived.how in derivation.RULES:
         is_known = is_known and record.shape == derivation.code_shape(derived)
+        # A chunk of a group is one block.
+        is_standard = record.chunk in ((), grid.chunk_shape(record.shape, _GROUP_ITEM_BYTES))
+        is_known = is_known and (is_standard or not derived.is_part)
     codes, source_dtype = ("" if leaf is None else leaf.dtype for leaf in (record, source))
     is_possible = derivation.is_possible(derived, codes, source_dtype)
     if not (is_known and shapes <= {derived.shape} and is_possible):

@@ -291,3 +291,30 @@ def test_logs_and_reports_count_what_is_predicted(
         assert main(command) == 0, capsys.readouterr()
     assert main(["report", root, "--out", str(tmp_path / "report.html")]) == 0
     assert "predicted by Adam" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "edit"),
+    [
+        ("exp_avg", {"of": "optimizer/state/1/exp_avg"}),
+        ("exp_avg", {"of": "optimizer/state/2/master"}),
+        ("exp_avg", {"part": 3}),
+        ("exp_avg", {"part": 0}),
+        ("exp_avg", {"scale": 2.0}),
+        ("master", {"part": 1}),
+        ("master", {"how": "same"}),
+    ],
+)
+def test_a_forged_group_is_refused(
+    tmp_path: Path, run: Narrow, leaf: str, edit: dict[str, Any]
+) -> None:
+    with Engine(tmp_path / "root", policy=LAW) as engine:
+        for step in range(2):
+            save(engine, step, run)
+            run.advance()
+    manifest = max((tmp_path / "root" / "checkpoints").glob("c*")) / "zarr.json"
+    forge.forge_manifest(
+        manifest, lambda body: body["derived"][f"optimizer/state/0/{leaf}"].update(edit)
+    )
+    with pytest.raises(Damaged):
+        deltacheck.open(tmp_path / "root").restore(1)
