@@ -40,7 +40,7 @@ _MEANS, _SQUARES, _WEIGHTS = 5, 5, 2  # forms
 _MEAN_ORDER, _SQUARE_ORDER = (1, 4, 3, 0, 2), (1, 4, 3, 0, 2)
 _WORD = 4
 # Elements of which the constants are fitted, and by which the forms are told apart.
-_FIT_ELEMENTS, _TRIAL_ELEMENTS = 1 << 16, 1 << 13
+_FIT_ELEMENTS, _TRIAL_ELEMENTS = 1 << 14, 1 << 13
 # A law pays if its exceptions take less than this share of the bytes of a sample.
 _LEAST_GAIN = 0.1
 _KNOWN_COST = 0.05  # the same, for a law that is kept without a search

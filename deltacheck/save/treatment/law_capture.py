@@ -14,7 +14,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.decide import Decision
 from deltacheck.save.job.source import Coded
-from deltacheck.save.treatment.lossy_save import ParameterSave, value_digest
+from deltacheck.save.treatment.lossy_save import ParameterSave
 
 # Tried if the state does not hold them, as with optax.
 _BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.8, 0.999), (0.8, 0.95))
@@ -51,7 +51,7 @@ class LawCapture:
 
     def _promise(self, path: str, decision: Decision) -> None:
         group = self._group
-        digest = value_digest(group.spec(path), group.live(path))
+        digest = group.save.digest(group.sources[path])
         derived = group.derived(path, decision, digest=digest, part=decision.part)
         group.save.promise(path, derived, None)
 

@@ -76,6 +76,12 @@ class LossySave:
             raise torn_between_reads(path, known, digest)
         return values
 
+    def digest(self, source: LeafSource) -> str:
+        """Return the digest of a leaf, which is read if that has not been done in this save."""
+        if source.spec.path not in self._digests:
+            self.read(source)
+        return self._digests[source.spec.path]
+
     def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
         """Record how a restore computes a leaf, and the contract of a leaf that is not exact."""
         self._derived[path] = derived
