@@ -50,6 +50,25 @@ def test_example_continues_from_its_last_step(example: str, framework: str, tmp_
     assert first + second[1:] == whole  # losses included
 
 
+@pytest.mark.timeout(300)  # three processes that import a framework, one after the other
+def test_a_checkpoint_of_every_step_continues_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import deltacheck
+    from tests.golden.make import described
+
+    _run("every_step.py", tmp_path / "whole", 12)
+    first = _run("every_step.py", tmp_path / "parts", 6)
+    _run("every_step.py", tmp_path / "parts", 12, "--memory", str(tmp_path / "memory"))
+    whole, parts = (deltacheck.open(tmp_path / name) for name in ("whole", "parts"))
+    assert whole.steps() == [*range(1, 13)]
+    # Of the steps that were committed in memory, some are copied.
+    assert {*range(1, 7), 12} <= set(parts.steps())
+    for step in parts.steps():
+        assert described(whole.restore(step)) == described(parts.restore(step))
+    share = float(first[-1].partition("mean: ")[2].partition("%")[0])
+    assert 0 < share < 25
+
+
 # Kills the process behind the beginning of the save of step 15.
 KILL = """
 import os, runpy, signal, sys
