@@ -22,7 +22,7 @@ WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not 
 PAGES = sorted({HERE / "README.md", *(HERE / "docs").rglob("*.md")} - {WRITTEN_BY_MAKE})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = {
-    "docs/how-to/trl.md": ("trl", "datasets", "peft"),
+    "docs/how-to/trainer.md": ("trl", "datasets", "peft"),
     "docs/how-to/ray.md": ("ray",),
 }  # packages that .venv need not have; `make trl-test` runs the first page
 ENVIRONMENT = {
