@@ -1,7 +1,7 @@
 """Predictions before any checkpoint is made: bytes, blocking and restore time, the best interval.
 
 The result also tells if deltas pay at all. Pure functions over frozen records. Every formula, its
-source and its range: ``docs/explanation/planning.md``.
+source and its range: ``docs/how-to/size-an-interval.md``.
 """
 
 from __future__ import annotations

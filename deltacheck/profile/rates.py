@@ -1,7 +1,7 @@
 """The bytes of a checkpoint, and their growth with the interval.
 
 The rates of a state come from a profile or from the saves of a root. Every formula, its source and
-its range: ``docs/explanation/planning.md``.
+its range: ``docs/how-to/size-an-interval.md``.
 """
 
 from __future__ import annotations
