@@ -23,7 +23,7 @@ PAGES = sorted({HERE / "README.md", *(HERE / "docs").rglob("*.md")} - {WRITTEN_B
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = {
     "docs/how-to/trainer.md": ("trl", "datasets", "peft"),
-    "docs/how-to/ray.md": ("ray",),
+    "docs/how-to/frameworks.md": ("ray",),
 }  # packages that .venv need not have; `make trl-test` runs the first page
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
