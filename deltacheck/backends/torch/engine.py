@@ -51,7 +51,7 @@ class Engine:
     """The checkpoints of one training run, in a directory or under a prefix of an object store.
 
     ``engine.restored_step`` is the training step of the last ``restore``, or ``None``. The guide
-    ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/memory-tier.md`` the
+    ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/every-step.md`` the
     memory tier and ``docs/how-to/several-ranks.md`` process groups. An engine that nobody refers to
     any more closes itself, and the saves that it has begun are finished.
 
