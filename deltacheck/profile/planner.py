@@ -466,7 +466,7 @@ def _reasons(
         " the mean"
     )
     factor = projected.interval_steps / rates.interval_steps
-    # The laws of growth were measured within a factor of four, see planning.md.
+    # The laws of growth were measured within a factor of four, see size-an-interval.md.
     if not 0.25 <= factor <= 4:
         reasons.append(
             f"the saves that were observed have an interval of {rates.interval_steps:g}, not of"

@@ -74,8 +74,8 @@ class Engine:
         base: The model that the run begins from: a model folder of Hugging Face, or a root. The
             first save of ``root`` is then stored as changes to it, in files that all runs beside
             each other share. A folder is imported once, beside ``root``
-            (``docs/how-to/integrations.md``). Not with ``memory`` or ``process_group``. Default: the
-            first save writes whole leaves.
+            (``docs/how-to/integrations.md``). Not with ``memory`` or ``process_group``. Default:
+            the first save writes whole leaves.
         storage: The access to an object store. Default: from the environment.
 
     Raises:
