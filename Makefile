@@ -107,7 +107,7 @@ build/deepspeed/.stamp: constraints.txt | $(VENV)/.stamp-install
 	touch $@
 
 trl-test: $(VENV)/.stamp-install build/trl/.stamp  ## kill and resume TRL's trainers: SFT with and without LoRA, DPO, GRPO; run its how-to (a minute)
-	PYTHONPATH="$(CURDIR)/build/trl/site-packages" $(BIN)/pytest -n 0 -k trl tests/backends/torch/test_trl.py tests/docs/test_docs.py $(ARGS)
+	PYTHONPATH="$(CURDIR)/build/trl/site-packages" $(BIN)/pytest -n 0 -k "trl or trainer.md" tests/backends/torch/test_trl.py tests/docs/test_docs.py $(ARGS)
 
 # Not in .venv, either: 80 MB for one test. The folder's name matters: datasets names its data by a pickle, for which dill goes through
 # every module whose path has no `site-packages` in it, until it fails.

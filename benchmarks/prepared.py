@@ -16,15 +16,11 @@ from typing import Any
 import deltacheck
 from benchmarks.ways import Chain, Run
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import (
-    MATURED_STEPS,
-    Recipe,
-    moment_growth,
-    recipe,
-    tiny,
-)
+from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
 from deltacheck.profile import Profile
 
+# The memory of AdamW's second moment.
+MATURED_STEPS = 1000
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
 # Of training and of Orbax, which needs the most: state, gradients, temporaries, four copies
 _BYTES_A_PARAMETER = 100
@@ -136,7 +132,7 @@ def load(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, Pro
 def _mature(run: Run) -> None:
     """Set the moments to their values after ``MATURED_STEPS`` more steps with similar gradients."""
     if run.framework == "torch":
-        run.workload.optimizer.mature(MATURED_STEPS)
+        mature(run.workload.optimizer, MATURED_STEPS)
         return
     import jax
     import optax
@@ -159,3 +155,35 @@ def _mature(run: Run) -> None:
         is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState),
     )
     run.workload.training = training | {"optimizer": moments}
+
+
+def mature(optimizer: Any, steps: int) -> None:
+    """Set the moments as after ``steps`` more steps with gradients like those so far.
+
+    The moments become what their unbiased estimates predict, and the count is increased. Weights
+    and masters stay.
+
+    Args:
+        optimizer: A ``MixedPrecisionAdamW`` that has made at least one step.
+        steps: The number of steps.
+    """
+    for group in optimizer.param_groups:
+        before, after = group["step"], group["step"] + steps
+        group["step"] = after
+        for parameter in group["params"]:
+            for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
+                optimizer.state[parameter][name].mul_(moment_growth(beta, before, after))
+
+
+def moment_growth(beta: float, before: int, after: int) -> float:
+    """Return the factor from a moment of Adam to its value after more steps.
+
+    A moment begins at zero and grows towards the mean of the gradients, or of their squares. The
+    factor assumes that later gradients are like the first.
+
+    Args:
+        beta: The decay of the moment.
+        before: The number of steps so far.
+        after: The number of steps then.
+    """
+    return float((1 - beta**after) / (1 - beta**before))

@@ -48,7 +48,7 @@ class Profiler(Observer):
     Call ``observe`` after every step, with the nested state that a checkpoint would hold: torch
     tensors, JAX or NumPy arrays. Between the intervals it only records loss and gradient norm. A
     sample has a few thousand elements of each class of leaves; the rest never leaves its device.
-    ``profile`` returns the result, and ``docs/how-to/profile.md`` shows how to use it.
+    ``profile`` returns the result, and ``docs/how-to/policies.md`` shows how to use it.
 
     Args:
         interval_steps: The number of steps between two samples (default: 10). The interval of the

@@ -43,7 +43,7 @@ class MemoryTier:
     If there is no room for one more whole state, a save waits until steps are on the disk
     (``on_busy="skip"``: it is skipped). If that makes no room, the newest step is copied too, the
     memory is emptied, and the save is a whole one. So the memory must hold one whole state, and is
-    useful from two on. See ``docs/how-to/memory-tier.md``.
+    useful from two on. See ``docs/how-to/every-step.md``.
 
     Args:
         path: A directory in memory, such as one below ``/dev/shm``, of this run alone. It outlives

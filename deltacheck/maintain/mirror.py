@@ -27,7 +27,7 @@ class Mirror:
     """A copy of a memory root, kept by another process than the one that writes there.
 
     A mirror takes the lease of the target, and no lock on the source. See
-    ``docs/how-to/memory-tier.md``.
+    ``docs/how-to/every-step.md``.
 
     Args:
         source: The memory root of an engine.

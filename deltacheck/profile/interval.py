@@ -1,7 +1,7 @@
 """The checkpoint interval that wastes the least time, and the time that an interval wastes.
 
 All durations are in seconds. Failures are a Poisson process: independent of each other, at a
-constant rate. ``docs/explanation/planning.md`` compares the formulas with a simulation.
+constant rate. ``docs/how-to/size-an-interval.md`` compares the formulas with a simulation.
 """
 
 from __future__ import annotations

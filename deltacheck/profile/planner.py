@@ -1,7 +1,7 @@
 """Predictions before any checkpoint is made: bytes, blocking and restore time, the best interval.
 
 The result also tells if deltas pay at all. Pure functions over frozen records. Every formula, its
-source and its range: ``docs/explanation/planning.md``.
+source and its range: ``docs/how-to/size-an-interval.md``.
 """
 
 from __future__ import annotations
@@ -466,7 +466,7 @@ def _reasons(
         " the mean"
     )
     factor = projected.interval_steps / rates.interval_steps
-    # The laws of growth were measured within a factor of four, see planning.md.
+    # The laws of growth were measured within a factor of four, see size-an-interval.md.
     if not 0.25 <= factor <= 4:
         reasons.append(
             f"the saves that were observed have an interval of {rates.interval_steps:g}, not of"

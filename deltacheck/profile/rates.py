@@ -1,7 +1,7 @@
 """The bytes of a checkpoint, and their growth with the interval.
 
 The rates of a state come from a profile or from the saves of a root. Every formula, its source and
-its range: ``docs/explanation/planning.md``.
+its range: ``docs/how-to/size-an-interval.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.profile.record import LeafProfile, Profile
 
 # Growth of the share of changed words with the steps between two checkpoints. The exponent is below
-# 1 because the same words change again. Fitted to our own runs, see planning.md.
+# 1 because the same words change again. Fitted to our own runs, see size-an-interval.md.
 _SPREAD_EXPONENT = 0.65
 # Growth of the delta of a leaf in which nearly every word changed: if the differences double, each
 # takes about one more bit.
@@ -151,7 +151,7 @@ def mean_chain(max_chain_depth: int) -> float:
 def at_interval(rates: Rates, interval_steps: float) -> Rates:
     """Return the rates of the same state for another interval.
 
-    This is an extrapolation; planning.md shows its accuracy.
+    This is an extrapolation; size-an-interval.md shows its accuracy.
     """
     factor = interval_steps / rates.interval_steps
     projected = replace(

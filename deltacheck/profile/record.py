@@ -1,6 +1,6 @@
 """The profile of a run: a versioned JSON document, ``profile.json``, validated when it is read.
 
-Field names are keys of that document. ``docs/how-to/profile.md`` shows how to make and use one.
+Field names are keys of that document. ``docs/how-to/policies.md`` shows how to make and use one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rules that a decoded manifest, segment table or tag must follow before it is used.
 
 They bound all that a reader computes from a document: a forged one can neither make it allocate nor
-lead it out of the root (``docs/how-to/untrusted.md``).
+lead it out of the root (``docs/how-to/read.md``).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not 
 PAGES = sorted({HERE / "README.md", *(HERE / "docs").rglob("*.md")} - {WRITTEN_BY_MAKE})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = {
-    "docs/how-to/trl.md": ("trl", "datasets", "peft"),
-    "docs/how-to/ray.md": ("ray",),
+    "docs/how-to/trainer.md": ("trl", "datasets", "peft"),
+    "docs/how-to/frameworks.md": ("ray",),
 }  # packages that .venv need not have; `make trl-test` runs the first page
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -156,6 +156,29 @@ def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:
 
 def test_the_site_has_every_page_once() -> None:
     navigation = (HERE / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    listed = re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
+    listed = re.findall(r"- (?:[^:\n]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
     pages = {path.relative_to(HERE / "docs").as_posix() for path in (HERE / "docs").rglob("*.md")}
-    assert sorted(listed) == sorted(pages | {"reference/python.md"})
+    measurements = {page for page in pages if page.startswith("lab/")}
+    assert sorted(listed) == sorted(pages - measurements | {"reference/python.md"})
+    assert len(listed) <= 30, "merge pages: nobody finds a task among more"
+
+
+def test_the_search_leaves_out_the_measurements() -> None:
+    for page in (HERE / "docs" / "lab").glob("*.md"):
+        assert page.read_text().startswith("---\nsearch:\n  exclude: true\n---\n"), page
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub and the site name them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.lower()) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_anchor_exists(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        file = (page.parent / target).resolve() if target else page
+        if file.suffix == ".md" and file != WRITTEN_BY_MAKE:
+            assert anchor in anchors_of(file), f"{named(page)} links to {target}#{anchor}"

@@ -16,6 +16,7 @@ pytest.importorskip("optax")
 
 ROOT = Path(__file__).parents[2]
 
+from benchmarks.prepared import mature
 from deltacheck.evaluate.workloads import jax_workloads, tasks, torch_workloads
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.evaluate.workloads.recipe import TASKS, Recipe, recipe, small, tiny
@@ -181,7 +182,7 @@ def test_a_matured_optimizer_is_that_of_more_steps_with_the_same_gradients() -> 
 
     matured, longer = trained(5), trained(205)
     (before,) = (state["master"].clone() for state in matured.state.values())
-    matured.mature(200)
+    mature(matured, 200)
     assert matured.param_groups[0]["step"] == longer.param_groups[0]["step"] == 205
     for state, expected in zip(matured.state.values(), longer.state.values(), strict=True):
         for name in ("exp_avg", "exp_avg_sq"):

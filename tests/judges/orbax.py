@@ -181,7 +181,7 @@ _TARGET = (
     " StandardRestore, from the target, too"
 )
 _ROUNDS = "Orbax rounds; ours refuses a dtype that does not hold every value (cast=True)"
-# The differences that are meant: docs/how-to/move-from-orbax.md.
+# The differences that are meant: docs/how-to/orbax.md.
 EXPECTED: dict[str, str] = {
     "Standard: placeholder": "StandardRestore of Orbax has no placeholders",
     "Standard: dtype, narrower": _ROUNDS,

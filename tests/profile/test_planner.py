@@ -155,7 +155,7 @@ def test_the_mean_chain_is_that_of_the_staggered_limits(depth: int) -> None:
 # --- bytes ----------------------------------------------------------------------------------------
 
 # Stored bytes an element at 1, 10 and 50 steps apart, as measured on our runs
-# (docs/explanation/planning.md).
+# (docs/how-to/size-an-interval.md).
 MEASURED = [
     pytest.param(2, 0.004, (0.006, 0.029, 0.068), id="bf16 weights, lr 1e-6"),
     pytest.param(2, 0.042, (0.046, 0.206, 0.388), id="bf16 weights, lr 2e-5"),

@@ -49,6 +49,7 @@ class Programs:
             limit_seconds: Ends a hang.
         """
         output = folder.with_name(f"{folder.name}.output")
+        output.touch()
         job = {
             "program": program,
             "folder": str(folder),
@@ -64,7 +65,7 @@ class Programs:
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.stdout.readline()
         text = output.read_text(errors="replace")
-        assert status, f"no end within {limit_seconds} s: {text[-3000:]}"
+        assert status, f"the server has ended, or no end within {limit_seconds} s: {text[-3000:]}"
         return CompletedProcess(program, json.loads(status), text)
 
     def close(self) -> None:

@@ -369,7 +369,7 @@ def shown(versions: Mapping[str, str]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Return all results as a table, as in docs/how-to/release.md."""
+    """Return all results as a table, as in docs/lab/benchmarks.md."""
     columns = ("environment", "python", *SHOWN, "passed", "failed", "skipped", "seconds")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for result in results:

@@ -51,7 +51,7 @@ class Engine:
     """The checkpoints of one training run, in a directory or under a prefix of an object store.
 
     ``engine.restored_step`` is the training step of the last ``restore``, or ``None``. The guide
-    ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/memory-tier.md`` the
+    ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/every-step.md`` the
     memory tier and ``docs/how-to/several-ranks.md`` process groups. An engine that nobody refers to
     any more closes itself, and the saves that it has begun are finished.
 
@@ -74,8 +74,8 @@ class Engine:
         base: The model that the run begins from: a model folder of Hugging Face, or a root. The
             first save of ``root`` is then stored as changes to it, in files that all runs beside
             each other share. A folder is imported once, beside ``root``
-            (``docs/how-to/base-model.md``). Not with ``memory`` or ``process_group``. Default: the
-            first save writes whole leaves.
+            (``docs/how-to/integrations.md``). Not with ``memory`` or ``process_group``. Default:
+            the first save writes whole leaves.
         storage: The access to an object store. Default: from the environment.
 
     Raises:

@@ -327,7 +327,7 @@ def _require_support() -> None:
         raise SaveFailed(
             f"megatron-core {package_info.__version__} cannot load a step of DeltaSaveStrategy:"
             f" {reason}. Nothing was written. Use megatron-core 0.16 to 0.19, or save the same"
-            " descriptors with deltacheck.backends.torch.Engine (docs/how-to/megatron.md)"
+            " descriptors with deltacheck.backends.torch.Engine (docs/how-to/frameworks.md)"
         )
 
 

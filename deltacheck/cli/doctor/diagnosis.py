@@ -313,7 +313,7 @@ def mount(facts: MachineFacts, file_system: FileSystem) -> Line:
             "degraded",
             f"{kind}: in memory",
             cost="every step is lost when the machine stops",
-            remedy="use a disk, or a memory tier: docs/how-to/memory-tier.md",
+            remedy="use a disk, or a memory tier: docs/how-to/every-step.md",
         )
     if kind == "overlay":
         return Line(

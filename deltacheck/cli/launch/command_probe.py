@@ -57,14 +57,9 @@ def probe(command: Sequence[str], environment: Mapping[str, str]) -> PythonFacts
     Args:
         command: The program and its arguments.
         environment: The environment of the command.
-
-    Raises:
-        ValueError: There is no such program.
     """
     path = shutil.which(command[0], path=environment.get("PATH"))
-    if path is None:
-        raise ValueError(f"there is no program {command[0]!r}")
-    interpreter = _interpreter(path, command[1:])
+    interpreter = None if path is None else _interpreter(path, command[1:])
     if interpreter is None:
         return None
     try:

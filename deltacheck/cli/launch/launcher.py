@@ -105,7 +105,9 @@ def run(
         )
         _check_policy(options)
         environment = _environment(options)
-        _check_command(_probe(command, environment), speaks)
+        if shutil.which(command[0]) is None:
+            raise typer.BadParameter(f"there is no program {command[0]!r}", param_hint="COMMAND")
+        _check_command(command_probe.probe(command, environment), speaks)
         status, attempts = run_attempts(
             command,
             environment,
@@ -192,13 +194,6 @@ def _environment(options: LaunchOptions) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *others])
     options.leave_in(environment)
     return environment
-
-
-def _probe(command: list[str], environment: Mapping[str, str]) -> PythonFacts | None:
-    try:
-        return command_probe.probe(command, environment)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="COMMAND") from error
 
 
 def _check_command(facts: PythonFacts | None, speaks: bool) -> None:

@@ -2,7 +2,5 @@
 
 ``demonstration.py`` has the plan of ``deltacheck.evaluate`` and shows the result, ``results.py``
 its judgement and tables, ``demo_figures.py`` its figures. ``methods.py`` lists the ways of saving,
-``savers.py`` performs them. The optimizer is settled before the first save
-(``workloads.builtin.demo``), so that the lossy policy shows its size in few steps. Nothing here
-imports torch before the demo runs.
+``savers.py`` performs them. Nothing here imports torch before the demo runs.
 """

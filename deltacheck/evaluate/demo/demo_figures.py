@@ -12,7 +12,6 @@ from deltacheck.evaluate import drawings
 from deltacheck.evaluate.demo import results
 from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
 from deltacheck.evaluate.demo.results import DemoOutcome, Way
-from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 from deltacheck.report.drawing import (
     BLUE,
     GREEN,
@@ -37,7 +36,6 @@ def facts(outcome: DemoOutcome) -> dict[str, str]:
         "verdict": "every promise was kept" if outcome.holds else "a promise was broken",
         "state": f"{format_size(outcome.evidence.saves[-1].raw_bytes)}, AdamW, bf16 weights",
         "run": f"{plan.steps} steps, a checkpoint every {plan.every}",
-        "optimizer": f"settled: {MATURED_STEPS:,} steps added to its count",
         "killed": f"after step {recovery.last_step}, in the save of step"
         f" {recovery.kill.saving_step}",
         "noise": f"{outcome.noise:.1e}, standard deviation of the final loss between seeds",
@@ -98,11 +96,8 @@ def _overview(outcome: DemoOutcome) -> Drawing:
     panels[0].invert_yaxis()
     caption = (
         "One training, saved in each way at every checkpoint. Bytes: of all files of"
-        " the checkpoints. Median: of the bytes of the saves, most of which follow the stable"
-        " start of Policy.auto(). Waits: the median of the saves beside which training went on."
-        " Restore: into a new process, with files in memory. Before the first save, the optimizer"
-        " was settled: after some steps its moments were set to their unbiased estimates, and"
-        f" {MATURED_STEPS:,} steps were added to its count."
+        " the checkpoints. Waits: the median of the saves beside which training went on. Restore:"
+        " into a new process, with files in memory."
     )
     columns = ("way", *results.COSTS[1:])
     rows = tuple(results.costs(outcome))
@@ -139,8 +134,8 @@ def _bytes(outcome: DemoOutcome) -> Drawing:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
     caption = (
         "Bytes of each save, on a logarithmic axis. The first save of each way has the whole"
-        " state. Policy.auto() is exact until the run is stable. The gradient log stores the state"
-        " itself every few saves."
+        " state. Policy.auto() reuses moments once the run is stable. The gradient log stores the"
+        " state itself every few saves."
     )
     columns = ("way", "step", "bytes")
     return Drawing("bytes", "Bytes of each save", caption, figure, (), columns, tuple(rows))

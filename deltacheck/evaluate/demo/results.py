@@ -20,7 +20,6 @@ from deltacheck.evaluate.records import Evidence, Recovery, WaySaves
 from deltacheck.evaluate.significance import student_quantile
 from deltacheck.evaluate.workloads.equality import EqualityVerdict
 from deltacheck.evaluate.workloads.leaf_classes import leaf_class
-from deltacheck.evaluate.workloads.recipe import MATURED_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +188,6 @@ def _costs(outcome: DemoOutcome) -> Table:
         title=(
             f"a state of {raw_bytes / 1e6:.1f} MB, {plan.steps} steps, a checkpoint every"
             f" {plan.every}; ratios to {outcome.peer.method.title}"
-        ),
-        caption=(
-            f"The optimizer is settled: {MATURED_STEPS:,} steps were added to its count, and its"
-            " moments are their unbiased estimates."
         ),
     )
     for heading in COSTS:

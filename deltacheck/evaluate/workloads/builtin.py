@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from deltacheck.evaluate.workload import FOLDER
-from deltacheck.evaluate.workloads import tasks, text
-from deltacheck.evaluate.workloads.recipe import MATURED_STEPS, Recipe, small, tiny
+from deltacheck.evaluate.workloads import tasks
+from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
 from deltacheck.evaluate.workloads.recipe import demo as demo_recipe
 from deltacheck.evaluate.workloads.recipe import tiny_demo as tiny_demo_recipe
 from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained, pretraining
+from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 
 # Files in the folder that the processes of an evaluation share.
-ROWS, PRETRAINED, SETTLED = "finetune.npz", "pretrained.pt", "settled.pt"
+ROWS, PRETRAINED = "finetune.npz", "pretrained.pt"
 # PyTorch's default betas. The rate is constant, as in the middle of a long run.
 _DEMO: dict[str, Any] = {"betas": (0.9, 0.999), "steps": None, "warmup_steps": 0}
 
@@ -84,42 +84,13 @@ def tiny_lora(seed: int) -> ProtocolWorkload:
 
 
 def demo(seed: int) -> ProtocolWorkload:
-    """Create the fine-tuning of the demo, with a settled optimizer. 3.3 M parameters."""
-    recipe = demo_recipe(seed, batch=4, pretrain_rate=3e-3, **_DEMO)
-    return _settled(recipe, steps=30)
+    """Create the fine-tuning of the demo. 3.3 M parameters."""
+    return create(demo_recipe(seed, batch=4, pretrain_rate=3e-3, **_DEMO), seed)
 
 
 def tiny_demo(seed: int) -> ProtocolWorkload:
     """Create ``demo`` in its tiny size."""
-    return _settled(tiny_demo_recipe(seed, **_DEMO), steps=6)
-
-
-def _settled(recipe: Recipe, steps: int) -> ProtocolWorkload:
-    """Create a fine-tuning from the state of one that was trained for some steps.
-
-    That state is the same for every seed. Its moments are set as after ``MATURED_STEPS`` more
-    steps. All later updates are the optimizer's own.
-    """
-    folder = Path(os.environ[FOLDER])
-    rows, start = folder / ROWS, folder / SETTLED
-    if not start.exists():
-        sources = text.standard_library()
-        text.finetuning_rows(sources, recipe.context).write(rows)
-        first = pretraining(recipe, text.pretraining_rows(sources, recipe.context))
-        _train(first, recipe.pretrain_steps)
-        second = Workload(recipe, first.model.state_dict(), Rows.read(rows))
-        _train(second, steps)
-        torch.save(second.state(), start)
-    state = torch.load(start, weights_only=True)
-    run = Workload(recipe, state["model"], Rows.read(rows))
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.optimizer.mature(MATURED_STEPS)
-    return ProtocolWorkload(run)
-
-
-def _train(run: Workload, steps: int) -> None:
-    for _ in range(steps):
-        run.train_step()
+    return create(tiny_demo_recipe(seed, **_DEMO), seed)
 
 
 def _small(task: str) -> Recipe:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deltacheck.evaluate.workloads.recipe import moment_growth
-
 
 class MixedPrecisionAdamW(Optimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019); deterministic.
@@ -74,20 +72,6 @@ class MixedPrecisionAdamW(Optimizer):
             torch._foreach_addcdiv_(masters, means, deviations, -rate)
             torch._foreach_copy_(parameters, masters)
         return loss
-
-    @torch.no_grad()
-    def mature(self, steps: int) -> None:
-        """Set the moments as after ``steps`` more steps with gradients like those so far.
-
-        The moments become what their unbiased estimates predict, and the count is increased.
-        Weights and masters stay. At least one step must have been trained.
-        """
-        for group in self.param_groups:
-            before, after = group["step"], group["step"] + steps
-            group["step"] = after
-            for parameter in group["params"]:
-                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-                    self.state[parameter][name].mul_(moment_growth(beta, before, after))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as the base class does, but keep float32.

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 TASKS = ("sft", "lora", "rl")
-# Steps that are added to the count of a settled optimizer, see ``moment_growth``: the memory of
-# AdamW's second moment.
-MATURED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +120,3 @@ def tiny_demo(seed: int, **changes: Any) -> Recipe:
     return demo(
         seed, **(sizes | {"pretrain_steps": 10, "pretrain_batch": 4, "steps": 18} | changes)
     )
-
-
-def moment_growth(beta: float, before: int, after: int) -> float:
-    """Return the factor from a moment of Adam to its value after more steps.
-
-    A moment begins at zero and grows towards the mean of the gradients, or of their squares. The
-    factor assumes that later gradients are like the first.
-
-    Args:
-        beta: The decay of the moment.
-        before: The number of steps so far.
-        after: The number of steps then.
-    """
-    return float((1 - beta**after) / (1 - beta**before))

@@ -1,4 +1,4 @@
-"""Claims of ``docs/how-to/move-from-orbax.md``: calls run with Orbax's handlers and with ours."""
+"""Claims of ``docs/how-to/orbax.md``: calls run with Orbax's handlers and with ours."""
 
 from __future__ import annotations
 

@@ -200,7 +200,12 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             try:
                 with run.joined(trainer), self._signals() as run.signals:
                     path = run.resume_from(resume_from_checkpoint, newest=self._resume)
-                    return original(trainer, path, *args, **kwargs)
+                    result = original(trainer, path, *args, **kwargs)
+                    # No step was trained, and what follows continues as if the training had just
+                    # ended.
+                    if run.resumed is not None:
+                        training_state.restore_random_states(trainer, run.resumed)
+                    return result
             except _Stopped:
                 pass
             finally:
@@ -222,8 +227,6 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             trainer.control.should_training_stop = True
             if self._run is not None and self._run.resumed is not None:
                 self._run.warn_if_finished(trainer.state)
-                # What follows this training continues as if it had just ended.
-                training_state.restore_random_states(trainer, self._run.resumed)
             return
         original(trainer, *args, **kwargs)
 
