@@ -710,7 +710,7 @@ def test_a_browser_shows_every_figure_and_finds_nothing_to_complain_of(
     file, shot = tmp_path / "report.html", tmp_path / "shot.png"
     file.write_text(text)
     done = browser("--dump-dom", file.as_uri())
-    assert done.stdout.count("<svg") == len(NAMES)
+    assert done.stdout.count("<svg") == len(EXACT_NAMES)
     assert "CONSOLE" not in done.stderr
     browser("--window-size=1100,4000", f"--screenshot={shot}", file.as_uri())
     image = imread(shot)
