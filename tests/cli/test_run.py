@@ -96,8 +96,13 @@ def test_a_signal_goes_to_the_command_which_is_not_started_again(tmp_path: Path,
         " open('starts', 'a').write('x'); print('ready', flush=True); signal.pause()"
     )
     words = ["--restarts", "0" if name == "SIGUSR1" else "5", "--", PYTHON, "-c", program, name]
+    # A shell lets its background jobs ignore SIGINT, and a test run may be one.
+    heard = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+        " os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
     with subprocess.Popen(
-        [PYTHON, "-m", "deltacheck", "run", *words],
+        [PYTHON, "-c", heard, "-m", "deltacheck", "run", *words],
         env=environment(),
         cwd=tmp_path,
         stdout=subprocess.PIPE,

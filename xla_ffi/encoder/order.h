@@ -43,9 +43,8 @@ inline void for_each_in_quarters(uint64_t words, const Work& work) {
 struct ClassCounts {
   std::array<uint32_t, kClasses> of[kQuarters];
 
-  // Counts the words of a chunk.
-  template <typename Memory>
-  void count(const Memory* base, uint64_t words) {
+  // Counts the words of a chunk. Not a template of their type, which would lose its alignment.
+  void count(const Word<kOrderedWordBytes>::Memory* base, uint64_t words) {
     for (auto& quarter : of) quarter.fill(0);
     for_each_in_quarters(words, [&](uint64_t i, uint32_t k) { ++of[k][class_of_word(base[i])]; });
   }
