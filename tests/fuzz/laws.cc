@@ -40,19 +40,6 @@ Encoded encode_at(const Run& run, const std::vector<uint8_t>& current,
   return encoded;
 }
 
-bool same(const Encoded& one, const Encoded& other) {
-  if (one.rows.size() != other.rows.size()) return false;
-  if (!one.rows.empty() &&
-      std::memcmp(one.rows.data(), other.rows.data(), one.rows.size() * sizeof(Row)) != 0)
-    return false;
-  for (int stream = 0; stream < kStreams; ++stream) {
-    const Bytes &a = one.streams[stream], &b = other.streams[stream];
-    if (a.size != b.size || (a.size > 0 && std::memcmp(a.data.get(), b.data.get(), a.size) != 0))
-      return false;
-  }
-  return true;
-}
-
 std::string decode(const Run& run, const Encoded& encoded, uint8_t* base) {
   StreamView views[kStreams];
   for (int stream = 0; stream < kStreams; ++stream)

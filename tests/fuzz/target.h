@@ -79,3 +79,17 @@ inline void use_some_kernels(uint8_t number) {
 }
 
 inline int some_word_bytes(uint8_t number) { return 1 << (number & 3); }
+
+// Returns true if two encodings have the same rows and streams.
+inline bool same(const deltacheck::Encoded& one, const deltacheck::Encoded& other) {
+  if (one.rows.size() != other.rows.size()) return false;
+  if (!one.rows.empty() && std::memcmp(one.rows.data(), other.rows.data(),
+                                       one.rows.size() * sizeof(deltacheck::Row)) != 0)
+    return false;
+  for (int stream = 0; stream < deltacheck::kStreams; ++stream) {
+    const deltacheck::Bytes &a = one.streams[stream], &b = other.streams[stream];
+    if (a.size != b.size || (a.size > 0 && std::memcmp(a.data.get(), b.data.get(), a.size) != 0))
+      return false;
+  }
+  return true;
+}
