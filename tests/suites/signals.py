@@ -6,15 +6,22 @@ signal, or handles many: a handler that waits for the saves, one that saves by i
 ``finish_on_signal`` with an earlier handler that lets the process live. A save is *lost* if its
 call has returned and no step exists afterwards. A *hang* is a child that does not answer within
 the limit, which decides nothing else.
+
+The handler of torch's ``DataLoader`` for SIGCHLD raises wherever the training is when a worker has
+died. If that is between taking a lock and the block that releases it, the lock stays taken, and the
+loader's own end waits for it (seen in ``multiprocessing.Queue.put``). A child that hangs prints its
+stacks; one whose main thread waits there, with no call of deltacheck, is counted as the loader's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import itertools
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -33,6 +40,7 @@ import deltacheck
 from deltacheck import Keep, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import DeltacheckError
+from tests.support.waiting import wait_until
 
 HANG_SECONDS = 240.0
 GRACE_SECONDS = 60.0
@@ -389,6 +397,7 @@ def run_child(kind: Kind, folder: Path, moments: random.Random, count: int) -> C
         os.dup2(log, 1)
         os.dup2(log, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        faulthandler.register(signal.SIGUSR2)
         raise _InChild(Child(kind, folder, seed, workers, count, writing))
     os.close(writing)
     lines, counts = Lines(reading), Counter[str]()
@@ -419,6 +428,8 @@ def run_child(kind: Kind, folder: Path, moments: random.Random, count: int) -> C
                 problems.append("hang")
             break
     if "hang" in problems:
+        if is_of_loader(stack_of(process, folder / "log")):
+            problems[problems.index("hang")] = "hang of the loader"
         os.killpg(process, signal.SIGKILL)
     if process:
         os.waitpid(process, 0)
@@ -429,12 +440,39 @@ def run_child(kind: Kind, folder: Path, moments: random.Random, count: int) -> C
     steps = deltacheck.open(root).steps() if not problems or is_alive else []
     if lines.begun not in steps:
         problems.append(f"lost: step {lines.begun} is not among {steps}")
+    names = {"hang": "hangs", "hang of the loader": "loader"}
     for problem in problems:
-        counts["hangs" if problem == "hang" else "lost"] += 1
+        counts[names.get(problem, "lost")] += 1
         to = "group" if to_group else "process"
         print(f"{kind.name}, {workers} workers, to the {to}, seed {seed}: {problem}")
         print((folder / "log").read_text(errors="replace")[-3000:], flush=True)
     return counts
+
+
+def stack_of(process: int, log: Path) -> list[str]:
+    """Let a child print its stacks.
+
+    Returns:
+        The files of the main thread's frames, innermost first.
+    """
+
+    def main_thread() -> list[str]:
+        for thread in log.read_text(errors="replace").split("\n\n"):
+            files: list[str] = re.findall(r'  File "([^"]+)", line \d+ in ', thread)
+            if files and files[-1] == "<frozen runpy>":
+                return files
+        return []
+
+    os.kill(process, signal.SIGUSR2)
+    return wait_until(main_thread)
+
+
+def is_of_loader(files: list[str]) -> bool:
+    """Return True if the main thread waits in torch's ``DataLoader``, not in a call of ours."""
+    library = os.path.dirname(deltacheck.__file__)
+    return any(file.endswith("data/dataloader.py") for file in files) and not any(
+        file.startswith(library) for file in files
+    )
 
 
 class _InChild(BaseException):
@@ -463,8 +501,9 @@ def campaign(signals: int, seed: int, only: str) -> int:
         print(f"{kind.name:<26}{of_kind['signals']:>5} signals {seconds:>5.0f} s", flush=True)
         total += of_kind
     print(
-        f"{total['signals']} signals, {total['lost']} saves lost, {total['hangs']} hangs, seed"
-        f" {seed}, {time.perf_counter() - begin:.0f} s"
+        f"{total['signals']} signals, {total['lost']} saves lost, {total['hangs']} hangs"
+        f" ({total['loader']} more of torch's DataLoader), seed {seed},"
+        f" {time.perf_counter() - begin:.0f} s"
     )
     return int(bool(total["lost"] or total["hangs"] or not total["signals"]))
 
