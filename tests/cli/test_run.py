@@ -22,6 +22,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.lease import LocalLease
 from deltacheck.store.roots.opening import create_store
 from tests.support.paths import REPOSITORY
+from tests.support.s3_server import FOREVER, S3, Fault
 
 PYTHON = sys.executable
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
@@ -152,7 +153,7 @@ def folder_of_others(folder: Path) -> list[object]:
     [
         (file_in_the_way, 3, "file is a file; give an empty or new directory"),
         (folder_of_others, 3, "others is not empty and not a deltacheck root"),
-        (lambda _: ["--root", "s3://bucket/run"], 5, "deltacheck run needs a local directory"),
+        (lambda _: ["--root", "s3:/bucket/run"], 2, "lost a slash"),
         (lambda _: ["--root", "ftp://host/run"], 2, "not ftp://"),
         (lambda _: ["--policy", "guess"], 2, "'guess' is no policy; choose from whole, exact"),
         (lambda _: ["--every", "0"], 2, "Invalid value for '--every'"),
@@ -188,6 +189,18 @@ def test_a_root_without_space_is_refused(
     words = ["--root", str(tmp_path / "root"), "--", PYTHON, "-c", TOUCH, str(tmp_path / "started")]
     assert main(["run", *words]) == 5
     assert "has 1.0 MiB of free space" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_bucket_that_cannot_be_written_safely_is_refused(tmp_path: Path, s3: S3) -> None:
+    words = ["--", PYTHON, "-c", TOUCH, tmp_path / "started"]
+    missing = run("--root", "s3://no-such-bucket/run", *words)
+    assert missing.code == 5
+    assert "no-such-bucket" in missing.err
+    with s3.failing(Fault("unconditional", "/probe-", times=FOREVER)):
+        careless = run("--root", "s3://bucket/careless", *words)
+    assert careless.code == 5
+    assert "conditional writes" in careless.err
     assert not (tmp_path / "started").exists()
 
 
@@ -474,3 +487,33 @@ def test_a_killed_accelerate_loop_continues_without_an_edit(tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "parts" / "step_8").iterdir()) == [
         "deltacheck.json"
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "kill_at"),
+    [
+        ("hf", "transformers", "5"),
+        ("lightning", "lightning", "7"),
+        ("accelerate", "accelerate", "5"),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_another_machine_continues_from_a_bucket(
+    tmp_path: Path, s3: S3, kind: str, package: str, kill_at: str
+) -> None:
+    pytest.importorskip(package)
+    root = f"s3://bucket/run-{kind}"
+    more = [1] if kind == "hf" else []
+    assert train(kind, tmp_path, "whole", more=more).code == 0
+    killed = train(kind, tmp_path, "parts", "--root", root, more=more, KILL_AT=kill_at)
+    assert killed.code == 128 + signal.SIGKILL, killed.err[-3000:]
+    newest = deltacheck.open(root).latest_step()
+    if kind != "accelerate":  # whose script looks for a folder
+        shutil.rmtree(tmp_path / "parts")
+    again = train(kind, tmp_path, "parts", "--root", root, more=more, KILL_AT=kill_at)
+    assert again.code == 0, again.err[-3000:]
+    assert f"continues from step {newest}" in again.lines[1]
+    found, whole = result(tmp_path, "parts"), result(tmp_path, "whole")
+    if kind == "accelerate":
+        assert (found.pop("begin"), whole.pop("begin")) == (newest, 0)
+    assert found == whole

@@ -39,8 +39,7 @@ def save_state(
     report = engine.save(step, state_of(accelerator)).result()
     if report is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        root = Path(str(engine.root))
-        pointer.write(folder / _POINTER, pointer.Pointer(root, report.step, report.seq))
+        pointer.write(folder / _POINTER, pointer.Pointer(engine.root, report.step, report.seq))
     accelerator.project_configuration.iteration += 1
     return str(folder)
 

@@ -26,7 +26,8 @@ class LaunchOptions:
     """The options that ``deltacheck run`` hands to the trainers of a command.
 
     Args:
-        root: The root, absolute. ``None``: ``deltacheck`` in the trainer's own folder.
+        root: The root, absolute, or its address in an object store. ``None``: ``deltacheck`` in the
+            trainer's own folder.
         policy: The policy, as ``policy_of`` reads it. ``None``: exact.
         every: The number of steps between two saves. ``None``: when the trainer itself saves.
         keep: The number of newest steps that stay. ``None``: as many as the trainer keeps.

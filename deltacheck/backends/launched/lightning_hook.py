@@ -28,6 +28,8 @@ from deltacheck.backends.torch.lightning import (
     _plugin_of,
 )
 from deltacheck.errors import NotACheckpointRoot
+from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 
@@ -38,7 +40,7 @@ _roots = TrainingRoots()
 class LaunchedIO(DeltaCheckIO):
     """The plugin of a trainer that ``deltacheck run`` has started."""
 
-    def use_root(self, root: Path) -> None:
+    def use_root(self, root: Place) -> None:
         """Save to a root from here on. No save is under way."""
         self._folder = root
 
@@ -66,7 +68,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     request = call.arguments.get("ckpt_path")
     base = options.root or str(Path(trainer.default_root_dir, "deltacheck").absolute())
-    root = Path(_roots.root(base, continues=request is not None))
+    root = storage.of(_roots.root(base, continues=request is not None))
     plugin.use_root(root)
     newest = None if request is not None else _newest(root)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +110,7 @@ def _let_torch_load_pointers() -> None:
     torch.load = load_any
 
 
-def _newest(root: Path) -> Manifest | None:
-    if not root.exists():
-        return None
+def _newest(root: Place) -> Manifest | None:
     try:
         opened = open_root(root)
     except NotACheckpointRoot:
@@ -124,14 +124,21 @@ def _newest(root: Path) -> Manifest | None:
     return max(whole, key=lambda manifest: manifest.seq, default=None)
 
 
-def _savers(trainer: Any, root: Path, options: LaunchOptions) -> list[Any]:
+def _savers(trainer: Any, root: Place, options: LaunchOptions) -> list[Any]:
     """Return callbacks that save every so many steps, and at the end of each epoch.
 
     Lightning continues exactly from the end of an epoch only, also with a save of the same step.
     """
     checkpoint = import_module(f"{_package(trainer)}.callbacks").ModelCheckpoint
     keep = -1 if options.keep is None else options.keep
-    common = {"dirpath": f"{root}-files", "monitor": "step", "mode": "max", "save_top_k": keep}
+    # The files that point to steps are local, wherever the steps are.
+    beside = root.parent if isinstance(root, Path) else Path(trainer.default_root_dir)
+    common = {
+        "dirpath": str(beside / f"{root.name}-files"),
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": keep,
+    }
     return [
         checkpoint(filename="{step}", every_n_train_steps=options.every, **common),
         checkpoint(filename="{epoch}-{step}", save_on_train_epoch_end=True, **common),

@@ -33,6 +33,7 @@ from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.background import Background, Task
+from deltacheck.store.files.storage import Place
 
 # The two distributions of Lightning, and the packages of their interface ``CheckpointIO``. Each
 # Trainer tests for its own.
@@ -59,7 +60,8 @@ class DeltaCheckIO:
     ``deltacheck/saves``, ``bytes``, ``blocking_seconds`` and ``durable_seconds``.
 
     Args:
-        root: The root of the steps. Default: ``deltacheck`` beside the first file that is saved.
+        root: The root of the steps, a directory or the address of a prefix of an object store.
+            Default: ``deltacheck`` beside the first file that is saved.
         rng: Save the random states too, and set them when a checkpoint is loaded, so that a resumed
             training is equal bit for bit. Default: the generators are not touched, and Lightning
             saves none of them.
@@ -81,7 +83,7 @@ class DeltaCheckIO:
         # Lightning tests plugins with ``isinstance``. A registration needs no base class, so this
         # module can be imported without Lightning.
         _register(type(self))
-        self._folder = None if root is None else place.local(root, "DeltaCheckIO")
+        self._folder = None if root is None else place.of(root, engine.get("storage"))
         self._rng = rng
         self._options = engine
         self._engine: Engine | None = None
@@ -96,7 +98,8 @@ class DeltaCheckIO:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments alone, as part of a ``Trainer``. The copy opens the root anew."""
-        make = functools.partial(type(self), self._folder, rng=self._rng, **self._options)
+        root = None if self._folder is None else str(self._folder)
+        make = functools.partial(type(self), root, rng=self._rng, **self._options)
         return make, ()
 
     def save_checkpoint(
@@ -225,7 +228,7 @@ class DeltaCheckIO:
         engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
         engine.on_commit(self._save_numbers.add)
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded.root == _root(engine):
+        if loaded is not None and _is_root(engine, loaded.root):
             # If the step was deleted since, the save writes whole leaves.
             with contextlib.suppress(StepNotFound, FileNotFoundError):
                 if pointer.opened(loaded.path)[1] == loaded.reader.manifest:
@@ -481,9 +484,14 @@ def _remove(engine: Engine | None, path: Path) -> None:
 
 def _delete(engine: Engine, target: pointer.Pointer) -> None:
     # The file may be of another run, and its root may belong to another process.
-    if target.root == _root(engine):
+    if _is_root(engine, target.root):
         engine._writer.delete_checkpoint(target.seq)
 
 
-def _root(engine: Engine) -> Path:
-    return place.local(engine.root, "Lightning's plugin").resolve()
+def _is_root(engine: Engine, root: Place) -> bool:
+    # By name: a pointer does not say how its object store is reached.
+    return str(root) == str(_root(engine))
+
+
+def _root(engine: Engine) -> Place:
+    return engine.root.resolve() if isinstance(engine.root, Path) else engine.root

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from deltacheck.cli.launch import command_probe
 from deltacheck.cli.launch.attempts import run_attempts, signals_held
 from deltacheck.cli.launch.command_probe import CALLS, PACKAGES, PythonFacts
 from deltacheck.errors import StorageFailed
+
+if TYPE_CHECKING:
+    from deltacheck.store.files.storage import Place
 
 # The least free space of a root. A save needs more for any model; a full disk has none.
 _LEAST_BYTES = 16 << 20
@@ -35,9 +38,12 @@ def run(
         str | None,
         typer.Option(
             "--root",
-            metavar="DIR",
+            metavar="ROOT",
             envvar="DELTACHECK_ROOT",
-            help="The root. Default: deltacheck in the output folder of the trainer.",
+            help=(
+                "The root, a directory or s3://BUCKET/PREFIX. Default: deltacheck in the output"
+                " folder of the trainer."
+            ),
         ),
     ] = None,
     policy: Annotated[
@@ -131,7 +137,7 @@ def run(
     raise typer.Exit(status)
 
 
-def _checked_root(root: str, speaks: bool) -> Path:
+def _checked_root(root: str, speaks: bool) -> Place:
     """Return a root that can be written to, and say what it has.
 
     Raises:
@@ -142,16 +148,17 @@ def _checked_root(root: str, speaks: bool) -> Path:
     from deltacheck.store.roots import opening
 
     try:
-        path = storage.local(root, "deltacheck run").absolute()
+        path = storage.of(root).absolute()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     is_root = opening.is_root_or_fresh(path)
-    _check_writable(path)
+    if isinstance(path, Path):
+        _check_writable(path)
+    storage.storage_of(path).check_writable()
     if not is_root:
         if speaks:
             say(f"new root {path}")
         return path
-    storage.storage_of(path).check_writable()
     opened = opening.open_root(path)
     newest = opened.latest_step()
     if speaks:

@@ -17,6 +17,7 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectStore
+from deltacheck.store.files.storage import Place
 from deltacheck.store.roots.opening import open_root
 
 MapLocation: TypeAlias = (
@@ -111,7 +112,7 @@ class ReadStep(NamedTuple):
     """
 
     path: Path
-    root: Path
+    root: Place
     reader: StepReader
 
 

@@ -2,9 +2,10 @@
 
 Frameworks expect one file for each checkpoint. A pointer is JSON,
 ``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``. ``root`` is relative to the
-folder of the file, so a folder with both can be moved. The folder is that of the file itself, not
-that of a symbolic link to it. The file is written after the commit, whole and synced or not at all.
-It has no content, so renaming or removing it does not affect the step.
+folder of the file, so a folder with both can be moved, or the address of a prefix of an object
+store. The folder is that of the file itself, not that of a symbolic link to it. The file is written
+after the commit, whole and synced or not at all. It has no content, so renaming or removing it does
+not affect the step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from deltacheck.errors import NotACheckpointRoot, StepNotFound
 from deltacheck.restore.export import new_file
 from deltacheck.store import layout
+from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.roots.root import Root
@@ -28,21 +31,25 @@ _MOST_BYTES = 1 << 16
 
 
 class Pointer(NamedTuple):
-    """The checkpoint that a file points to. ``root`` is absolute."""
+    """The checkpoint that a file points to. ``root`` is absolute, and has no links."""
 
-    root: Path
+    root: Place
     step: int
     seq: int
 
 
 def write(path: Path, target: Pointer) -> None:
     """Write a pointer to a committed checkpoint; replace the file if it exists."""
-    # Links on the way to the root are followed. The root itself may be one that is kept.
-    root = target.root.parent.resolve() / target.root.name
+    if isinstance(target.root, Path):
+        # Links on the way to the root are followed. The root itself may be one that is kept.
+        directory = target.root.parent.resolve() / target.root.name
+        # Relative, so that the folder of the file and the root can be moved together.
+        root = os.path.relpath(directory, path.parent.resolve())
+    else:
+        root = str(target.root)
     content = {
         "deltacheck": _KIND,
-        # Relative, so that the folder of the file and the root can be moved together.
-        "root": os.path.relpath(root, path.parent.resolve()),
+        "root": root,
         "step": target.step,
         "seq": target.seq,
     }
@@ -63,11 +70,13 @@ def read(path: Path) -> Pointer:
     try:
         content = json.loads(raw) if len(raw) <= _MOST_BYTES else None
         if isinstance(content, dict) and content.get("deltacheck") == _KIND:
-            return Pointer(
-                (path.resolve().parent / content["root"]).resolve(),
-                int(content["step"]),
-                int(content["seq"]),
-            )
+            root: Place
+            # A relative path has no two slashes in a row.
+            if "://" in content["root"]:
+                root = storage.of(content["root"])
+            else:
+                root = (path.resolve().parent / content["root"]).resolve()
+            return Pointer(root, int(content["step"]), int(content["seq"]))
     # JSON that is nested deeply, which an attacker may write, raises ``RecursionError``.
     except (ValueError, KeyError, TypeError, RecursionError):
         pass

@@ -42,6 +42,7 @@ from deltacheck.policy import Keep
 from deltacheck.save.exits import StopSignals, end_by
 from deltacheck.save.job.save_log import SaveNumbers
 from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 
 if TYPE_CHECKING:
     from deltacheck.backends.torch.trainer.zero_training import ZeroTraining
@@ -74,7 +75,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     subclass that replaces a method of ``Trainer`` for checkpoints without calling it.
 
     Args:
-        root: The root; ``None``: ``deltacheck`` in the trainer's ``output_dir``.
+        root: The root, a directory or the address of a prefix of an object store; ``None``:
+            ``deltacheck`` in the trainer's ``output_dir``. With DeepSpeed, a directory.
         every: Save every so many steps, in addition to ``save_strategy``. Smaller: less work is
             lost in a crash; larger: less to write. ``None``: only by ``save_strategy``.
         resume: ``True``: ``trainer.train()`` continues from the newest step of the root, if there
@@ -107,7 +109,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        self._folder = None if root is None else storage.local(root, "the Trainer's callback")
+        self._folder = None if root is None else storage.of(root, engine.get("storage"))
         self._every = every
         self._resume = resume
         self._stop_on = tuple(stop_on)
@@ -570,7 +572,7 @@ class _TrainCall:
 
 
 def _opened(
-    trainer: Any, folder: Path | None, options: dict[str, Any]
+    trainer: Any, folder: Place | None, options: dict[str, Any]
 ) -> tuple[Engine, ZeroTraining | None]:
     """Open the engine of a training: of one process, of ranks, or of ranks under DeepSpeed."""
     default = Path(trainer.args.output_dir, "deltacheck")

@@ -17,6 +17,8 @@ from deltacheck.backends.torch.deepspeed.configuration import engine_options
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine, write_pointers
 from deltacheck.backends.torch.deepspeed.saved_state import TRAINER, TrainerPart
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 
 
@@ -44,7 +46,7 @@ class ZeroTraining:
 
     @classmethod
     def opened(
-        cls, trainer: Any, folder: Path | None, default: Path, options: Mapping[str, Any]
+        cls, trainer: Any, folder: Place | None, default: Path, options: Mapping[str, Any]
     ) -> tuple[Engine, ZeroTraining]:
         """Open the engine of a trainer, with the options of DeepSpeed's configuration, too.
 
@@ -56,11 +58,12 @@ class ZeroTraining:
 
         Raises:
             ValueError: An option is unknown or not supported.
+            StorageFailed: The root is not local.
         """
         configuration = trainer.args.hf_deepspeed_config.config
         merged = engine_options(configuration, options)
-        root = folder or merged.pop("root", None) or default
-        merged.pop("root", None)
+        configured = merged.pop("root", None)
+        root = storage.local(folder or configured or default, "a Trainer with DeepSpeed")
         engine = UnpublishedEngine(root, process_group=dist.group.WORLD, **merged)
         return engine, cls(engine, merged)
 
