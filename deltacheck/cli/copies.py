@@ -652,7 +652,9 @@ def mirror(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", callback=checked_root, help="The memory root of an engine."
+            metavar="SOURCE",
+            callback=checked_root,
+            help="The root of an engine, or its memory root: a local directory.",
         ),
     ],
     target: Annotated[
@@ -660,7 +662,7 @@ def mirror(
         typer.Argument(
             metavar="TARGET",
             callback=checked_root,
-            help="The copy: a directory that is new, or a mirror of the same run.",
+            help="The copy, new or a mirror of the same run: a directory or s3://BUCKET/PREFIX.",
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
@@ -678,18 +680,24 @@ def mirror(
     ] = 0.2,
     power: Annotated[
         bool,
-        typer.Option("--power", help="Sync the copy, so that it survives a power cut. Slower."),
+        typer.Option(
+            "--power",
+            help=(
+                "Sync the copy of a memory root, so that it survives a power cut. Slower. Other"
+                " copies are synced."
+            ),
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy each step of a memory root as it appears.
+    """Copy each step of a root as it appears, to another machine's memory or to a bucket.
 
     Steps that are deleted there are deleted in the copy too. Takes no lock on the source.
     """
     from deltacheck.maintain.mirror import Mirror
 
     # A timeout of zero polls once, which is what ``--once`` means.
-    with Mirror(source, target, "power" if power else "process") as copy:
+    with Mirror(source, target, "power" if power else None) as copy:
         count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)
     if as_json:
         output.print_json({"source": source, "target": target, "copied": count})

@@ -1,6 +1,7 @@
-"""Keep a second copy of a memory root in another machine's memory.
+"""Keep a second copy of a root: of a memory root in another machine's memory, or in a bucket.
 
-Every step is copied as it appears, and deleted as it is deleted. A mirror is a memory root itself.
+Every step is copied as it appears, and deleted as it is deleted. A mirror of a memory root is a
+memory root itself, one of an ordinary root an ordinary root.
 """
 
 from __future__ import annotations
@@ -11,71 +12,96 @@ from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
 from deltacheck.leaf.external_errors import typed
-from deltacheck.maintain.tier_bond import read_bond, write_bond
+from deltacheck.maintain.tier_bond import identity, newest_checkpoint, read_bond, write_bond
 from deltacheck.maintain.transfer import transfer
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import take_lease
+from deltacheck.store.files.storage import storage_of, take_lease
 from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.root import Root
 
 
 @typed
 class Mirror:
-    """A copy of a memory root, kept by another process than the one that writes there.
+    """A copy of a root, kept by another process than the one that writes there.
 
     A mirror takes the lease of the target, and no lock on the source. See
-    ``docs/how-to/every-step.md``.
+    ``docs/how-to/every-step.md`` and ``docs/how-to/object-stores.md``.
 
     Args:
-        source: The memory root of an engine.
-        target: Directory of the copy. It is created if it does not exist.
-        durability: Durability of the copy. ``"process"`` (default): the copy survives the end of
+        source: The root of an engine, or its memory root: a local directory.
+        target: The place of the copy, a directory or the address of a prefix of an object store. It
+            is created if it does not exist. That of a memory root is a directory.
+        durability: Durability of a copy in a directory. ``"process"``: the copy survives the end of
             this process; use it for a copy in memory. ``"power"``: the copy also survives a power
-            cut, but every step is synced, which is slower.
+            cut, but every step is synced, which is slower. Default: ``"process"`` for a memory
+            root, ``"power"`` for any other.
 
     Raises:
-        NotACheckpointRoot: If ``source`` is not the memory root of an engine.
-        ForeignMemory: If ``target`` holds the steps of another run.
+        NotACheckpointRoot: If ``source`` is not the root of an engine.
+        ForeignMemory: If ``target`` holds the steps of another run, or newer ones.
         RootBusy: If another process writes to ``target``.
-        StorageFailed: If one of them is in an object store.
+        StorageFailed: If ``source`` is in an object store, or ``target`` and ``source`` is a memory
+            root, or the store refuses to be written to.
     """
 
     def __init__(
         self,
         source: str | os.PathLike[str],
         target: str | os.PathLike[str],
-        durability: str = "process",
+        durability: str | None = None,
     ) -> None:
-        self._source = open_root(storage.local(source, "a mirror"))
-        path = storage.local(target, "a mirror").absolute()
-        # A root without a bond is an ordinary one. A copy of it could not prove later whose memory
-        # it is.
-        bond = read_bond(self._source.path)
-        if bond is None or self._source.is_manager_root:
+        self._source = open_root(storage.local(source, "the source of a mirror"))
+        if self._source.is_manager_root:
             raise NotACheckpointRoot(
-                f"{source} is not the memory root of an engine: it does not name the run that it"
-                " belongs to"
+                f"{source} is a root of Orbax's CheckpointManager, of which there are no mirrors:"
+                " name the root of an engine"
             )
-        self._target = Root(path, create_store(path, durability=Durability.of(durability)))
+        bond = read_bond(self._source.path)
+        self._is_memory = bond is not None
+        if bond is None:
+            path = storage.of(target).absolute()
+            storage_of(path).check_writable()
+        else:
+            path = storage.local(target, "a mirror of a memory root").absolute()
+        default = Durability.POWER if bond is None else Durability.PROCESS
+        kind = default if durability is None else Durability.of(durability)
+        self._target = Root(path, create_store(path, durability=kind))
         # The lease is taken before the target is read, so nobody writes between the check and the
         # first copy.
         self._lease = take_lease(path)
         try:
-            target_bond = read_bond(path)
-            if self._target.manifest_paths() and (
-                target_bond is None or target_bond.root != bond.root
-            ):
-                raise ForeignMemory(
-                    f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or"
-                    " name another directory"
-                )
+            self._run = identity(self._source) if bond is None else bond.root
+            self._check_target()
         except BaseException:
             self._lease.release()
             raise
-        self._run = bond.root
+
+    def _check_target(self) -> None:
+        """Raise ``ForeignMemory`` if a copy would replace steps of another run, or newer ones."""
+        source, target = self._source.path, self._target.path
+        is_new, bond = not self._target.manifest_paths(), read_bond(target)
+        if self._is_memory:
+            is_ours = bond is not None and bond.root == self._run
+        else:
+            is_ours = bond is None and (
+                identity(self._target, self._run if is_new else None) == self._run
+            )
+        if not is_ours and not (is_new and self._is_memory):
+            raise ForeignMemory(
+                f"{target} cannot mirror {source}: it belongs to another run. Remove it, or name"
+                " another place"
+            )
+        copied, saved = newest_checkpoint(self._target), newest_checkpoint(self._source)
+        if not self._is_memory and copied is not None and saved is not None and copied > saved:
+            raise ForeignMemory(
+                f"{target} cannot mirror {source}: it has checkpoint {copied[0]}, and the newest of"
+                f" the source is {saved[0]}, so the run went on there. Continue from {target}; if"
+                " steps were deleted at the source instead, delete them in the copy, too"
+            )
 
     def poll(self) -> list[int]:
         """Copy the steps that are new at the source, and delete those that are deleted there.
@@ -125,17 +151,19 @@ class Mirror:
         for seq in deleted:
             collect.delete_checkpoint(self._target, seq)
         if copied or deleted:
-            # No grace period, as in the drain: readers hold a lock on what they have open.
-            collect.collect(self._target, grace_seconds=0)
+            # A memory has no room for a grace period: its readers hold a lock on what they have
+            # open. An ordinary root has that of an engine.
+            grace_seconds = 0 if self._is_memory else SaveOptions().grace_seconds
+            collect.collect(self._target, grace_seconds=grace_seconds)
         return copied
 
     def _update_bond(self) -> None:
-        """Copy the source's knowledge of the durable root.
+        """Copy a memory root's knowledge of the durable root.
 
         This happens after steps are copied and before any are deleted. A step is deleted from
         memory only once it is on disk, so the copy must know of the newer durable step first.
         """
-        bond = read_bond(self._source.path)
+        bond = read_bond(self._source.path) if self._is_memory else None
         if bond is None:
             return
         if bond.root != self._run:

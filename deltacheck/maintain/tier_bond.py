@@ -117,7 +117,7 @@ class Pairing:
     def __init__(self, memory: Root, durable: Root, *, discards_stale: bool) -> None:
         self._memory, self._durable = memory, durable
         self._discards_stale = discards_stale
-        self._identity = _identity(durable)
+        self._identity = identity(durable)
 
     def claim(self) -> int:
         """Make sure that both roots are of one run, and remove what a killed process left.
@@ -219,12 +219,20 @@ def newest_checkpoint(root: Root) -> tuple[int, str] | None:
     return max(checkpoints, default=None)
 
 
-def _identity(durable: Root) -> str:
-    """Return the random name of a durable root, and give it one if it has none."""
+def identity(durable: Root, name: str | None = None) -> str:
+    """Return the random name of a durable root, and give it one if it has none.
+
+    Args:
+        durable: The root.
+        name: The name that it gets if it has none, as the copy of another root. Default: a new one.
+
+    Raises:
+        Damaged: The name cannot be read.
+    """
     store = durable.store
     folder = inside(store.path, store.path / layout.CONTROL / BOND)
     folder.mkdir(exist_ok=True)
-    content = layout.group_json({layout.ATTRIBUTE: {"root": secrets.token_hex(16)}})
+    content = layout.group_json({layout.ATTRIBUTE: {"root": name or secrets.token_hex(16)}})
     # Created if absent: two processes that open the root at once agree on the name of the first
     # one.
     if arrays.create_file(folder, "zarr.json", content, store.durability):

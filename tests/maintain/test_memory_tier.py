@@ -799,12 +799,10 @@ def test_a_mirror_keeps_the_save_that_replaces_another_of_the_same_number(
                 assert copy.poll() == []
 
 
-def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(
-    places: Places, tmp_path: Path
-) -> None:
+def test_a_mirror_of_a_memory_takes_no_ordinary_root(places: Places) -> None:
     with places.engine() as engine:
         save(engine, 0)
-    with pytest.raises(errors.NotACheckpointRoot, match="not the memory root"):
-        Mirror(places.disk, tmp_path / "peer")
     with pytest.raises(errors.ForeignMemory, match="another run"):
         Mirror(places.memory, places.disk)
+    with pytest.raises(errors.StorageFailed, match="needs a local directory"):
+        Mirror(places.memory, "s3://bucket/memory")
