@@ -398,16 +398,14 @@ def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(
 def test_states_of_adam_follow_from_the_states_before(results: dict[str, dict[str, Any]]) -> None:
     shares = {(row["optimizer"], row["run"]): row for row in rows(results["law"])}
     mixed = shares["MixedPrecisionAdamW", "rl_like"]
-    assert mixed["m from g"] == mixed["v from g"] == 1
+    assert mixed["m from g"] == mixed["v"] == 1
     assert mixed["weight"] > 0.95
     # The gradients are float32, so m is stored.
     assert shares["torch.optim, foreach", "float32"]["m from g"] == 0
     for row in rows(results["law"], 1):
         assert 0 < row["law"] < 0.5 * row["plain"]
-        assert row["gradient"] + row["m"] + row["v"] + row["weight"] == pytest.approx(row["law"])
-    kernels = rows(results["law"], 2)
-    assert len({row["hash of all forms"] for row in kernels}) == 1
-    assert all(row["on the run"] in ("equal to NumPy", "") for row in kernels)
+        kinds = (row["gradients"], row["differences"], row["exceptions"])
+        assert sum(kinds) == pytest.approx(row["law"])
 
 
 def test_many_leaves_are_measured_with_orbax_and_with_deltacheck(tmp_path: Path) -> None:
