@@ -243,7 +243,7 @@ def _way(name: str, loop: Loop, folder: Path, memory: Path, stack: ExitStack) ->
     tier = MemoryTier(memory, persist_every=1 if name == DRAINED else 1000)
     options: dict[str, Any] = {} if name == DISK else {"memory": tier}
     if name == LAW:
-        options["policy"] = Policy.exact(max_restore_ratio=None, law=True)
+        options["policy"] = Policy.exact(law=True)
     engine = stack.enter_context(Engine(folder, **options))
     engine.guard(loop.optimizer)
     return Way(name, engine)

@@ -55,11 +55,7 @@ LIMITS = {
     ("adamw", 8): 0.52,
 }
 COST_LIMIT = 1.5  # of the processor time of plain deltas
-# Chains of predicted deltas are cheap to read, so keyframes can be rare.
-POLICIES = (
-    Policy.exact(),
-    Policy.exact(max_chain_depth=128, max_restore_ratio=None, law=True),
-)
+POLICIES = (Policy.exact(), Policy.exact(law=True))
 
 Bytes = NDArray[np.uint8]
 F32 = NDArray[np.float32]

@@ -24,7 +24,7 @@ _POLICIES = {
     EXACT: Policy.exact(),
     DERIVED: Policy.exact(derive=True),
     AUTO: Policy.auto(),
-    LAW: Policy.exact(max_restore_ratio=None, law=True),
+    LAW: Policy.exact(law=True),
 }
 _SUFFIX, _COMPLETE = ".pt", ".metadata"  # of a file of ``torch.save``; in a folder of DCP
 _KEPT_FILES = 2  # of a peer, each of which is a whole state

@@ -119,6 +119,7 @@ class LeafCapture:
         if state is None or not has_state:
             state = self._states[path] = LeafState(spec, spec.bounds())
         leaf.state = state
+        state.is_group = law_of is not None
         if current is None:
             pass
         elif not is_coded and self._is_stored_whole(state, current):
