@@ -39,7 +39,6 @@ BENCHMARKS = {
     "restart": "benchmarks.restart",
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
-    "gradient_log": "benchmarks.gradient_log",
     "law": "benchmarks.law",
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",

@@ -1,4 +1,4 @@
-"""Time that training loses to a save at every step: memory tier, disk, and gradient log.
+"""Time that training loses to a save at every step: memory tier, disk, and the law of Adam.
 
 The same training continues while the ways alternate: a loop of some steps with a save after each
 step follows a loop without any save, and their wall times are compared. All saves of a loop are
@@ -23,8 +23,8 @@ import torch
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
-from deltacheck import MemoryTier, SaveHandle
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck import MemoryTier, Policy, SaveHandle
+from deltacheck.backends.torch import Engine
 from deltacheck.evaluate.workloads.model import LanguageModel
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
@@ -34,8 +34,8 @@ RATE = 1e-6
 _MEMORY = Path("/dev/shm")
 
 MEMORY, DRAINED, DISK = "memory", "memory, all to disk", "disk"
-LOGGED = "memory, gradient log"
-WAYS = (MEMORY, DRAINED, DISK, LOGGED)
+LAW = "memory, by the law of Adam"
+WAYS = (MEMORY, DRAINED, DISK, LAW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,11 @@ class Way:
 
     name: str
     engine: Engine
-    log: GradientLog | None
     overheads: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     blocking: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     drained: list[float] = field(default_factory=list)
-
-    def save(self, step: int, state: states.State) -> SaveHandle:
-        """Save a step in this way."""
-        return self.engine.save(step, state) if self.log is None else self.log.save(step, state)
 
 
 def run(settings: Settings) -> Result:
@@ -174,13 +169,9 @@ def measure(case: Case, folder: Path, names: Sequence[str] = WAYS) -> Result:
         "of the state": "ratio",
         "copied after": "seconds",
     }
-    log_overhead = median(next(way.overheads for way in ways if way.name == LOGGED))
+    overhead = median(next(way.overheads for way in ways if way.name == LAW))
     figures = (
-        [
-            Figure(
-                "a save at every step, of a step, by a gradient log in memory", log_overhead, LIMIT
-            )
-        ]
+        [Figure("a save at every step, of a step, by the law in memory", overhead, LIMIT)]
         if case.device == "cuda"
         else []
     )
@@ -212,14 +203,16 @@ def _measure(
         ]
         loop.run(2)
         for way in ways:
-            loop.run(1, way.save)
+            loop.run(1, way.engine.save)
             way.engine.wait()
         for _ in range(case.rounds):
             for way in ways:
                 start = time.process_time()
                 bare.append(loop.run(case.steps))
                 processor = time.process_time() - start
-                loop.run(1, way.save)  # from the state that this way has saved last, many steps ago
+                loop.run(
+                    1, way.engine.save
+                )  # from the state that this way has saved last, many steps ago
                 way.engine.persist()
                 _loop(way, loop, case.steps, bare[-1], processor)
     return loop, bare, ways
@@ -229,7 +222,7 @@ def _loop(way: Way, loop: Loop, steps: int, bare: float, processor: float) -> No
     handles: list[SaveHandle] = []
 
     def save(step: int, state: states.State) -> None:
-        handles.append(way.save(step, state))
+        handles.append(way.engine.save(step, state))
 
     start, cpu_start = time.perf_counter(), time.process_time()
     loop.run(steps, save)
@@ -249,6 +242,8 @@ def _way(name: str, loop: Loop, folder: Path, memory: Path, stack: ExitStack) ->
     # a power cut.
     tier = MemoryTier(memory, persist_every=1 if name == DRAINED else 1000)
     options: dict[str, Any] = {} if name == DISK else {"memory": tier}
+    if name == LAW:
+        options["policy"] = Policy.exact(law=True)
     engine = stack.enter_context(Engine(folder, **options))
     engine.guard(loop.optimizer)
-    return Way(name, engine, GradientLog(engine, loop.optimizer) if name == LOGGED else None)
+    return Way(name, engine)

@@ -1,33 +1,29 @@
 """Exact saves that know Adam's law: which elements follow from the step before, and the bytes.
 
 Two successive states of Adam determine the gradient between them, and the gradient determines m, v
-and the weight. This benchmark trains with several optimizers, finds the law of each parameter from
-two saved states alone, and counts the elements that follow in every bit. It then encodes plain
-deltas and the deltas from the predictions by our encoder and its entropy stage.
+and the weight. This benchmark trains with several optimizers, lets the search of a save find the
+law of each parameter from two saved states alone, and counts the elements that follow in every bit,
+by the executable form of the format. It then encodes plain deltas and groups by that law, with the
+encoder and the entropy stage of a save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import adam_law, entropy, states
-from benchmarks.adam_law import Law, Moments, Shares
+from benchmarks import entropy, states
 from benchmarks.encode import threads_restored
 from benchmarks.prepared import SIZES, recipe_of, settle
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
@@ -35,12 +31,15 @@ from benchmarks.ways import Chain, Run
 from deltacheck import Policy, _native
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.codec import NativeCodec
+from deltacheck.codec import NativeCodec, adam_law
+from deltacheck.codec.adam_law import Law
+from deltacheck.codec.base import GRADIENT_LAW, MEAN_LAW
 from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
 from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.segment import stream_codec
+from tests.reference import law as reference
 
 CHUNK_WORDS = 1 << 18  # of float32: 1 MiB
 EVERY = (1, 2, 4, 8, 16)  # steps between two saves
@@ -56,13 +55,26 @@ LIMITS = {
     ("adamw", 8): 0.52,
 }
 COST_LIMIT = 1.5  # of the processor time of plain deltas
-# Chains of predicted deltas are cheap to read, so keyframes can be rare.
-POLICIES = (
-    Policy.exact(),
-    Policy.exact(max_chain_depth=128, max_restore_ratio=None, law=True),
-)
+POLICIES = (Policy.exact(), Policy.exact(law=True))
 
 Bytes = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+
+
+class Moments(NamedTuple):
+    """One parameter at one step, as 1-D copies; ``narrow`` has the bits of a bfloat16 weight."""
+
+    weight: F32
+    first: F32
+    second: F32
+    narrow: NDArray[np.uint16] | None = None
+
+    @property
+    def parts(self) -> tuple[F32, F32, F32]:
+        """The parts of the parameter's group."""
+        return self.weight, self.first, self.second
+
+
 Snapshot = dict[str, Moments]
 
 
@@ -300,6 +312,9 @@ def trainings(quick: bool) -> Iterator[tuple[str, Callable[[], Training]]]:
 
 # --- bytes ----------------------------------------------------------------------------------------
 
+# The streams of a group, by what they hold.
+GRADIENTS, DIFFERENCES, EXCEPTIONS = "gradients", "differences", "exceptions"
+
 
 @dataclass(slots=True)
 class Encoder:
@@ -307,7 +322,7 @@ class Encoder:
 
     Attributes:
         file: The file.
-        stored: Bytes by class of leaves.
+        stored: Bytes by the kind of their stream.
         seconds: Processor seconds of encoding and of decoding.
     """
 
@@ -316,32 +331,52 @@ class Encoder:
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def add(self, name: str, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Encode arrays of one class against their bases, ``None`` for those without one."""
+    def plain(self, before: Snapshot, now: Snapshot) -> None:
+        """Encode deltas of the leaves, each by itself."""
+        pairs = [(before[name], now[name]) for name in now]
+        for number in range(3):
+            self._add([(b.parts[number], a.parts[number], None) for a, b in pairs])
+        self._add([(b.narrow, a.narrow, None) for a, b in pairs if b.narrow is not None])
+
+    def groups(self, before: Snapshot, now: Snapshot, laws: Laws) -> None:
+        """Encode groups by their laws. Bfloat16 weights follow from their masters."""
+        self._add([(group_of(now[name]), group_of(before[name]), laws[name]) for name in now])
+
+    def _add(self, leaves: list[tuple[Any, Any, Law | None]]) -> None:
+        """Encode the leaves of one class, each as (now, before, law), as one segment has them."""
         codec, chunks = NativeCodec(), 0
         gathered: dict[str, list[Bytes]] = {}
-        for now, base in pairs:
+        for now, base, law in leaves:
             words = now.itemsize
-            step = CHUNK_WORDS * 4 // words
+            # A chunk of a group is a block.
+            step = now[0].size if now.ndim > 1 else CHUNK_WORDS * 4 // words
             bounds = np.append(np.arange(0, now.size, step), now.size).astype(np.uint64)
-            shadow = None if base is None else base.copy()
+            shadow, restored = base.reshape(-1).copy(), base.reshape(-1).copy()
             start = process_time()
-            encoded, _ = codec.encode(now, shadow, bounds, words)
+            encoded, _ = codec.encode(
+                now.reshape(-1).view(np.uint8),
+                shadow.view(np.uint8),
+                bounds,
+                words,
+                law=None if law is None else (law.method, law.content()),
+            )
             self.encode_seconds += process_time() - start
             for stream, data in encoded.streams.items():
                 gathered.setdefault(stream, []).append(data)
             chunks += len(encoded.rows)
-            restored = np.zeros_like(now) if base is None else base.copy()
             start = process_time()
             codec.apply(encoded, restored.view(np.uint8), bounds, words)
             self.decode_seconds += process_time() - start
             if restored.tobytes() != now.tobytes():
-                raise AssertionError(f"{name}: decoded other bits than were encoded")
+                raise AssertionError("decoded other bits than were encoded")
         # A row of the index takes about 8 bytes, a digest 16.
-        total = 24 * chunks
-        for pieces in gathered.values():
-            total += self._entropy_stage(pieces)
-        self.stored[name] = self.stored.get(name, 0) + total
+        self._count(EXCEPTIONS, 24 * chunks)
+        for stream, pieces in gathered.items():
+            kind = {"plane": GRADIENTS, "diff": DIFFERENCES}.get(stream[:-1], EXCEPTIONS)
+            self._count(kind, self._entropy_stage(pieces))
+
+    def _count(self, kind: str, size: int) -> None:
+        self.stored[kind] = self.stored.get(kind, 0) + size
 
     def _entropy_stage(self, pieces: list[Bytes]) -> int:
         start = process_time()
@@ -375,52 +410,36 @@ class Encoder:
         return sum(self.stored.values())
 
 
-def plain(before: Snapshot, now: Snapshot, encoder: Encoder) -> None:
-    """Encode deltas as saves do today."""
-    pairs = list(adam_law.pairs_of(before, now))
-    encoder.add("weight", [(_words(b.weight), _words(a.weight)) for _, a, b in pairs])
-    encoder.add("m", [(_words(b.first), _words(a.first)) for _, a, b in pairs])
-    encoder.add("v", [(_words(b.second), _words(a.second)) for _, a, b in pairs])
-    narrow = [(b.narrow, a.narrow) for _, a, b in pairs if b.narrow is not None]
-    if narrow:
-        encoder.add("bfloat16 weight", narrow)
+Laws = dict[str, Law | None]
 
 
-def with_law(before: Snapshot, now: Snapshot, laws: Mapping[str, Law], encoder: Encoder) -> None:
-    """Encode deltas from the predictions."""
-    groups = [
-        (a, b, laws[name], adam_law.predict(a, b, laws[name]))
-        for name, a, b in adam_law.pairs_of(before, now)
-    ]
-    encoder.add("weight", [(_words(b.weight), _words(p.weight)) for _, b, _, p in groups])
-    encoder.add("m", [(_words(b.first), _words(p.first)) for _, b, _, p in groups])
-    gradients = [(p.gradient, None) for *_, p in groups if p.gradient is not None]
-    if gradients:
-        encoder.add("gradient", gradients)
-    encoder.add("v", [(_words(b.second), _words(p.second)) for _, b, _, p in groups])
-    casts = [
-        (b.narrow, b.weight.astype(ml_dtypes.bfloat16).view(np.uint16))
-        for _, b, _, _ in groups
-        if b.narrow is not None
-    ]
-    if casts:
-        encoder.add("bfloat16 weight", casts)
+def group_of(moments: Moments) -> F32:
+    """Return the group of a parameter."""
+    return adam_law.grouped(moments.parts)
 
 
-def _words(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    return values.view(np.uint32)
+def laws_of(before: Snapshot, now: Snapshot, training: Training, steps: int) -> Laws:
+    """Return the law that a save finds for each parameter, ``None`` without one."""
+    return {
+        name: adam_law.find(
+            group_of(before[name]),
+            group_of(now[name]),
+            [training.betas],
+            training.eps(),
+            one_step=steps == 1,
+        )
+        for name in now
+    }
 
 
 # --- the benchmark --------------------------------------------------------------------------------
 
 
 def run(settings: Settings) -> Result:
-    """Measure shares, bytes, times and the equality of instruction sets."""
+    """Measure shares, bytes and times."""
     shares: list[list[Cell]] = []
     sizes: list[list[Cell]] = []
     figures: list[Figure] = []
-    costs: list[Costs] = []
-    last: tuple[Snapshot, Snapshot, dict[str, Law]] | None = None
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     with threads_restored():
         _native.set_threads(1)
@@ -428,27 +447,21 @@ def run(settings: Settings) -> Result:
             if settings.only is not None and settings.only not in optimizer:
                 continue
             training = begin()
-            row, pair = _shares(training)
-            shares.append([optimizer, *row])
+            shares.append([optimizer, *_shares(training)])
             is_first = optimizer == "torch.optim, foreach" and training.name in _MEASURED
             if isinstance(training, Prepared) or is_first:
                 folder = settings.folder / str(number)
                 folder.mkdir()
-                sizes += _sizes(training, folder, settings.quick, figures, costs)
-            if training.name == "rl_like" and last is None:
-                last = pair
+                sizes += _sizes(training, folder, settings.quick, figures)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(threads)
-    kernels = _kernels(last, settings.folder) if last is not None else []
-    if kernels:
-        for cost in costs:
-            figures += cost.figures(kernels)
     about = (
         "two saved states, no access to the training. Shares: of the elements of all trained"
-        " parameters, equal in every bit. Bytes: streams after the entropy stage and 24 bytes a"
-        " chunk, of torch.save of the whole state; every encoding was decoded and compared. One"
-        " thread, processor time; 'encode' and 'decode' of the second table are without the"
-        " predictions, which are NumPy's there; the figures add those of the third table"
+        " parameters, equal in every bit to the prediction by the law that a save finds. Bytes:"
+        " streams after the entropy stage and 24 bytes a chunk, of torch.save of the whole state;"
+        " every encoding was decoded and compared. One thread, processor time; 'encode' and"
+        " 'decode': with the predictions, without the search for the law, of plain deltas; 'save'"
+        " and 'restore': by the engine, of exact()"
     )
     return Result(
         "law",
@@ -456,7 +469,6 @@ def run(settings: Settings) -> Result:
         [
             Table("elements that follow, one step apart", SHARES, shares),
             Table("bytes of a save, of torch.save", SIZES_OF, sizes),
-            Table("the law as native loops, rl_like", KERNELS, kernels),
         ],
         figures,
     )
@@ -468,10 +480,9 @@ SHARES: dict[str, Unit] = {
     "gradients": "text",
     "elements": "count",
     "m from g": "ratio",
-    "v from g": "ratio",
-    "v from m": "ratio",
+    "v": "ratio",
     "weight": "ratio",
-    "forms": "text",
+    "law": "text",
 }
 SIZES_OF: dict[str, Unit] = {
     "run": "text",
@@ -482,65 +493,62 @@ SIZES_OF: dict[str, Unit] = {
     "exact(law)": "ratio",
     "plain": "ratio",
     "law": "ratio",
-    "gradient": "ratio",
-    "m": "ratio",
-    "v": "ratio",
-    "weight": "ratio",
+    GRADIENTS: "ratio",
+    DIFFERENCES: "ratio",
+    EXCEPTIONS: "ratio",
     "encode": "ratio",
     "decode": "ratio",
     "save": "ratio",
     "restore": "ratio",
 }
-KERNELS: dict[str, Unit] = {
-    "processor": "text",
-    "gradient, ns": "number",
-    "from g, ns": "number",
-    "from m, ns": "number",
-    "hash of all forms": "text",
-    "on the run": "text",
-}
 
 
-def _shares(training: Training) -> tuple[list[Cell], tuple[Snapshot, Snapshot, dict[str, Law]]]:
-    """Return the row of a run, and the states and laws that it was measured with."""
+def _shares(training: Training) -> list[Cell]:
+    """Return the row of a run."""
     before = training.snapshot()
     training.train(1)
     now = training.snapshot()
-    laws, shares = _laws(before, now, training, 1), Shares()
-    forms: dict[str, int] = {}
-    for name, a, b in adam_law.pairs_of(before, now):
-        law = laws[name]
-        kept = adam_law.predict(a, b, law)
-        from_m = adam_law.predict(a, b, replace(law, bits=0))
-        shares.add(
-            a.weight.size,
-            m=adam_law.equal_share(b.first, kept.first) if law.bits else 0.0,
-            v=adam_law.equal_share(b.second, kept.second) if law.bits else 0.0,
-            v_from_m=adam_law.equal_share(b.second, from_m.second),
-            weight=adam_law.equal_share(b.weight, kept.weight),
+    elements = sum(moments.weight.size for moments in now.values())
+    equal = np.zeros(3)
+    kinds: dict[str, int] = {}
+    for name, law in laws_of(before, now, training, 1).items():
+        kind = "none"
+        if law is not None:
+            equal += _equal_elements(before[name], now[name], law)
+            kind = f"{_STORED[law.method]}; forms {law.mean}, {law.square}, {law.weight}"
+        kinds[kind] = kinds.get(kind, 0) + now[name].weight.size
+    weight, first, second = (float(count) / elements for count in equal)
+    most = max(kinds, key=kinds.__getitem__)
+    return [training.name, training.gradients, elements, first, second, weight, most]
+
+
+_STORED = {GRADIENT_LAW: "g stored", MEAN_LAW: "m stored"}
+
+
+def _equal_elements(before: Moments, now: Moments, law: Law) -> NDArray[np.float64]:
+    """Return the elements of weight, m and v that are predicted in every bit.
+
+    An m that is stored is not predicted.
+    """
+    content = reference.Law.of(law.content())
+    base = np.concatenate(before.parts).view(np.uint32)
+    has_gradients = law.method == GRADIENT_LAW
+    with np.errstate(all="ignore"):
+        predicted = reference.step(
+            content,
+            base,
+            reference.narrow_gradient(content, before.first, now.first) if has_gradients else None,
+            None if has_gradients else now.first,
         )
-        stored = f"g of {law.bits} bits, {law.mean}" if law.bits else "m stored"
-        form = f"{stored}; {law.square}; {law.weight}"
-        forms[form] = forms.get(form, 0) + a.weight.size
-    columns = ("m", "v", "v_from_m", "weight")
-    row: list[Cell] = [training.name, training.gradients, shares.elements]
-    row += [shares[name] for name in columns]
-    return [*row, max(forms, key=forms.__getitem__)], (before, now, laws)
-
-
-def _laws(before: Snapshot, now: Snapshot, training: Training, steps: int) -> dict[str, Law]:
-    return {
-        name: adam_law.fit(*adam_law.sample(a, b), training.betas, training.eps(), steps)
-        for name, a, b in adam_law.pairs_of(before, now)
-    }
+    words = np.concatenate(now.parts).view(np.uint32)
+    counts = (predicted == words).reshape(3, -1).sum(axis=1).astype(np.float64)
+    if not has_gradients:
+        counts[1] = 0
+    return counts
 
 
 def _sizes(
-    training: Training,
-    folder: Path,
-    quick: bool,
-    figures: list[Figure],
-    costs: list[Costs],
+    training: Training, folder: Path, quick: bool, figures: list[Figure]
 ) -> Iterator[list[Cell]]:
     """Save a run at every interval in both ways, and yield a row for each."""
     whole = training.saved_bytes(folder / "torch_save.pt")
@@ -562,74 +570,40 @@ def _sizes(
             for engine in engines:
                 engine.save()
             now = training.snapshot()
-            plain(before, now, usual)
-            with_law(before, now, _laws(before, now, training, every), lawful)
+            usual.plain(before, now)
+            lawful.groups(before, now, laws_of(before, now, training, every))
             before = now
-        parts = [lawful.stored.get(name, 0) for name in ("gradient", "m", "v", "weight")]
-        share = lawful.total / saves / whole
-        limit = LIMITS.get((training.name, every))
-        if limit is not None and is_full:
-            figures.append(Figure(f"{training.name}, every {every}, of torch.save", share, limit))
+        kinds = (GRADIENTS, DIFFERENCES, EXCEPTIONS)
         encode = lawful.encode_seconds / usual.encode_seconds
         decode = lawful.decode_seconds / usual.decode_seconds
-        shares: list[Cell] = [*(engine.share(whole) for engine in engines)] or [None, None]
+        shares: list[float] = [engine.share(whole) for engine in engines]
         ratios: list[Cell] = [None, None]
         if engines:
+            limit = LIMITS.get((training.name, every))
+            if limit is not None:
+                figures.append(
+                    Figure(f"{training.name}, every {every}, of torch.save", shares[1], limit)
+                )
             usual_engine, law_engine = engines
-            ratios = [
-                law_engine.seconds / usual_engine.seconds,
-                law_engine.restored() / usual_engine.restored(),
-            ]
+            save = law_engine.seconds / usual_engine.seconds
+            # A restore depends on the lengths of chains, which the policies choose otherwise.
+            ratios = [save, law_engine.restored() / usual_engine.restored()]
             if every == 1:
-                # A restore depends on the lengths of chains, which the policies choose otherwise.
-                name = f"{training.name}, every step, exact(law=True): save"
-                figures.append(Figure(name, float(ratios[0] or 0), COST_LIMIT))
-        if every == 1 and is_full:
-            elements = saves * sum(moments.weight.size for moments in before.values())
-            costs.append(Costs(training.name, "gradient" in lawful.stored, elements, usual, lawful))
+                name = f"{training.name}, every step, of plain deltas' processor time:"
+                for what, cost in (("save", save), ("encode", encode), ("decode", decode)):
+                    figures.append(Figure(f"{name} {what}", cost, COST_LIMIT))
         yield [
             training.name if is_full else f"{training.name} ({training.gradients})",
             every,
             saves,
             whole,
-            *shares,
+            *(shares if shares else (None, None)),
             usual.total / saves / whole,
-            share,
-            *(part / saves / whole for part in parts),
+            lawful.total / saves / whole,
+            *(lawful.stored.get(kind, 0) / saves / whole for kind in kinds),
             encode,
             decode,
             *ratios,
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The processor time of the saves of one run, with the law and without it."""
-
-    name: str
-    has_gradients: bool
-    elements: int
-    usual: Encoder
-    lawful: Encoder
-
-    def figures(self, kernels: list[list[Cell]]) -> list[Figure]:
-        """Return the costs with the loops of the newest processor that this one can imitate."""
-        timed = [row for row in kernels if row[1] is not None]
-        gradient, from_g, from_m = (float(cell or 0) * 1e-9 for cell in timed[-1][1:4])
-        predict = from_g if self.has_gradients else from_m
-        encode = (gradient if self.has_gradients else 0.0) + predict
-        name = f"{self.name}, every 1"
-        return [
-            Figure(
-                f"{name}, encode, processor time of plain deltas",
-                (self.lawful.encode_seconds + encode * self.elements) / self.usual.encode_seconds,
-                COST_LIMIT,
-            ),
-            Figure(
-                f"{name}, decode, processor time of plain deltas",
-                (self.lawful.decode_seconds + predict * self.elements) / self.usual.decode_seconds,
-                COST_LIMIT,
-            ),
         ]
 
 
@@ -675,159 +649,3 @@ class _Engine:
         """Return the mean of the saves after the first, of torch.save, and close the root."""
         self._chain.close()
         return mean(list(self._chain.bytes.values())[1:]) / whole
-
-
-# --- native loops ---------------------------------------------------------------------------------
-
-
-class _CLaw(ctypes.Structure):
-    """`Law` of law_kernel.cc."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("mean", "square", "weight")),
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                *("beta1", "rest1", "inverse1", "beta2", "rest2", "eps", "rate", "keep", "pull"),
-                *("scale", "unscale"),
-            )
-        ),
-    ]
-
-    @classmethod
-    def of(cls, law: Law) -> _CLaw:
-        b1, b2 = law.betas
-        return cls(
-            *(
-                list(forms).index(name)
-                for forms, name in (
-                    (adam_law.MEANS, law.mean),
-                    (adam_law.SQUARES, law.square),
-                    (adam_law.WEIGHTS, law.weight),
-                )
-            ),
-            *(b1, 1 - b1, 1 / (1 - b1), b2, 1 - b2, law.eps, law.rate, law.keep, law.pull),
-            *(law.scale, np.float32(1) / law.scale),
-        )
-
-
-_SOURCE = Path(__file__).with_name("law_kernel.cc")
-_FLAGS = "-O3 -ffp-contract=off -fno-trapping-math -fno-math-errno -fopenmp-simd"
-_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
-_REPETITIONS = 5
-
-
-def _kernels(pair: tuple[Snapshot, Snapshot, dict[str, Law]], folder: Path) -> list[list[Cell]]:
-    """Compile the loops for each instruction set, and time and compare them.
-
-    On any numbers, the hash of all forms must be that of the first instruction set; on the run,
-    the bits must be those of NumPy.
-    """
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    rows: list[list[Cell]] = []
-    if compiler is None:
-        return rows
-    hashes: list[str] = []
-    for level in _LEVELS:
-        hashes.append(_hash([compiler, f"-march={level}"], [], folder / level))
-        library = folder / f"{level}.so"
-        _compile([compiler, f"-march={level}", "-shared", "-fPIC"], library)
-        *times, is_equal = _kernel(ctypes.CDLL(str(library)), *pair)
-        equal = "equal to NumPy" if is_equal else "OTHER THAN NUMPY"
-        rows.append([level, *times, _verdict(hashes), equal])
-    cross = next(filter(None, map(shutil.which, _CROSS_COMPILERS)), None)
-    emulator = next(filter(None, map(shutil.which, _EMULATORS)), None)
-    if cross is not None and emulator is not None:
-        hashes.append(_hash([cross, "-static"], [emulator], folder / "aarch64"))
-        rows.append(["aarch64 (qemu)", None, None, None, _verdict(hashes), ""])
-    return rows
-
-
-_CROSS_COMPILERS = ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-g++-12")
-_EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
-
-
-def _verdict(hashes: list[str]) -> str:
-    return f"{hashes[-1]}" if hashes[-1] == hashes[0] else f"{hashes[-1]}: DIFFERENT"
-
-
-def _compile(command: list[str], file: Path) -> None:
-    # With the flags of the encoder's kernels (CMakeLists.txt).
-    subprocess.run([*command, *_FLAGS.split(), str(_SOURCE), "-o", str(file)], check=True)
-
-
-def _hash(compiler: list[str], emulator: list[str], file: Path) -> str:
-    _compile([*compiler, "-DLAW_MAIN"], file)
-    done = subprocess.run([*emulator, str(file)], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def _kernel(
-    library: ctypes.CDLL, before: Snapshot, now: Snapshot, laws: Mapping[str, Law]
-) -> tuple[float, float, float, bool]:
-    """Return nanoseconds for an element (gradients, from gradients, from m), and the equality."""
-    seconds = {"gradient": 0.0, "g": 0.0, "m": 0.0}
-    elements, is_equal = 0, True
-    for name, a, b in adam_law.pairs_of(before, now):
-        law, count = laws[name], a.weight.size
-        elements += count
-        for bits in (7, 0):
-            # The loops know no divided gradients.
-            chosen = replace(law, bits=bits, is_divided=False)
-            expected = adam_law.predict(a, b, chosen)
-            own = _NativeLaw(library, chosen, a, b)
-            times = [own.run() for _ in range(_REPETITIONS)]
-            gradient, rest = (min(column) for column in zip(*times, strict=True))
-            seconds["g" if bits else "m"] += rest
-            seconds["gradient"] += gradient if bits else 0.0
-            is_equal &= own.equals(expected)
-    gradient, from_g, from_m = (seconds[k] / elements * 1e9 for k in ("gradient", "g", "m"))
-    return gradient, from_g, from_m, is_equal
-
-
-class _NativeLaw:
-    """One call of the native loops on one parameter."""
-
-    def __init__(self, library: ctypes.CDLL, law: Law, before: Moments, now: Moments) -> None:
-        self._library, self._law = library, law
-        self._before, self._now = before, now
-        self.gradient = np.empty(before.weight.size, np.uint16)
-        self.first = now.first.copy()
-        self.second, self.weight = np.empty_like(now.second), np.empty_like(now.weight)
-
-    def run(self) -> tuple[float, float]:
-        """Return the processor seconds of the gradients and of the predictions."""
-        law, size = ctypes.byref(_CLaw.of(self._law)), ctypes.c_int64(self.gradient.size)
-        start = process_time()
-        if self._law.bits:
-            self._library.law_gradients(
-                law, size, *map(_address, (self._before.first, self._now.first, self.gradient))
-            )
-        middle = process_time()
-        self._library.law_predict(
-            law,
-            size,
-            *map(_address, (self._before.weight, self._before.first, self._before.second)),
-            _address(self.gradient) if self._law.bits else None,
-            *map(_address, (self.first, self.second, self.weight)),
-        )
-        return middle - start, process_time() - middle
-
-    def equals(self, expected: adam_law.Prediction) -> bool:
-        """Return True if NumPy predicts the same bits."""
-        law, before = self._law, self._before
-        with np.errstate(all="ignore"):
-            # Of the moments as they were predicted: a save would have corrected them before.
-            moments = Moments(before.weight, self.first, self.second)
-            update = law.rate * adam_law.direction(moments, law.eps)
-            weight = adam_law.canonical(
-                adam_law.WEIGHTS[law.weight](before.weight, update, law.keep, law.pull)
-            )
-        pairs: list[tuple[Any, Any]] = [(self.second, expected.second), (self.weight, weight)]
-        if expected.gradient is not None:
-            pairs += [(self.gradient, expected.gradient), (self.first, expected.first)]
-        return all(own.tobytes() == reference.tobytes() for own, reference in pairs)
-
-
-def _address(array: NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)

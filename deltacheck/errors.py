@@ -163,22 +163,6 @@ class ContractNotMet(DeltacheckError):
     """
 
 
-class ReplayNeeded(DeltacheckError):
-    """The step is stored as gradients, and this call has no optimizer to replay them.
-
-    Restore it with ``GradientLog.restore`` or ``Engine.restore(optimizer=...)``, or restore the
-    earlier step that the message names.
-    """
-
-
-class ReplayDiffers(DeltacheckError):
-    """The replay of a gradient log produced other bits than the state that was saved.
-
-    Use the hardware and the library versions of the run, or restore the earlier step that the
-    message names.
-    """
-
-
 class BudgetExceeded(DeltacheckError, MemoryError):
     """A call would take more memory, disk or time than the caller or the machine allows.
 

@@ -166,9 +166,7 @@ class Checkpoints:
     ) -> Any:
         """Restore a step and verify every byte of it.
 
-        Only the chunks that are needed are read. A step that a gradient log stored can be restored
-        with its optimizer only, except for the leaves that are stored as such. The stored gradients
-        themselves are listed in ``manifest(step).replay.steps``.
+        Only the chunks that are needed are read.
 
         Args:
             step: A step number or a tag; ``None``: the newest step.
@@ -198,7 +196,6 @@ class Checkpoints:
             StepNotFound: The root does not have the step.
             LeafNotFound: The step does not have a leaf.
             ContractNotMet: Some leaves were saved under a weaker contract; names them.
-            ReplayNeeded: A leaf is stored as gradients.
             Damaged: Content, a manifest or the digest of the step is not the expected one; names
                 step, leaf, file and the steps that are whole. ``ChainBroken`` is one kind of it.
             BudgetExceeded: The restore would allocate more than ``max_bytes``.
@@ -238,11 +235,10 @@ class Checkpoints:
     ) -> dict[str, NDArray[Any]]:
         """Restore some leaves, and boxes of some, by path."""
         tree_owners = tree.array_paths(manifest.tree)
-        inputs = () if manifest.replay is None else manifest.replay.inputs
         require_leaves(self._root, manifest, names)
-        paths = select_paths({**tree_owners, **dict.fromkeys(inputs, "")}, names, manifest.step)
+        paths = select_paths(tree_owners, names, manifest.step)
         requested = list(dict.fromkeys([*paths, *slices]))
-        # The inputs of a replay are in no tree; each is its own owner.
+        # A path that is in no tree is refused below.
         owners = {path: tree_owners.get(path, path) for path in requested}
         # Tied leaves have one contract: that of the leaf that holds their bytes.
         require_contract(manifest, contract, owners.values())

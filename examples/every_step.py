@@ -55,7 +55,7 @@ def state() -> dict[str, Any]:
 
 
 # Predicted deltas are small, so chains can be long.
-policy = Policy.exact(max_chain_depth=128, max_restore_ratio=None, law=True)
+policy = Policy.exact(law=True)
 memory = None if options.memory is None else MemoryTier(options.memory, persist_every=options.every)
 with Engine(options.folder, policy=policy, memory=memory) as engine:
     last_step = engine.latest_step() or 0

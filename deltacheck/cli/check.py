@@ -157,14 +157,6 @@ def _print_verified(root: Root, result: Verified, reads_data: bool) -> None:
         output.print_table(_CONTRACT_COLUMNS, contracts)
     elif contracts:
         output.print_line(_summarize_contracts(contracts))
-    # A check never runs updates of an optimizer, so it cannot claim that the replayed state is
-    # right.
-    replayed = sum(manifest.replay is not None for manifest in manifests)
-    if replayed:
-        output.print_line(
-            f"{replayed} of them are stored as gradients: the stored data was checked; a restore"
-            " checks the replayed state"
-        )
     depth = (
         _describe_depth(result)
         if reads_data

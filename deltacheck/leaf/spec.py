@@ -149,8 +149,7 @@ class SaveReport:
         durable_seconds: Wall time from the call to the commit.
         leaves: One report for each leaf.
         metrics: The metrics that the caller passed.
-        replayed_steps: Updates that a restore of this step replays; 0: the state itself is stored.
-        note: Further information, such as the reason for which a gradient log stored the state.
+        note: Further information, such as the reason for which whole leaves were written.
         durability: The failure that the checkpoint survives: a loss of ``"power"``, or only the end
             of the ``"process"``.
         digest: The digest of the manifest, ``"sha256:..."``, for use as ``expected_digest``.
@@ -167,7 +166,6 @@ class SaveReport:
     durable_seconds: float
     leaves: tuple[LeafReport, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    replayed_steps: int = 0
     note: str = ""
     durability: str = "power"
     digest: str = ""

@@ -122,9 +122,6 @@ def check(
 ) -> Verified:
     """Check the steps of a root.
 
-    If a step is stored as gradients, the stored data is checked. The state itself is checked by the
-    replay of a restore.
-
     Args:
         root: Root to read.
         step: The step to check. Default: all steps.

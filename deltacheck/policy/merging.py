@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deltacheck.policy.keyframes import LEAST_RATIO_BYTES, path_hash
@@ -25,6 +25,9 @@ _GROUPS = 4
 # Deltas that hold at least this share of a leaf are not merged: together they change nearly all of
 # it, and it is due again after few saves, so keyframes take fewer bytes.
 _DENSE_SHARE = 0.5
+# A chain of groups may be this many times as long as another one. Larger: fewer keyframes, which
+# take as many bytes as eight predicted deltas; smaller: faster restores.
+_GROUP_CHAINS = 4
 # A merge also reads the leaf, which counts as writing this share of it. Larger: fewer merges, of
 # more deltas each; smaller: fewer bytes written.
 _READ_SHARE = 0.1
@@ -54,6 +57,23 @@ def is_dense(deltas: DeltasSinceKeyframe) -> bool:
     """Return True if saves change so much of a leaf that keyframes cost less than merges."""
     return len(deltas.decoded_bytes) > deltas.merged and (
         _typical(deltas) >= _DENSE_SHARE * deltas.raw_bytes
+    )
+
+
+def group_limits(policy: Policy, deltas: DeltasSinceKeyframe) -> Policy:
+    """Return the policy with the limits of a group, longer while a law predicts its deltas.
+
+    Args:
+        policy: The policy that sets the limits of other leaves.
+        deltas: The deltas of the group.
+    """
+    if is_dense(deltas):
+        return policy
+    ratio = policy.max_restore_ratio
+    return replace(
+        policy,
+        max_chain_depth=_GROUP_CHAINS * policy.max_chain_depth,
+        max_restore_ratio=None if ratio is None else _GROUP_CHAINS * ratio,
     )
 
 

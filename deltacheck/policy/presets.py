@@ -108,7 +108,8 @@ class Policy:
             stored beside the training. If False, the leaf is written whole at the limit.
         law: If True, weight, m and v of a parameter of Adam are stored together and predicted from
             the save before, and weights that are the cast of their master are not stored: far
-            fewer bytes if steps are saved one by one, but plain zarr finds none of these leaves. If
+            fewer bytes if steps are saved one by one, but plain zarr finds none of these leaves.
+            While the prediction holds, their chains may be four times as long as the limits say. If
             False (default), every leaf is stored by itself.
     """
 
@@ -182,8 +183,9 @@ class Policy:
                 writing keyframes at a limit: fewer bytes in a long run, but reads beside the
                 training. If False: keyframes.
             law: Predict weights and moments of Adam from the save before (default: False). True: a
-                save at every step takes a tenth to a quarter of the state, and weights that are the
-                cast of their master are omitted; False: plain zarr can read every leaf.
+                save at every step takes a tenth to a quarter of the state, weights that are the
+                cast of their master are omitted, and chains are up to four times as long; False:
+                plain zarr can read every leaf.
 
         Returns:
             The policy.

@@ -68,25 +68,20 @@ class StepReader:
         self,
         paths: Sequence[str] | None = None,
         *,
-        replay_inputs: bool = False,
         into: Callable[[], Mapping[str, U8]] | None = None,
     ) -> dict[str, Loaded]:
         """Return whole leaves, verified.
 
         Args:
             paths: The leaves; ``None``: all leaves of the step.
-            replay_inputs: Return the inputs of the replay, instead of refusing the leaves that only
-                a replay can compute.
             into: Gives memory for leaves that are computed, by path. It is called after the step
                 was resolved, so that a step that cannot be read has no effect on the caller.
 
         Raises:
-            ReplayNeeded, StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve_leaves``
+            StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve_leaves``
                 and ``load_leaves`` raise them.
         """
-        leaves = resolve_leaves(
-            self.root, self.manifest, paths, stored=replay_inputs, max_bytes=self._max_bytes
-        )
+        leaves = resolve_leaves(self.root, self.manifest, paths, max_bytes=self._max_bytes)
         loaded = load_leaves(
             leaves,
             max_bytes=self._max_bytes,

@@ -19,7 +19,7 @@ from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore import read, replay
+from deltacheck.restore import read
 from deltacheck.restore.chain import Chain, KnownContent, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, GroupPart, Leaf, Tiled
@@ -36,7 +36,6 @@ def resolve_leaves(
     manifest: Manifest,
     paths: Sequence[str] | None = None,
     *,
-    stored: bool = False,
     max_bytes: int | None = None,
     held: Mapping[str, KnownContent] | None = None,
     partly: Container[str] = (),
@@ -48,8 +47,6 @@ def resolve_leaves(
         root: The root.
         manifest: The step.
         paths: The leaves; ``None``: all.
-        stored: Return the inputs of a replay instead of its results. ``False``: refuse a leaf that
-            only a replay can compute.
         max_bytes: The budget; ``None``: the memory of the machine. It limits the size of the
             leaves, except for those in ``partly`` and ``boxes``, and the tables beyond 64 MiB.
             Nothing is opened before this is checked.
@@ -64,21 +61,16 @@ def resolve_leaves(
     Raises:
         LeafNotFound: The step does not have a leaf; names similar paths. ``LeafPruned``: retention
             has removed it.
-        ReplayNeeded: A leaf is stored as gradients.
         ChainBroken: A segment is missing or does not continue a chain; names leaf and step.
         Damaged: A table is damaged; names leaf, step and segment.
         BudgetExceeded: The leaves or the tables are too large.
     """
     specs = manifest.specs
-    inputs = set() if manifest.replay is None else manifest.replay.inputs
-    all_paths = [*specs, *sorted(inputs)] if stored else list(specs)
-    requested = all_paths if paths is None else list(dict.fromkeys(paths))
-    if not stored:
-        replay.refuse(root, manifest, requested)
+    requested = list(specs if paths is None else dict.fromkeys(paths))
     # A leaf whose own place in the tree was removed may still hold the content of a tied one.
     require_leaves(root, manifest, [path for path in requested if path not in specs])
     for path in requested:
-        if path not in specs and path not in inputs:
+        if path not in specs:
             raise no_leaf(manifest.step, path, specs)
     boxes = boxes or {}
     size = sum(

@@ -31,8 +31,8 @@ def remove_leaves(
 ) -> frozenset[int]:
     """Remove all leaves from checkpoints but those that patterns name.
 
-    Steps of a gradient log, steps of so many ranks that their manifest has the compact form, and
-    steps without any leaf that a pattern names stay as they are.
+    Steps of so many ranks that their manifest has the compact form, and steps without any leaf that
+    a pattern names stay as they are.
 
     Args:
         root: An engine root. The caller holds its lease.
@@ -83,7 +83,7 @@ def partial_manifest(root: Root, manifest: Manifest, patterns: Sequence[str]) ->
     wanted = {
         path for path in manifest.arrays if any(matches(path, pattern) for pattern in patterns)
     }
-    if not wanted or manifest.replay is not None or manifest.lane_digests:
+    if not wanted or manifest.lane_digests:
         return manifest
     while True:
         tree, removed = without_arrays(manifest.tree, wanted)

@@ -171,7 +171,6 @@ class Pipeline:
 
     def refuse(self, progress: Progress, failure: Exception) -> None:
         """Fail a save that has not begun; raise it if ``on_error`` or ``max_failures`` demands."""
-        # The new epoch tells a gradient log that it cannot go on from this save.
         self._chains.drop()
         self._fail(progress, failure)
         progress.take_unseen_error()

@@ -38,7 +38,7 @@ from deltacheck.save.treatment.treatment import Treatment, leaf_groups
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.deadline import Deadline, Pulse
 from deltacheck.store.lock.interrupts import Flag, postponed, shielded
-from deltacheck.store.manifest import Manifest, Replay
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.store import Store
 
 __all__ = ["LeafSource", "Saver"]
@@ -119,7 +119,6 @@ class Saver:
         commit: Callable[[Manifest], Written],
         *,
         metrics: Mapping[str, float] | None = None,
-        replay: Replay | None = None,
         note: str = "",
         agreed: Agreed | None = None,
     ) -> SaveHandle:
@@ -132,8 +131,6 @@ class Saver:
                 loop, too. A failure of the plan is then on the handle.
             commit: Makes the step exist; called with the manifest on the committer thread.
             metrics: Values for the manifest and the report.
-            replay: How leaves of ``tree`` are computed from those of ``sources``, if they are not
-                simply stored. Needs an exact policy.
             note: A remark for the report.
             agreed: The agreement of the ranks that save together; ``None``: there are none.
 
@@ -146,7 +143,7 @@ class Saver:
         """
         self.check_usable()
         abandon = None if agreed is None else agreed.abandon
-        request = SaveRequest(step, tree, commit, metrics or {}, replay, note, abandon)
+        request = SaveRequest(step, tree, commit, metrics or {}, note, abandon)
         # The handler of a signal may wait for saves, and would not find one that is half begun.
         with postponed():
             return self._save(request, sources, agreed)
@@ -239,9 +236,7 @@ class Saver:
         handle: SaveHandle,
     ) -> SaveJob:
         """Decide how each leaf is kept, and begin the save on the chains."""
-        # A gradient log has looked before it planned this save, and its plan needs the chains.
-        if request.replay is None:
-            self.renew_lost_base(handle)
+        self._renew_lost_base(handle)
         remarks = [remark for remark in (self._loss, request.note) if remark]
         request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
         stored_sources, terms = self._treatment.plan(
@@ -347,7 +342,7 @@ class Saver:
         """Drop the shadow, so that the next save writes keyframes."""
         self._chains.drop()
 
-    def renew_lost_base(self, beginning: SaveHandle | None = None) -> None:
+    def _renew_lost_base(self, beginning: SaveHandle) -> None:
         """Let the next save write whole leaves if stored segments are gone that it would need.
 
         Another program may have removed them: a purge of old files, or a disk that was replaced.

@@ -16,7 +16,7 @@ import msgspec
 from deltacheck.codec.base import U32, has_law, has_ordered
 from deltacheck.codec.derivation import Derived, code_shape
 from deltacheck.leaf import grid, tiles
-from deltacheck.leaf.containers import Node, has_types
+from deltacheck.leaf.containers import has_types
 from deltacheck.leaf.contracts import PeakRate, Promise
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
@@ -29,7 +29,6 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 
 # The names of features and stages are permanent: existing roots hold them.
 DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
-REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
 TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 TYPES = "types"  # of manifests with containers or arrays of types that older readers would change
 PARTIAL = "partial"  # of manifests of which retention has removed leaves
@@ -38,7 +37,6 @@ ORDERED = "ordered"  # of segments with chunks whose words are in the order of t
 LAW = "law"  # of segments with chunks that are predicted, and manifests with parts of groups
 FEATURES = (
     DERIVED,
-    REPLAY,
     TILES,
     TYPES,
     MERGED,
@@ -317,54 +315,6 @@ class Tiles(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
 
 
-class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One update to replay.
-
-    Attributes:
-        inputs: Name of an input -> leaf path.
-        options: Skeleton of the numbers that the update depends on.
-    """
-
-    inputs: dict[str, str]
-    options: dict[str, Any]
-
-
-class Replay(msgspec.Struct, frozen=True):
-    """The optimizer updates that compute the leaves of a tree from the stored ones, in order.
-
-    Attributes:
-        base_seq: Sequence number of the checkpoint whose content the stored leaves have; for
-            people, since the manifest names every segment that is needed.
-        base_step: Its training step, for people.
-        update: Name of the update rule, for people.
-        memory: Skeleton of the state that the update changes.
-        places: Array path in ``memory`` -> leaf path.
-        steps: The updates.
-        digests: Leaf path -> digest after the last update.
-    """
-
-    base_seq: int
-    base_step: int
-    update: str
-    memory: dict[str, Any]
-    places: dict[str, str]
-    steps: tuple[ReplayStep, ...]
-    digests: dict[str, str]
-
-    @property
-    def inputs(self) -> set[str]:
-        """Leaf paths of the inputs of the updates; the tree has none of them."""
-        return {path for step in self.steps for path in step.inputs.values()}
-
-
-def needs_types(tree: Node, replay: Replay | None) -> bool:
-    """Return ``True`` if a skeleton of a manifest has a node of the feature ``types``."""
-    skeletons = [tree]
-    if replay is not None:
-        skeletons += [replay.memory, *(step.options for step in replay.steps)]
-    return any(map(has_types, skeletons))
-
-
 class Stored(Mapping[str, LeafRecord]):
     """The stored leaves of a step by path, each tile counted as a leaf.
 
@@ -531,7 +481,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         derived: Leaves that are computed from stored ones.
         contracts: Contracts of leaves that are not exact.
         stage: Stage of the policy, ``warm``, ``stable`` or ``degraded``; empty under the exact one.
-        replay: Updates to replay; ``None``: none.
         durability: The event that the save survived when it was acknowledged: a cut of ``power`` or
             the end of its ``process``.
         tiles: Leaves that several ranks have stored parts of.
@@ -568,7 +517,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     derived: dict[str, Derived] = {}
     contracts: dict[str, Promise] = {}
     stage: str = ""
-    replay: Replay | None = None  # None: nothing is replayed
     durability: str = "power"
     tiles: dict[str, Tiles] = {}
     lanes: tuple[tuple[int, ...], ...] = ()
@@ -624,9 +572,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         forms = [rule for cut in self.tiles.values() for rule in cut.forms]
         needed = {
             DERIVED: bool(self.derived or self.contracts or forms),
-            REPLAY: self.replay is not None,
             TILES: bool(self.tiles or self.lanes),
-            TYPES: needs_types(self.tree, self.replay),
+            TYPES: has_types(self.tree),
             PARTIAL: bool(self.absent),
             LAW: any(rule.is_part for rule in (*self.derived.values(), *forms)),
         }
@@ -709,12 +656,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @property
     def specs(self) -> dict[str, LeafSpec]:
         """Descriptions of all leaves of the tree by path, ties once."""
-        # Inputs of a replay are stored like leaves, but the tree has none of them.
-        inputs = set() if self.replay is None else self.replay.inputs
         return {
             path: self.spec(path)
             for path in dict.fromkeys([*self.leaves, *self.derived, *self.tiles])
-            if path not in inputs
         }
 
     def digest_of(self, path: str) -> str:
@@ -724,8 +668,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         """
         if path in self.tiles:
             return ""
-        if self.replay is not None and path in self.replay.digests:
-            return self.replay.digests[path]
         derived = self.derived.get(path)
         return self.leaves[path].digest if derived is None else derived.digest
 

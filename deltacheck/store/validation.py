@@ -29,7 +29,6 @@ from deltacheck.store.manifest import (
     LeafEntry,
     LeafRecord,
     Manifest,
-    Replay,
     SegmentTable,
     Tag,
     Tiles,
@@ -56,8 +55,7 @@ def check_manifest(manifest: Manifest) -> None:
         _check_leaf(path, record)
     _check_segments(manifest)
     owners = {node.owner for node in manifest.arrays.values()}
-    inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
-    if owners | inputs != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
+    if owners != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
     _check_tiles(manifest)
     _check_absent(manifest)
@@ -132,8 +130,6 @@ def _check_segments(manifest: Manifest) -> None:
 
 
 def _check_tiles(manifest: Manifest) -> None:
-    if manifest.tiles and manifest.replay is not None:
-        raise ValueError("its leaves lie in tiles, and are replayed")
     lane_count = len(manifest.lanes)
     if any(not -1 <= record.lane < lane_count for record in manifest.leaves.values()):
         raise ValueError("a leaf lies in a lane that it does not have")
@@ -258,23 +254,6 @@ def _check_order(manifest: Manifest) -> None:
             raise ValueError(
                 f"leaf {path!r} follows from more than {_MAX_DERIVED_DEPTH} others in a row"
             )
-
-
-def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
-    """Return the leaves that a replay consumes, after a check of everything that it names."""
-    if not replay.steps or owners & replay.inputs:
-        raise ValueError("its replay has no step, or consumes leaves of the tree")
-    if (
-        set(replay.places.values()) != set(replay.digests)
-        or not set(replay.digests) <= owners & manifest.leaves.keys() - manifest.derived.keys()
-    ):
-        raise ValueError("its replay gives other leaves than it promises")
-    memory = {path for path, owner in tree.array_paths(replay.memory).items() if path == owner}
-    if memory != set(replay.places) or len(set(replay.places.values())) != len(replay.places):
-        raise ValueError("its replay works on other arrays than it names")
-    for step in replay.steps:
-        tree.array_paths(step.options)
-    return replay.inputs
 
 
 def _check_derived(

@@ -349,27 +349,6 @@ def engine_persist(places: Places) -> None:
 
 
 @_in(TORCH)
-def gradient_log(places: Places) -> None:
-    from deltacheck.backends.torch import GradientLog
-
-    parameter = torch.nn.Parameter(torch.ones(300))
-    optimizer = torch.optim.AdamW([parameter])
-    engine = places.engine(places.area / "log")
-
-    def state() -> dict[str, Any]:
-        return {"p": parameter, "optimizer": optimizer.state_dict()}
-
-    with places.armed():
-        log = GradientLog(engine, optimizer)
-        for step in range(2):
-            parameter.grad = torch.full((300,), 0.1)
-            optimizer.step()
-            log.save(step, state()).wait(timeout=240)
-        log.restore()
-        log.close()
-
-
-@_in(TORCH)
 def reader(places: Places) -> None:
     import deltacheck
 

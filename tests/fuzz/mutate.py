@@ -78,7 +78,7 @@ TEXTS = (
     " numpy.array numpy.scalar device".split(),
     *"dict odict list tuple deque fields array none bool int float complex str bytes exec".split(),
     *"stream store values gaps tiles wide raw bitmap cast same drawn lattice octaves exact"
-    " ratio bounded reused warm stable derived replay".split(),
+    " ratio bounded reused warm stable derived".split(),
 )
 
 

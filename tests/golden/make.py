@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import deltacheck
 from deltacheck import Keep, Policy, SaveOptions
 from deltacheck.backends.numpy_leaves import describe_numpy
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch import Engine
 from deltacheck.leaf import tree
 from deltacheck.maintain.compaction import compact
 from deltacheck.store import compact as compact_form
@@ -263,41 +263,6 @@ def write_derived(root: Path) -> dict[int, Any]:
     return saved
 
 
-class Descent(torch.optim.Optimizer):
-    """Each update is one product and one difference: IEEE 754 leaves no freedom in either."""
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {"lr": 0.25})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self.state[weight].setdefault("updates", torch.zeros(())).add_(1)
-                    weight.sub_(weight.grad.mul(group["lr"]))
-
-
-def weight_of_log() -> torch.Tensor:
-    return torch.arange(64, dtype=torch.float32).reshape(8, 8).requires_grad_()
-
-
-def write_log(root: Path) -> dict[int, Any]:
-    weight = weight_of_log()
-    optimizer = Descent([weight])
-    saved = {}
-    with Engine(root) as engine, GradientLog(engine, optimizer) as log:
-        for step in range(3):
-            weight.grad = torch.from_numpy(
-                (noise(64, step) % np.uint64(97)).astype(np.float32).reshape(8, 8)
-            )
-            optimizer.step()
-            state = {"w": weight.detach(), "optimizer": optimizer.state_dict(), "step": step}
-            saved[step] = copy.deepcopy(state)
-            log.save(step, state).wait(timeout=240)
-    return saved
-
-
 def described(state: Any) -> dict[str, Any]:
     """Return the content of a state.
 
@@ -473,7 +438,6 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "halved": write_halved,
     "halved_int32": write_halved_int32,
     "derived": write_derived,
-    "gradients": write_log,
     "tiled": write_tiled,
     "tiled_policy": write_tiled_policy,
     "compact_tiled": write_compact_tiled,

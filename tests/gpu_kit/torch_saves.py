@@ -155,7 +155,7 @@ def _blocking(measured: Mapping[str, Any]) -> float:
 
 
 def save_every_step(context: Context) -> Result:
-    """Measure a save at every step to the memory tier, with and without a gradient log."""
+    """Measure a save at every step to the memory tier, with and without the law of Adam."""
     from benchmarks import every_step
     from deltacheck.evaluate.workloads.recipe import demo
 
@@ -164,7 +164,7 @@ def save_every_step(context: Context) -> Result:
         model = demo(seed=1, threads=4, width=1024, layers=16, heads=16, context=2048, batch=8)
         case = every_step.Case(model, "cuda", steps=8, rounds=3)
     with accelerator(context):
-        return every_step.measure(case, context.folder, (every_step.MEMORY, every_step.LOGGED))
+        return every_step.measure(case, context.folder, (every_step.MEMORY, every_step.LAW))
 
 
 def profile(context: Context) -> Result:

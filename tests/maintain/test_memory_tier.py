@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import deltacheck
 from deltacheck import Keep, MemoryTier, Mirror, Policy, SaveOptions, errors
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch import engine as torch_engine
 from deltacheck.backends.torch.group.run_roots import MemoryFirst
 from deltacheck.cli.app import app
@@ -573,27 +573,6 @@ def test_an_object_store_gets_the_steps_that_memory_holds(s3: object, tmp_path: 
     with Engine(address, memory=tmp_path / "memory") as engine:
         assert_same(engine.restore(), state_at(3))
     assert deltacheck.open(address).verify(deep=True) == []
-
-
-def test_a_gradient_log_saves_through_memory(places: Places) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(40, 30)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with places.engine(persist_every=4) as engine:
-        saves = GradientLog(engine, optimizer)
-        for step in range(6):
-            model(torch.randn(4, 40)).square().mean().backward()
-            optimizer.step()
-            saves.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            optimizer.zero_grad()
-        engine.wait()
-        restored = engine.restore(optimizer=optimizer)
-        assert_same(restored["model"]["weight"], model.state_dict()["weight"])
-    shutil.rmtree(places.memory)
-    with places.engine() as engine:
-        assert_same(
-            engine.restore(optimizer=optimizer)["model"]["weight"], model.state_dict()["weight"]
-        )
 
 
 # --- whose memory it is ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import deltacheck
-from deltacheck import Keep, SaveOptions, StopSignals
+from deltacheck import Keep, Policy, SaveOptions, StopSignals
 from deltacheck.backends.torch import Engine, Shard
 from deltacheck.errors import LeafPruned, SaveFailed
 from deltacheck.restore import read
@@ -198,6 +198,34 @@ def large(rank: int, size: int, port: int, root: Path, first: bool) -> Any:
         engine.restore(into=target)
         own = distribute_tensor(content, mesh, [Shard(0)]).to_local()
         return sum(counted), own.nbytes, torch.equal(target["w"].to_local(), own)
+
+
+def by_law(rank: int, size: int, port: int, root: Path, first: int, steps: int) -> Any:
+    """Go on from the step before ``first``, if there is one, and save each step by Adam's law.
+
+    Returns:
+        The content that was restored, ``None`` for a new run, and that of each step.
+    """
+    policy = Policy.exact(law=True)
+    with world(rank, size) as group, Engine(root, policy=policy, process_group=group) as engine:
+        run, restored = Run("fsdp", size), None
+        if first:
+            run.update(99)  # the optimizer has a state to fill
+            state = engine.restore(into=run.state(0))
+            assert engine.restored_step == first - 1
+            restored = whole(state)
+            set_state_dict(
+                run.model,
+                run.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        contents = {}
+        for step in range(first, first + steps):
+            run.update(step)
+            engine.save(step, run.state(step)).wait("committed")
+            contents[step] = whole(run.state(step))
+        return restored, contents
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

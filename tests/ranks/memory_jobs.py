@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from deltacheck import MemoryTier
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch import Engine
 from deltacheck.maintain import drain
 from tests.ranks.jobs import Run, same, whole, world
 
@@ -77,7 +77,6 @@ def continue_in_memory(rank: int, size: int, port: int, folder: Path) -> Any:
         seen["machines"] = error_of(lambda: engine("disk", folder / f"memory of rank {rank}"))
         run = Run("fsdp", size)
         with engine("disk", folder / "memory", persist_every=3) as saves:
-            seen["log"] = error_of(lambda: GradientLog(saves, run.optimizer))
             restored = saves.restore(into=run.state(0))
             seen["newest"] = saves.restored_step, same(whole(restored), content(size, 7))
             run.update(8)

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 import deltacheck
 from deltacheck import Mirror, Policy, Profile, SaveOptions, errors
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import needs
 from deltacheck.maintain.tier_bond import Bond, write_bond
@@ -732,45 +732,6 @@ def test_one_process_goes_on_from_ranks_under_every_policy(
         == 2 * 500
     )
     assert [step.step for step in collect(copied.many).steps] == opened.steps()
-
-
-def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
-    import torch
-
-    weight = torch.nn.Parameter(torch.randn(60, 50))
-    optimizer = torch.optim.AdamW([weight], lr=1e-3)
-    state = tensors_of(copied.states[NEWEST])
-    policy = Policy.exact(max_restore_ratio=None)  # no leaf is written whole again
-    with (
-        Engine(copied.many, policy=policy, options=SaveOptions(durability="process")) as engine,
-        GradientLog(engine, optimizer) as log,
-    ):
-        engine.restore()
-        for step in range(NEWEST + 1, NEWEST + 4):
-            weight.grad = torch.randn(60, 50)
-            optimizer.step()
-            log.save(
-                step, state | {"weight": weight, "state of it": optimizer.state_dict()}
-            ).result(240)
-    assert [tool(copied.many, "show", ROOT, step)["replay"] is not None for step in (8, 9, 10)] == [
-        False,
-        True,
-        True,
-    ]
-    manifest = open_root(copied.many).manifest()
-    assert (manifest.tiles, manifest.must_understand) == (
-        {},
-        ("replay", "tiles"),
-    )  # small leaves stand on what several ranks wrote
-    assert tool(copied.many, "verify", ROOT, "--deep")["ok"]
-    tool(copied.many, "compact", ROOT)
-    with Engine(copied.many) as engine, GradientLog(engine, optimizer) as log:
-        found = log.restore()
-    assert bits(found["weight"]) == bits(weight)
-    assert all(
-        bits(found["model"][name]) == bits(value)
-        for name, value in copied.states[NEWEST]["model"].items()
-    )
 
 
 def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(

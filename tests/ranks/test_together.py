@@ -18,8 +18,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import deltacheck
+from deltacheck.codec.base import LAWS
 from deltacheck.errors import LeafPruned
 from deltacheck.store.files import arrays
+from deltacheck.store.layout import seq_of
+from deltacheck.store.roots.opening import open_root
+from deltacheck.store.roots.root import Root
+from deltacheck.store.segment import METHOD
 from tests.ranks import jobs
 from tests.ranks.launch import launch
 
@@ -78,6 +83,38 @@ def test_what_four_ranks_saved_any_number_restores_bit_for_bit_reading_what_it_h
     assert jobs.same(jobs.whole(after.restore(101)), came[0][4]) == []
     assert jobs.same(jobs.whole(after.restore(2)), content) == []
     assert after.verify(deep=True) == []
+
+
+def test_steps_of_four_ranks_by_the_law_of_adam_are_restored_by_two_and_by_one(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    contents = dict(launch(jobs.by_law, 4, root, 0, 4)[0][1])
+    for restored, continued in launch(jobs.by_law, 2, root, 4, 3):
+        assert jobs.same(restored, contents[3]) == []
+        contents |= continued
+    opened = deltacheck.open(root)
+    assert opened.steps() == list(contents)
+    for step, content in contents.items():
+        assert jobs.same(jobs.whole(opened.restore(step)), content) == []
+    assert opened.verify(deep=True) == []
+    # Each rank has predicted its shards of the step before, also after the other number of ranks.
+    for step, writers in ((3, 4), (6, 2)):
+        assert by_law_in(open_root(root), step) == writers
+
+
+def by_law_in(root: Root, step: int) -> int:
+    """Return the number of ranks whose segment of a step has chunks that a law predicts."""
+    manifest = root.manifest(step)
+    segments = [root.store.segment(ref) for ref in manifest.segments]
+    return sum(
+        any(
+            np.isin(segment.part(number).index[:, METHOD], LAWS).any()
+            for number in range(len(segment.table.parts))
+        )
+        for segment in segments
+        if seq_of(segment.table.id) == manifest.seq
+    )
 
 
 def test_tensor_parallel_with_fsdp_restores_as_itself_and_in_one_process(tmp_path: Path) -> None:

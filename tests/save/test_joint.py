@@ -468,7 +468,7 @@ def rules(form_of_all: dict[str, Any], **fields: Any) -> Any:
             "its segments are not in ascending order",
         ),
         (lambda body: body.update(must_understand=[]), "ascending order"),
-        (lambda body: body.update(must_understand=["tiles", "replay"]), "do not match"),
+        (lambda body: body.update(must_understand=["tiles", "law"]), "do not match"),
         (lambda body: body.pop("tiles"), "its tree and its leaves do not match"),
         (
             lambda body: body["tiles"].update(x=body["tiles"]["w"]),

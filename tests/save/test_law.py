@@ -163,15 +163,36 @@ def test_compacted_steps_stay_exact(tmp_path: Path, run: Narrow, merge: bool) ->
 
 
 def test_a_chain_that_reaches_its_limit_begins_again(tmp_path: Path, run: Narrow) -> None:
-    saved = {}
-    policy = Policy.exact(law=True, max_chain_depth=3)
+    saved, kinds = {}, []
+    policy = Policy.exact(law=True, max_chain_depth=2)
     with Engine(tmp_path / "root", policy=policy) as engine:
-        for step in range(9):
-            saved[step], _ = save(engine, step, run)
+        for step in range(12):
+            saved[step] = run.state()
+            report = engine.save(step, saved[step]).result(timeout=240)
+            assert report is not None
+            leaves = {leaf.path: str(leaf.kind) for leaf in report.leaves}
+            kinds.append(leaves["optimizer/state/0/master"])
             run.advance()
+    # Four times the limit, or at least half of that: the limits of leaves are spread.
+    first, second = (n for n, kind in enumerate(kinds) if kind == "keyframe")
+    assert first == 0
+    assert 4 < second <= 9
     opened = deltacheck.open(tmp_path / "root")
     for step, state in saved.items():
         assert described(opened.restore(step)) == described(state)
+
+
+def test_groups_that_no_law_predicts_have_chains_of_the_usual_length(tmp_path: Path) -> None:
+    run, kinds = Narrow(SHAPE, parameters=1, rate=1e-4), []
+    run.advance(30)
+    with Engine(tmp_path / "root", policy=Policy.exact(law=True, max_chain_depth=2)) as engine:
+        for step in range(4):
+            report = engine.save(step, run.state()).result(timeout=240)
+            assert report is not None
+            leaves = {leaf.path: str(leaf.kind) for leaf in report.leaves}
+            kinds.append(leaves["optimizer/state/0/master"])
+            run.advance(8)
+    assert kinds[1:].count("keyframe") == 1
 
 
 def test_a_memory_tier_holds_and_copies_such_steps(tmp_path: Path, run: Narrow) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import Policy, SaveOptions, errors
-from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck import SaveOptions, errors
+from deltacheck.backends.torch import Engine
 from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store.roots.opening import create_store, open_root
@@ -135,28 +135,6 @@ def test_data_files_of_a_long_chain_are_looked_at_in_turn(tmp_path: Path) -> Non
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def test_a_gradient_log_stores_the_state_itself(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 48)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with (
-        Engine(tmp_path / "run", policy=Policy.exact()) as engine,
-        GradientLog(engine, optimizer) as log,
-    ):
-        for step in range(5):
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 3:
-                everything(engine.root)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            report = log.save(step, state).result(240)
-            assert (report.replayed_steps == 0) == (step in (0, 3)), (step, report.note)
-        restored = log.restore(4)
-        assert torch.equal(restored["model"]["weight"], model.weight)
-        assert log.restore(3)["model"]["weight"].shape == (48, 64)
 
 
 def test_a_save_does_not_wait_for_a_storage_that_hangs(

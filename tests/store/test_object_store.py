@@ -851,27 +851,6 @@ def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(
     run.check()
 
 
-def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
-    from deltacheck.backends.torch import GradientLog
-
-    torch.manual_seed(2)
-    model = torch.nn.Linear(40, 30)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-    with Engine(address, storage=STORAGE) as engine, GradientLog(engine, optimizer) as gradients:
-        for step in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(5, 40)).square().sum().backward()
-            optimizer.step()
-            gradients.save(step, state()).result(240)
-        weight = model.weight.detach().clone()
-        assert open_root(address, storage=STORAGE).manifest(3).replay is not None
-        assert torch.equal(gradients.restore(3)["model"]["weight"], weight)
-
-
 def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: str) -> None:
     run = Run(address, keep=Keep(last=3), options=SaveOptions(verify="commit", grace_seconds=0))
     for _ in range(6):

@@ -6,8 +6,8 @@ silent wrong restore.
         [--repair | --every-bit [--stride N]]
 
 Five small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax
-manager's, one under a policy (codes, contracts), one with a gradient log and one that four ranks
-wrote in tiles. A trial
+manager's, one under a policy (codes, contracts), one with groups and one that four ranks wrote in
+tiles. A trial
 damages one or two files, restores a step that they belong to, and puts them back. It ends in an
 error of ours that names step, file and the steps that still restore, or in the very state that was
 saved. Anything else fails it.
@@ -16,7 +16,6 @@ saved. Anything else fails it.
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import os
 import random
@@ -41,16 +40,13 @@ import torch
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends import torch as torch_backend
-from deltacheck.backends.torch import Engine, GradientLog
-from deltacheck.backends.torch.state import leaves, replica
+from deltacheck.backends.torch import Engine
 from deltacheck.leaf import grid
 from deltacheck.leaf.spec import _standard_chunk
 from deltacheck.maintain.repair import Repaired, repair, repair_root_document
-from deltacheck.restore import damage
-from deltacheck.restore.resolve import resolve_leaves
-from deltacheck.restore.values import load_leaves
 from deltacheck.store import layout
 from deltacheck.store.roots.opening import open_root
+from tests.golden.make import LawRun
 from tests.support.adam_run import AdamRun
 from tests.support.memory import memory_folder
 from tests.support.ranked_run import RankedRun, cells
@@ -580,46 +576,25 @@ def policy_subject(folder: Path) -> Subject:
     )
 
 
-def log_subject(folder: Path) -> Subject:
+def law_subject(folder: Path) -> Subject:
     saved: dict[str, dict[int, Any]] = {}
-    kept: list[Any] = []
     for seed, name in enumerate(("root", "other")):
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(64, 48)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        kept.append(optimizer)
-        saved[name] = {}
-        with Engine(folder / name) as engine, GradientLog(engine, optimizer) as log:
+        run, saved[name] = LawRun((64, 96), 1, seed=seed, rate=1e-4), {}
+        run.advance(100)
+        with Engine(folder / name, policy=Policy.exact(law=True)) as engine:
             for step in range(STEPS):
-                model(torch.randn(4, 64)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                state = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                }
-                log.save(step, state).result()
-                saved[name][step] = copy.deepcopy(state)
+                saved[name][step] = run.state()
+                engine.save(step, saved[name][step]).result()
+                run.advance()
     root = folder / "root"
-    assert deltacheck.open(root).manifest().replay is not None
-
-    def by_replay(root: Path, step: int) -> Any:
-        with Engine(root) as engine:
-            return engine.restore(step, optimizer=kept[0])
-
-    def by_twin(root: Path, step: int) -> Any:
-        """Restore as ``Engine.restore`` does, without an engine."""
-        opened = open_root(root)
-        manifest = opened.manifest(step)
-        with damage.named(opened, manifest):
-            loaded = load_leaves(resolve_leaves(opened, manifest, stored=True))
-            if manifest.replay is not None:
-                loaded |= replica.replayed(opened, manifest, manifest.replay, loaded, kept[0])
-        return leaves.tree_of(manifest.tree, loaded)
-
-    doors = {"twin": (by_twin, saved["root"]), "Engine": (by_replay, saved["root"])}
-    return Subject("gradient log", root, folder / "other", doors)
+    assert "law" in deltacheck.open(root).manifest().must_understand
+    loaded = {step: torch_backend.load(root, step) for step in range(STEPS)}
+    return Subject(
+        "law",
+        root,
+        folder / "other",
+        {"open": (_numpy, saved["root"]), "load": (torch_backend.load, loaded)},
+    )
 
 
 def tiled_subject(folder: Path) -> Subject:
@@ -640,7 +615,7 @@ SUBJECTS = {
     "engine": engine_subject,
     "manager": manager_subject,
     "policy": policy_subject,
-    "gradient log": log_subject,
+    "law": law_subject,
     "tiled": tiled_subject,
 }
 

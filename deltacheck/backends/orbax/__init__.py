@@ -1,6 +1,5 @@
 """The Orbax backend: JAX checkpoints through ``ocp.CheckpointManager``."""
 
-from deltacheck.backends.orbax.gradient_log import GradientLog
 from deltacheck.backends.orbax.handler import (
     DeltaCheckpointHandler,
     DeltaRestoreArgs,
@@ -14,7 +13,6 @@ __all__ = [
     "DeltaCheckpointHandler",
     "DeltaRestoreArgs",
     "DeltaSaveArgs",
-    "GradientLog",
     "applied",
     "load",
     "manager",

@@ -21,7 +21,7 @@ from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax import orbax_args
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Commit, Item, ItemLog, Notes, require_json
+from deltacheck.backends.orbax.item import Commit, Item, Notes, require_json
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
@@ -175,7 +175,6 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             shardings=args.shardings,
             contract=args.contract,
             max_bytes=args.max_bytes,
-            log=args.log,
         )
         if (
             # The next save can continue only from a whole step (otherwise there are no chains), and
@@ -292,17 +291,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         # The other processes already wait for this one. A leaf that is refused here must fail the
         # save in all of them instead of letting them run into their timeout.
         with item.sharing_failure():
-            flat = item.flatten(args.item, has_log=args.log is not None)
+            flat = item.flatten(args.item)
             # Metrics may be 0-d arrays, which a manifest cannot hold.
             metrics = metric_numbers(args.metrics)
             records = flat.records if isinstance(flat, KnownArrays) else records_of(flat.arrays)
             notes = Notes(metrics, require_json(args.custom_metadata), records)
         if not place.has_own_root:
-            return item.begin(place, args.item, flat, notes, begin, args.log)
+            return item.begin(place, flat, notes, begin)
         if creating:
             # The store lies in Orbax's directory, too.
             await_directories()
-        commit = item.begin(place, args.item, flat, notes, begin, args.log)
+        commit = item.begin(place, flat, notes, begin)
         # Nothing may write to the store when Orbax renames the directory.
         commit.after = partial(self._close_item, self._key(place))
         return commit
@@ -369,14 +368,11 @@ class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         item: A nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and
             ``None``. Containers are pytree nodes and ``deque``.
         metrics: Numbers kept with the step. Default: none.
-        log: A ``GradientLog`` that may keep the item as gradients, as its ``save`` does. One log
-            serves one item. Default: the item itself is stored.
         custom_metadata: JSON to keep with the item, which ``item_metadata`` returns. Default: none.
     """
 
     item: Any
     metrics: Mapping[str, float] | None = None
-    log: ItemLog | None = None
     custom_metadata: Any = None
 
 
@@ -391,9 +387,8 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     failure of one process is raised in all.
 
     A restore raises ``TreeMismatch``, ``Damaged``, ``ChainBroken``, ``ContractNotMet``,
-    ``ReplayNeeded`` (a step of gradients without ``log``), ``StepNotFound`` (an unknown leaf),
-    ``BudgetExceeded``, and ``NotACheckpointRoot`` for an item that was not saved with
-    ``DeltaSaveArgs``.
+    ``StepNotFound`` (an unknown leaf), ``BudgetExceeded``, and ``NotACheckpointRoot`` for an item
+    that was not saved with ``DeltaSaveArgs``.
 
     Args:
         item: The target, a tree of arrays or ``jax.ShapeDtypeStruct`` of the saved structure, or
@@ -409,7 +404,6 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``. Default:
             any.
         max_bytes: The most bytes to allocate. Default: no limit.
-        log: The ``GradientLog`` whose update replays a step of gradients; it needs ``item``.
         expected_digest: The digest that the manifest must have, from the report of the save or
             ``deltacheck show``. Default: any.
         partial_restore: Accept a target that lacks leaves or subtrees of the step, which are then
@@ -430,7 +424,6 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     leaves: str | Iterable[str] | None = None
     contract: str | None = None
     max_bytes: int | None = None
-    log: ItemLog | None = None
     expected_digest: str | None = None
     partial_restore: bool = False
     cast: bool = False

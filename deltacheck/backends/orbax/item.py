@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import msgspec
@@ -22,7 +22,7 @@ from deltacheck.backends.orbax.capture.batch import planned
 from deltacheck.backends.orbax.capture.device_copies import DeviceCopies
 from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, holders, writer_of
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
-from deltacheck.backends.orbax.state import leaves, load, pieces
+from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.backends.orbax.state.load import Restored
 from deltacheck.backends.orbax.state.repeated import ArrayFlattener
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed, UnsupportedLeaf
@@ -32,8 +32,6 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
-from deltacheck.save.job.source import LaterSources, Sources
-from deltacheck.save.logbook import LogPlan
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
 from deltacheck.save.ranks.rank_setup import RankSetup
@@ -59,23 +57,6 @@ _READ_WITH = "saved with deltacheck: read it with deltacheck.backends.orbax"
 _TREE_MARK = json.dumps(
     {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _READ_WITH}]}}}
 ).encode()
-
-
-class ItemLog(load.ReplayLog, Protocol):
-    """An object that may keep an item as gradients: a ``GradientLog``."""
-
-    def plan(self, state: Any, flat: Flat, saver: Saver) -> LogPlan:
-        """Return what a save of ``state`` stores."""
-        ...
-
-    def saved(
-        self, plan: LogPlan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]
-    ) -> float:
-        """Record that a save has begun as planned.
-
-        Returns the seconds that training has lost to the log since the last save.
-        """
-        ...
 
 
 class Notes(NamedTuple):
@@ -161,25 +142,18 @@ class Item:
                 self.failures.add(failure)
             raise failure from error
 
-    def flatten(self, state: object, *, has_log: bool = False) -> Flat:
-        """Return the leaves and the skeleton of a state to save.
-
-        ``has_log``: a gradient log plans the save. It compares the identities of the leaves.
-        """
+    def flatten(self, state: object) -> Flat:
+        """Return the leaves and the skeleton of a state to save."""
         if jax.process_count() > 1:
             return tree.flatten(state, pieces.describe, leaves.expand)
-        if has_log:
-            return tree.flatten(state, leaves.describe, leaves.expand)
         return self._flatten(state)
 
     def begin(
         self,
         place: ItemPlace,
-        state: object,
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: ItemLog | None = None,
     ) -> Commit:
         """Begin a save, and return once all that is not read lazily is captured.
 
@@ -188,41 +162,26 @@ class Item:
         """
         with self._counting_failure(place.step):
             if self._group is not None:
-                return self._begin_in_group(self._group, place, flat, notes, start_time, log)
-            return self._begin_alone(place, state, flat, notes, start_time, log)
+                return self._begin_in_group(self._group, place, flat, notes, start_time)
+            return self._begin_alone(place, flat, notes, start_time)
 
     def _begin_alone(
         self,
         place: ItemPlace,
-        state: object,
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: ItemLog | None,
     ) -> Commit:
-        step = place.step
         with leaves.own_rules():
             saver = self._open()
-            # Before the plan: a log plans on the last save only if that became a step.
             self._settle(saver)
-        # Before the log plans: gradients are of no use if the base that they follow is gone.
-        if log is not None:
-            saver.renew_lost_base()
-        # Read before the save: the saver may drop its chains on another thread as soon as it has
-        # begun.
-        epoch = saver.standing()[0]
-        # Outside of ``own_rules``: a log calls the training's update under the training's settings.
-        plan = LogPlan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        gate = Gate.of(place, self._settings, notes)
-        with leaves.own_rules():
+            gate = Gate.of(place, self._settings, notes)
             handle = saver.save(
-                step,
-                plan.rest.skeleton,
-                self._sources(plan),
+                place.step,
+                flat.skeleton,
+                planned(flat, self._settings.options, self._copies),
                 gate.commit,
                 metrics=notes.metrics,
-                replay=plan.replay,
-                note=plan.note,
             )
         try:
             self._last = Commit(handle, gate, place)
@@ -231,21 +190,10 @@ class Item:
             # timeout.
             gate.abandon("Orbax could not wait for it")
             raise
-        # With the epoch from before the save: if the save has failed since, it is no base.
-        log_seconds = (
-            0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
-        )
         progress_of(handle).add_blocking(
-            max(0.0, time.perf_counter() - start_time + log_seconds - handle.blocking_seconds)
+            max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
         )
         return self._last
-
-    def _sources(self, plan: LogPlan) -> Sources:
-        sources = planned(plan.rest, self._settings.options, self._copies)
-        if not plan.sources:
-            return sources
-        made = sources.make() if isinstance(sources, LaterSources) else sources
-        return dict(sorted({**made, **plan.sources}.items()))
 
     def _begin_in_group(
         self,
@@ -254,7 +202,6 @@ class Item:
         flat: Flat,
         notes: Notes,
         start_time: float,
-        log: ItemLog | None,
     ) -> Commit:
         """Begin a save with the other processes.
 
@@ -266,11 +213,6 @@ class Item:
         # order, or report a failure in the place of one.
         with leaves.own_rules():
             with group.sharing_failure():
-                if log is not None:
-                    raise ValueError(
-                        "several processes save without a gradient log: its replay would need the"
-                        " gradients of all processes in each"
-                    )
                 # Without a saver there was no save before that could be lost.
                 is_committed = self._saver is None or self._last_step_exists()
                 if self._saver is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files.dropin import release, save
 from deltacheck.backends.torch.files.load import load
-from deltacheck.backends.torch.gradient_log import GradientLog
 from deltacheck.backends.torch.group.arrival import RestoreHandle
 from deltacheck.backends.torch.state.follow import apply
 
@@ -22,7 +21,6 @@ __all__ = [
     "DeltaStorageReader",
     "DeltaStorageWriter",
     "Engine",
-    "GradientLog",
     "RestoreHandle",
     "ResumableLoader",
     "RolloutQueue",

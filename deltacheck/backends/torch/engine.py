@@ -31,16 +31,14 @@ from deltacheck.restore.fill import StepReader
 from deltacheck.save import exits
 from deltacheck.save.exits import StopSignals
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.job.source import LaterSources, specs_of_sources
+from deltacheck.save.job.source import specs_of_sources
 from deltacheck.save.job.step_numbers import metric_numbers, step_number, step_or_tag
 from deltacheck.save.save_options import SaveOptions, Settings
-from deltacheck.save.saver import LeafSource
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.lock.interrupts import Turn
-from deltacheck.store.manifest import Replay
 from deltacheck.store.roots import tags
 
 log = logging.getLogger("deltacheck")
@@ -187,22 +185,13 @@ class Engine:
         step: int,
         flat: tree.Flat,
         metrics: Mapping[str, float] | None,
-        *,
-        extra_sources: Mapping[str, LeafSource] | None = None,
-        replay: Replay | None = None,
-        note: str = "",
     ) -> SaveHandle:
-        """Save a flattened state.
-
-        ``extra_sources``: leaves beside those of ``flat``. ``replay``: the computation of the
-        leaves of the tree from all of these.
-        """
+        """Save a flattened state."""
         step = step_number(step)
         self._open.await_arrival()
         begin = time.perf_counter()
         numbers = metric_numbers(metrics)
-        is_whole = not extra_sources and replay is None
-        attempt = self._session.begin(step, flat, numbers, is_whole=is_whole)
+        attempt = self._session.begin(step, flat, numbers)
         # A rank is busy, and all ranks skip the save. Nothing has begun.
         if attempt is None:
             return skipped(step)
@@ -213,18 +202,13 @@ class Engine:
             sources = self._open.capture.sources(
                 attempt.flat,
                 guarded,
-                # Ranks that save together, and a gradient log, need the chains of this save at
-                # once.
-                may_be_later=is_whole and attempt.agreed is None and not self._is_eager,
+                # Ranks that save together need the chains of this save at once.
+                may_be_later=attempt.agreed is None and not self._is_eager,
             )
-            if extra_sources and not isinstance(sources, LaterSources):
-                # Sorted, so that the order in the files does not depend on the origin of a leaf.
-                sources = dict(sorted({**sources, **extra_sources}.items()))
             if not self._session.make_room(step, specs_of_sources(sources)):
                 return skipped(step)
-            if self._base is not None:
-                note = "; ".join(filter(None, (self._base.remark(attempt.flat.leaves), note)))
-                self._base = None
+            note = "" if self._base is None else self._base.remark(attempt.flat.leaves)
+            self._base = None
             planning_seconds = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
@@ -232,7 +216,6 @@ class Engine:
                 sources,
                 attempt.commit,
                 metrics=numbers,
-                replay=replay,
                 note=note,
                 agreed=attempt.agreed,
             )
@@ -412,13 +395,12 @@ class Engine:
         self._open.await_arrival()
         self._session.delete(step_number(step))
 
-    def restore(  # noqa: PLR0913 - one argument per option
+    def restore(
         self,
         step: int | str | None = None,
         into: object = None,
         *,
         contract: str | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
         expected_digest: str | None = None,
@@ -434,10 +416,7 @@ class Engine:
                 tensors on the host.
             contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``.
                 Default: any.
-            optimizer: The optimizer that replays a step of a ``GradientLog``, made as at the save.
-                Its own tensors are neither read nor changed.
-            max_bytes: The most bytes to allocate. A replay takes twice the state beside it.
-                Default: no limit.
+            max_bytes: The most bytes to allocate. Default: no limit.
             fallback: If the step is damaged, restore the newest whole step before it. Training goes
                 on with older values; ``restored_step`` and a warning name the step. Default: raise.
             expected_digest: The digest that the manifest of the step must have, from the report of
@@ -450,8 +429,8 @@ class Engine:
                 Default: return when all is restored.
             leaves: Restore only these: leaf paths, subtrees (``"model"``) or patterns
                 (``"*/exp_avg"``; ``*`` also matches ``/``). Less to read; the next save goes on as
-                if nothing had been restored. Not with ``into``, ``optimizer``, ``overlap`` or
-                ``process_group``. Default: the whole tree.
+                if nothing had been restored. Not with ``into``, ``overlap`` or ``process_group``.
+                Default: the whole tree.
 
         Returns:
             ``into`` with restored numbers and text, or new containers. It is the ``state`` of a
@@ -462,8 +441,6 @@ class Engine:
             StepNotFound: There is no such step.
             LeafNotFound: The step has none of the leaves that a name of ``leaves`` means.
             ContractNotMet: A leaf has a weaker contract; the message names the leaves.
-            ReplayNeeded: The step holds gradients and there is no ``optimizer``.
-            ReplayDiffers: The replay does not give the saved state.
             TreeMismatch: A leaf of ``into`` differs from the step.
             Damaged: The step is damaged. The message names leaf, file and whole steps.
             ChainBroken: A segment that the step needs is missing.
@@ -471,14 +448,13 @@ class Engine:
             UnsupportedLeaf: A value is of a class that this process has not named.
             ValueError: ``overlap`` or ``leaves`` cannot be given with another argument or option.
         """
-        if leaves is not None and (into is not None or optimizer is not None or overlap):
-            raise ValueError("leaves= cannot be given with into=, optimizer= or overlap=True")
+        if leaves is not None and (into is not None or overlap):
+            raise ValueError("leaves= cannot be given with into= or overlap=True")
         names = (leaves,) if isinstance(leaves, str) else leaves
         request = RestoreRequest(
             step_or_tag(step),
             into,
             contract,
-            optimizer,
             max_bytes,
             fallback,
             expected_digest,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
     from deltacheck.report.history import ReportedLeaf, Step, StepSums
-    from deltacheck.store.manifest import Manifest, Replay, Tag, Tiles
+    from deltacheck.store.manifest import Manifest, Tag, Tiles
     from deltacheck.store.roots.root import Root
 
 # Columns that ``ls`` and ``log`` share, so that both begin alike.
@@ -47,7 +47,6 @@ _CHANGE = (
 )
 _WHY = Column("WHY", "causes", lambda causes: _summary(causes), left=True)
 _REASON = Column("DECISION", "stage_reason", left=True, rank=3)
-_REPLAYS = Column("REPLAYS", "replayed_steps")
 _FAILED = Column("FAILED", "failed_saves")
 _COURSE = Column("COURSE", "course")
 _MERGED = Column("MERGED", "merged_bytes", output.size)
@@ -68,9 +67,8 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
         _RAW,
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
-        # Most roots have one course, no replayed steps and no saves without syncs.
+        # Most roots have one course and no saves without syncs.
         *([_COURSE] if any(row["course"] != 1 for row in rows) else []),
-        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
@@ -101,7 +99,6 @@ def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
                 "raw_bytes": step.manifest.raw_bytes,
                 "stored_bytes": step.stored_bytes,
                 "chain_depth": depth,
-                "replayed_steps": _replayed_steps(step.manifest),
                 "durability": step.manifest.durability,
                 "metrics": dict(step.manifest.metrics),
             }
@@ -224,11 +221,6 @@ def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
     readable, damaged = tags.read_all(root.store.path)
     problems += [str(error) for _, error in sorted(damaged.items())]
     return readable
-
-
-def _replayed_steps(manifest: Manifest) -> int:
-    """Return the number of updates that a restore replays, 0 if the state itself is stored."""
-    return 0 if manifest.replay is None else len(manifest.replay.steps)
 
 
 def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
@@ -357,7 +349,6 @@ def step_document(root: Root, manifest: Manifest, patterns: Sequence[str] = ()) 
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
-        "replay": None if manifest.replay is None else _replay_row(manifest.replay),
         "leaves": [
             _leaf_row(path, owner, states.get(owner), manifest) for path, owner in owners.items()
         ],
@@ -366,17 +357,6 @@ def step_document(root: Root, manifest: Manifest, patterns: Sequence[str] = ()) 
             for path, value in scalars.items()
         ],
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
-    }
-
-
-def _replay_row(replay: Replay) -> Row:
-    return {
-        "base_step": replay.base_step,
-        "base_seq": replay.base_seq,
-        "update": replay.update,
-        "steps": len(replay.steps),
-        "leaves": sorted(replay.digests),
-        "inputs": sorted(replay.inputs),
     }
 
 
@@ -395,10 +375,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
     derived = manifest.derived.get(owner)
     contract = manifest.contracts.get(owner)
     tiling = manifest.tiles.get(owner)
-    is_replayed = manifest.replay is not None and owner in manifest.replay.digests
-    # What is stored for a replayed leaf is not its content at this step, so its density would
-    # mislead.
-    changed = None if state is None or is_replayed else state.changed_words()
+    changed = None if state is None else state.changed_words()
     words = None if state is None else state.words
     return {
         "path": path,
@@ -415,7 +392,7 @@ def _leaf_row(path: str, owner: str, state: ReportedLeaf | None, manifest: Manif
         if contract is None or contract.from_step is None
         else contract.age(manifest.step),
         "derived": derived.how if derived is not None else _ways(tiling),
-        "kind": "replayed" if is_replayed else "derived" if state is None else str(state.kind),
+        "kind": "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
         "words": words,
         "changed_words": changed,
@@ -546,12 +523,6 @@ def _print_step(
         output.print_line(f"removed by prune: {', '.join(manifest.absent)}")
     if manifest.stage_reason:
         output.print_line(manifest.stage_reason)
-    if manifest.replay is not None:
-        output.print_line(
-            f"stored as gradients: a restore replays {_replayed_steps(manifest)} updates of"
-            f" {manifest.replay.update} from step {manifest.replay.base_step}, and checks each leaf"
-            " by its digest"
-        )
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from deltacheck.evaluate import drawings
 from deltacheck.evaluate.demo import results
-from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
+from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
 from deltacheck.evaluate.demo.results import DemoOutcome, Way
 from deltacheck.report.drawing import (
     BLUE,
@@ -25,8 +25,8 @@ from deltacheck.report.drawing import (
     set_log_axis,
 )
 
-_COLOURS = {TORCH_SAVE: INK, DCP: GREY, EXACT: BLUE, DERIVED: SKY, AUTO: ORANGE, LOG: GREEN}
-_MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", AUTO: "D", LOG: "^"}
+_COLOURS = {TORCH_SAVE: INK, DCP: GREY, EXACT: BLUE, DERIVED: SKY, AUTO: ORANGE, LAW: GREEN}
+_MARKERS = {TORCH_SAVE: "s", DCP: "x", EXACT: "o", DERIVED: "v", AUTO: "D", LAW: "^"}
 
 
 def facts(outcome: DemoOutcome) -> dict[str, str]:
@@ -134,8 +134,7 @@ def _bytes(outcome: DemoOutcome) -> Drawing:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
     caption = (
         "Bytes of each save, on a logarithmic axis. The first save of each way has the whole"
-        " state. Policy.auto() reuses moments once the run is stable. The gradient log stores the"
-        " state itself every few saves."
+        " state. Policy.auto() reuses moments once the run is stable."
     )
     columns = ("way", "step", "bytes")
     return Drawing("bytes", "Bytes of each save", caption, figure, (), columns, tuple(rows))

@@ -31,8 +31,8 @@ from deltacheck.evaluate.workloads import equality
 from deltacheck.evaluate.workloads.equality import EqualityVerdict
 
 _BUILTIN = "deltacheck.evaluate.workloads.builtin"
-_STEPS, _STEPS_QUICK = 60, 24
-_EVERY = 2  # steps between two checkpoints
+_STEPS, _STEPS_QUICK = 40, 12
+_EVERY = 1  # steps between two checkpoints
 _LEAST_CHECKPOINTS = 8  # so that a kill falls between two that are neither the first nor the last
 _UNKILLED_SEEDS, _UNKILLED_SEEDS_QUICK = 4, 2  # runs that show the noise
 

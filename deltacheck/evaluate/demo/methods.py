@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TORCH_SAVE, DCP, EXACT, DERIVED, AUTO, LOG = (
+TORCH_SAVE, DCP, EXACT, DERIVED, AUTO, LAW = (
     "torch_save",
     "dcp_async",
     "exact",
     "derived",
     "auto",
-    "gradient_log",
+    "law",
 )
 
 
@@ -39,6 +39,6 @@ METHODS = (
         "weights: every bit; masters: within a bound; moments: of a save before",
         is_exact=False,
     ),
-    Method(LOG, "GradientLog", "every bit, or an error: optimizer steps are repeated"),
+    Method(LAW, "Policy.exact(law=True)", "every bit; optimizer state predicted by Adam's law"),
 )
 PEER = METHODS[0]  # ratios refer to it

@@ -12,9 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed.checkpoint as dcp
 
-from deltacheck.backends.torch import GradientLog
 from deltacheck.backends.torch.files import evaluation
-from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
+from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
 from deltacheck.evaluate.records import ROOT
 from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 from deltacheck.policy import Policy
@@ -25,6 +24,7 @@ _POLICIES = {
     EXACT: Policy.exact(),
     DERIVED: Policy.exact(derive=True),
     AUTO: Policy.auto(),
+    LAW: Policy.exact(law=True),
 }
 _SUFFIX, _COMPLETE = ".pt", ".metadata"  # of a file of ``torch.save``; in a folder of DCP
 _KEPT_FILES = 2  # of a peer, each of which is a whole state
@@ -52,32 +52,12 @@ def open_saver(way: str, folder: Path, workload: ProtocolWorkload) -> DemoSaver:
     Args:
         way: The key of the way.
         folder: For its checkpoints.
-        workload: The run, to whose optimizer a gradient log listens.
+        workload: The run.
     """
     folder.mkdir(exist_ok=True)
-    if way == LOG:
-        return _LogSaver(folder / ROOT, workload.optimizer)
     if way in (TORCH_SAVE, DCP):
         return _TorchSaver(folder) if way == TORCH_SAVE else _DcpSaver(folder)
     return evaluation.Saver(folder / ROOT, _POLICIES[way])
-
-
-class _LogSaver(evaluation.Saver):
-    def __init__(self, root: Path, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(root, Policy.exact())
-        self._log = GradientLog(self._engine, optimizer)
-
-    def save(self, step: int, state: object, metrics: Mapping[str, float]) -> None:
-        self._running = self._log.save(step, state, metrics=metrics)
-
-    def restore(self, like: object) -> tuple[int, Any]:
-        state = self._log.restore()
-        assert self._engine.restored_step is not None
-        return self._engine.restored_step, state
-
-    def close(self) -> None:
-        self._log.close()
-        super().close()
 
 
 class _TorchSaver:

@@ -32,11 +32,6 @@ class ProtocolWorkload:
     def __init__(self, run: Workload) -> None:
         self._run = run
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, which a gradient log listens to."""
-        return self._run.optimizer
-
     def step(self) -> float:
         return self._run.train_step()
 

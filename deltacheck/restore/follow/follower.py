@@ -197,7 +197,6 @@ class Follower:
         Raises:
             Damaged: The step is not whole; names leaf, step and file. ``ChainBroken`` is one kind
                 of it.
-            ReplayNeeded: The step is stored as gradients.
             BudgetExceeded: The step takes more than ``limits`` allows.
         """
         with applied(self._limits):

@@ -101,7 +101,7 @@ def deltas_to_merge(leaves: Mapping[str, LeafState], policy: Policy) -> dict[str
             continue
         key, segments = leaf.key_segment, tuple(leaf.delta_segments)
         deltas = leaf.deltas
-        if leaf.is_merged and is_due(policy, path, deltas):
+        if leaf.may_merge and is_due(policy, path, deltas):
             choice = first_merged(policy, path, deltas)
             if choice is not None:
                 links[path] = Links(key, segments, *choice, leaf.spec.raw_bytes)

@@ -116,14 +116,10 @@ class LeafCapture:
             raise SaveFailed(
                 f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
             )
-        is_whole = source.whole and spec.raw_bytes > 0
-        if state is None or is_whole or not has_state:
+        if state is None or not has_state:
             state = self._states[path] = LeafState(spec, spec.bounds())
         leaf.state = state
-        if is_whole:
-            state.digests = np.zeros((spec.chunk_count, 2), np.uint64)
-            self._capture_whole(leaf, state, source, current)
-            return None
+        state.is_group = law_of is not None
         if current is None:
             pass
         elif not is_coded and self._is_stored_whole(state, current):

@@ -12,7 +12,7 @@ from deltacheck.errors import StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import needs_keyframe
-from deltacheck.policy.merging import DeltasSinceKeyframe, can_merge, is_dense
+from deltacheck.policy.merging import DeltasSinceKeyframe, can_merge, group_limits, is_dense
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.manifest import LeafEntry
 
@@ -38,6 +38,7 @@ class LeafState:
         is_whole: Whether each save stores the leaf whole, without a base, because that takes hardly
             more bytes than a delta.
         saves_until_estimate: Saves until that is decided again.
+        is_group: Whether the leaf is a group, whose deltas a law may predict.
     """
 
     spec: LeafSpec
@@ -54,6 +55,7 @@ class LeafState:
     base_write: Pending | None = None
     is_whole: bool = False
     saves_until_estimate: int = 0
+    is_group: bool = False
 
     def begin_at(self, segment: str) -> None:
         """Begin a chain at a segment that holds the leaf whole."""
@@ -64,12 +66,18 @@ class LeafState:
         """Return true if the policy asks for a keyframe of this leaf."""
         # Without a base there is nothing to take a difference from, so the leaf is always due.
         return needs_keyframe(
-            policy,
+            group_limits(policy, self.deltas) if self.is_group else policy,
             self.spec.path,
             self.spec.raw_bytes,
             None if self.base is None else self.delta_bytes,
-            merges=self.is_merged and can_merge(policy) and not is_dense(self.deltas),
+            merges=self.may_merge and can_merge(policy) and not is_dense(self.deltas),
         )
+
+    @property
+    def may_merge(self) -> bool:
+        """Return true if deltas are merged before the chain reaches a limit."""
+        # No law predicts a merged delta, so it would be as large as many predicted ones.
+        return self.is_merged and not self.is_group
 
     @property
     def deltas(self) -> DeltasSinceKeyframe:

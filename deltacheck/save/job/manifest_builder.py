@@ -23,7 +23,6 @@ from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
     LeafRecord,
     Manifest,
-    Replay,
     SegmentRef,
 )
 
@@ -72,7 +71,6 @@ class SaveRequest:
         tree: The structure of the state.
         commit: Makes the step exist; called with the manifest on the committer thread.
         metrics: Values for the manifest and the report.
-        replay: How leaves of the tree are computed from stored ones, for a gradient log.
         note: A remark for the report.
         abandon: Called once, behind the training, if the save fails.
         begin: The time of the call, of ``time.perf_counter``.
@@ -82,7 +80,6 @@ class SaveRequest:
     tree: Node
     commit: Callable[[Manifest], Written]
     metrics: Mapping[str, float]
-    replay: Replay | None = None
     note: str = ""
     abandon: Callable[[BaseException], None] | None = None
     begin: float = field(default_factory=time.perf_counter)
@@ -125,7 +122,6 @@ def build_manifest(
         stage=terms.stage,
         stage_reason=terms.reason,
         rates=dict(terms.rates),
-        replay=request.replay,
         durability=durability,
     )
     return msgspec.structs.replace(manifest, must_understand=manifest.features)

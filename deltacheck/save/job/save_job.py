@@ -223,19 +223,15 @@ class SaveJob:
             manifest: The manifest.
         """
         leaves = leaf_reports(self.leaves.values())
-        replay = self.request.replay
-        # Inputs of a gradient log are stored in place of leaves, and are no part of the state.
-        inputs = set() if replay is None else replay.inputs
         return SaveReport(
             step=self.request.step,
             seq=self.seq,
-            raw_bytes=sum(leaf.raw_bytes for leaf in leaves if leaf.path not in inputs),
+            raw_bytes=sum(leaf.raw_bytes for leaf in leaves),
             stored_bytes=stored_bytes,
             blocking_seconds=self.progress.blocking_seconds,
             durable_seconds=time.perf_counter() - self.begin,
             leaves=leaves,
             metrics=dict(self.request.metrics),
-            replayed_steps=0 if replay is None else len(replay.steps),
             note=self.request.note,
             durability=self.setup.store.durability.value,
             digest=digest,

@@ -48,9 +48,6 @@ class LeafSource:
         recheck: Called when the leaf was read. Raises ``SnapshotTorn`` if that promise was broken.
         check_content: Called with what was read, in the form of ``current``, after it was copied.
             Raises ``SnapshotTorn`` if that is not the content at ``save``.
-        whole: The leaf has no relation to earlier saves. True: it is encoded without a base, no
-            copy of it is kept, and ``current`` must return host memory; false: it becomes a delta
-            if a base exists.
         is_own: The content of a lazy leaf is a copy that the backend made for this save. True:
             training need not wait until it is read; false: it waits for ``captured``.
         is_view: True: ``current`` returns a view of host memory, in any order and on any thread, so
@@ -63,7 +60,6 @@ class LeafSource:
     current: Callable[[], Any]
     lazy: bool = False
     recheck: Callable[[], None] | None = None
-    whole: bool = False
     check_content: Callable[[Any], None] | None = None
     is_view: bool = False
     is_own: bool = False

@@ -319,11 +319,10 @@ def test_leaves_that_follow_from_others_come_after_them(
         ({}, {}, "needs `into` with a torch optimizer"),
         ({}, {"into": {"optimizer": object()}}, "needs `into` with a torch optimizer"),
         ({}, {"fallback": True}, "fallback"),
-        ({}, {"optimizer": "replay"}, "replay"),
         ({"memory": "memory"}, {}, "memory and overlap=True"),
         ({"process_group": "group"}, {}, "process_group and overlap=True"),
     ],
-    ids=["no target", "no torch optimizer", "fallback", "replay", "memory", "process group"],
+    ids=["no target", "no torch optimizer", "fallback", "memory", "process group"],
 )
 def test_what_cannot_overlap_is_refused_by_name(
     options: dict[str, Any],

@@ -7,7 +7,7 @@ import { Grid } from "./leaves.mjs";
 import { segmentSeq } from "./segments.mjs";
 import { flatten } from "./tree.mjs";
 
-const FEATURES = ["tiles", "derived", "partial", "replay", "types", "law"];
+const FEATURES = ["tiles", "derived", "partial", "types", "law"];
 
 // Read the manifest in `folder`. `place` is {seq} in an engine root and {step} in a manager root.
 export async function readManifest(files, folder, place) {
@@ -89,29 +89,19 @@ class Manifest {
     const derived = "derived" in document || "contracts" in document || forms;
     const rules = [...Object.values(this.derived), ...Object.values(tiles).flatMap((entry) => entry.forms ?? [])];
     const law = rules.some((rule) => rule.how === "group");
-    const expected = {
-      tiles: tiled, derived, law, partial: "absent" in document, replay: "replay" in document,
-    };
+    const expected = { tiles: tiled, derived, law, partial: "absent" in document };
     const named = document.must_understand ?? [];
     for (const [feature, needed] of Object.entries(expected)) {
       check(named.includes(feature) === needed, `the feature ${feature} does not agree with the content`);
     }
-    check(!("replay" in document && "tiles" in document), "replay with tiles");
     if (this.skeleton.types && !named.includes("types")) throw new Refused("a node of the feature types");
-  }
-
-  // The inputs of the updates of a step that is kept as gradients.
-  inputs() {
-    const paths = this.document.replay.steps.flatMap(({ inputs }) => Object.values(inputs));
-    return new Map(paths.map((path) => [path, {}]));
   }
 
   checkTree() {
     for (const [path, node] of this.skeleton.arrays) {
       const owner = node.of ?? path;
       const known = [this.leaves, this.tiles].some((map) => map.has(owner)) || owner in this.derived;
-      const replayed = "replay" in this.document && owner in this.document.replay.digests;
-      check(known || replayed, `no leaf for ${path}`);
+      check(known, `no leaf for ${path}`);
     }
     const absent = this.document.absent ?? [];
     for (const path of absent) {

@@ -51,7 +51,6 @@ export class Restore {
     if (manifest.tiles.has(path)) return this.tiled(manifest.tiles.get(path), depth);
     const stored = manifest.leaves.get(path);
     const content = stored && (await this.stored({ path, ...stored }));
-    if (path in (manifest.document.replay?.digests ?? {})) throw new NotImplemented("replay of gradients");
     const rule = manifest.derived[path];
     if (rule === undefined) {
       check(stored !== undefined, "no entry");

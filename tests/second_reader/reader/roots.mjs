@@ -82,8 +82,7 @@ export async function readRoot(files, wanted = null) {
     const restore = new Restore(files, store, manifest, opened);
     const leaves = await report(restore, manifest.skeleton.arrays);
     const scalars = Object.fromEntries(manifest.skeleton.scalars);
-    const inputs = "replay" in manifest.document ? await report(restore, manifest.inputs()) : undefined;
-    result.push({ ...entry, absent: manifest.document.absent, scalars, leaves, inputs });
+    result.push({ ...entry, absent: manifest.document.absent, scalars, leaves });
   }
   try {
     const manifests = steps.flatMap(({ manifest }) => manifest ?? []);
@@ -98,7 +97,7 @@ export function errorsOf(result) {
   const errors = result.error ? [result.error] : [];
   for (const step of result.steps) {
     if (step.error) errors.push(step);
-    const leaves = [...Object.values(step.leaves ?? {}), ...Object.values(step.inputs ?? {})];
+    const leaves = Object.values(step.leaves ?? {});
     errors.push(...leaves.filter((leaf) => leaf.error));
   }
   return errors;

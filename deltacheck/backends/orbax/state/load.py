@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -93,7 +93,7 @@ def load(  # noqa: PLR0913 - one argument per option
     Raises:
         NotACheckpointRoot, StepNotFound: There is no such root, step or leaf.
         TreeMismatch: The target differs from the step; the message names the leaves.
-        ContractNotMet, BudgetExceeded, ReplayNeeded: The step cannot be restored as requested.
+        ContractNotMet, BudgetExceeded: The step cannot be restored as requested.
         Damaged, ChainBroken: The step is not whole. The message names step, leaf, file and the
             steps that still restore.
     """
@@ -140,14 +140,6 @@ class Read(NamedTuple):
     stored: Mapping[str, U8]
 
 
-class ReplayLog(Protocol):
-    """Replays steps that are kept as gradients."""
-
-    def replayed(self, root: Root, manifest: Manifest, target: Any, max_bytes: int | None) -> Read:
-        """Return every leaf of such a step, proven by its digest."""
-        ...
-
-
 def restore_tree(
     root: Root,
     manifest: Manifest,
@@ -156,7 +148,6 @@ def restore_tree(
     shardings: Any,
     contract: str | None,
     max_bytes: int | None,
-    log: ReplayLog | None = None,
 ) -> Restored:
     """Restore a step, or a part of it.
 
@@ -165,7 +156,6 @@ def restore_tree(
         manifest: The step.
         part: The part.
         shardings, contract, max_bytes: As in ``load``.
-        log: Replays the step if it is kept as gradients.
     """
     paths = part.leaves
     with damage.named(root, manifest):
@@ -180,7 +170,7 @@ def restore_tree(
             if target is not None:
                 raise ValueError("name leaves or give a target, not both")
             paths = _selected(root, manifest, [paths] if isinstance(paths, str) else paths)
-        # The contract is checked before anything is read or replayed.
+        # The contract is checked before anything is read.
         require_contract(
             manifest,
             contract,
@@ -191,21 +181,15 @@ def restore_tree(
                 for path in (owners.keys() - selection.omitted if paths is None else paths)
             ],
         )
-        read = None
-        if log is not None and manifest.replay is not None and paths is None:
-            # Outside of own_rules: the update belongs to the training, and so do its settings.
-            read = log.replayed(root, manifest, selection.target, max_bytes)
         with leaves.own_rules():
             if paths is None:
-                return _restore_tree(root, manifest, selection, placements, max_bytes, read)
+                return _restore_tree(root, manifest, selection, placements, max_bytes)
             return _restore_leaves(root, manifest, paths, placements, max_bytes)
 
 
 def _selected(root: Root, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Return the paths of the leaves that paths, subtrees and patterns name."""
-    # The inputs of a replay are in no tree, but can be read by name.
-    inputs = manifest.replay.inputs if manifest.replay is not None else ()
-    step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree), *inputs])
+    step_paths = dict.fromkeys([*places_of(manifest.tree), *tree.scalars(manifest.tree)])
     names = list(names)
     require_leaves(root, manifest, names)
     return select_paths(step_paths, names, manifest.step)
@@ -240,7 +224,6 @@ def _restore_tree(
     selection: TargetSelection,
     placements: Mapping[str, Sharding],
     max_bytes: int | None,
-    read: Read | None,
 ) -> Restored:
     places = places_of(manifest.tree)
     target = selection.target
@@ -262,11 +245,7 @@ def _restore_tree(
             ),
         )
         requests = as_targeted(target, places, manifest, placements, selection)
-    arrays, read = (
-        (make(requests, read.loaded), read)
-        if read is not None
-        else _read_arrays(root, manifest, requests, selection.is_all, max_bytes)
-    )
+    arrays, read = _read_arrays(root, manifest, requests, selection.is_all, max_bytes)
     if target is None:
         return Restored(
             tree.unflatten(manifest.tree, lambda path, owner, tag: arrays[path]),

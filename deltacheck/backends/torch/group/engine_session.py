@@ -131,17 +131,11 @@ class Session:
         """Return the leaves and the skeleton of a state."""
         return self._flatten(state) if self.group is None else self.group.flatten(state)
 
-    def begin(
-        self, step: int, flat: Flat, metrics: Mapping[str, float], *, is_whole: bool
-    ) -> BegunSave | None:
-        """Begin a save, or return ``None`` if all ranks skip it.
-
-        ``is_whole``: ``flat`` is the whole state, not the part that a gradient log leaves.
-        """
+    def begin(self, step: int, flat: Flat, metrics: Mapping[str, float]) -> BegunSave | None:
+        """Begin a save, or return ``None`` if all ranks skip it."""
         group, roots = self.group, self.roots
         if group is None:
             return BegunSave(flat, roots.commit)
-        assert is_whole, "a gradient log refuses ranks"
         make_room: Callable[[int, Flat], bool] | None = None
         if isinstance(roots, MemoryFirst):
             make_room = partial(memory_of_ranks.make_room, group, roots, self.saver)

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.run_roots import MemoryFirst, RunRoots
 from deltacheck.backends.torch.group.two_stages import TwoStages
-from deltacheck.backends.torch.state import leaves, replica
+from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
-from deltacheck.leaf import tiles, tree
+from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
@@ -44,7 +43,6 @@ class RestoreRequest:
     step: int | str | None
     target: object
     contract: str | None
-    optimizer: torch.optim.Optimizer | None
     max_bytes: int | None
     fallback: bool
     expected_digest: str | None
@@ -100,10 +98,10 @@ class Restores:
         with group.sharing_failure():
             self._saver.check_usable()
             self._saver.wait()
-            if request.fallback or (request.optimizer, request.leaves) != (None, None):
+            if request.fallback or request.leaves is not None:
                 raise ValueError(
-                    "a process group restores without fallback=, optimizer= and leaves=; for some"
-                    " leaves use deltacheck.open(root).restore(leaves=...)"
+                    "a process group restores without fallback= and leaves=; for some leaves use"
+                    " deltacheck.open(root).restore(leaves=...)"
                 )
         target = None
         if request.target is not None:
@@ -147,11 +145,6 @@ class Restores:
         places = places_in(request.target)
         _require_overlap(request, places)
         root, manifest = self._roots.find(request.step)
-        if manifest.replay is not None:
-            raise ValueError(
-                f"step {manifest.step} is replayed from gradients, which needs the whole state at"
-                " once; restore it without overlap=True"
-            )
         self._roots.require_digest(root, manifest, request.expected_digest)
         require_leaves(root, manifest)
         require_contract(manifest, request.contract)
@@ -189,21 +182,13 @@ class Restores:
                 return {}
             # Saves under way may still read the tensors that are about to be filled.
             self._settle_reads()
-            # A replay computes leaves in an order of its own, so it does not fill targets directly.
-            if manifest.replay is not None:
-                return {}
             memory = {
                 saved_paths[path]: leaves.memory_of(value) for path, value in target.arrays.items()
             }
             return {path: array for path, array in memory.items() if array is not None}
 
         reader = StepReader(root, manifest, max_bytes=request.max_bytes)
-        loaded = reader.whole(replay_inputs=request.optimizer is not None, into=target_memory)
-        inputs: set[str] = set()
-        if manifest.replay is not None and request.optimizer is not None:
-            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, request.optimizer)
-            # Recorded gradients are no leaves of the tree, so no later save continues their chains.
-            inputs = manifest.replay.inputs
+        loaded = reader.whole(into=target_memory)
         if target is None or saved_paths is None:
             state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
         else:
@@ -213,12 +198,7 @@ class Restores:
             state = tree.unflatten(
                 manifest.tree, lambda path, owner, tag: values[arrays[path].owner], build
             )
-        chains = {
-            name: chain
-            for name, chain in reader.chains.items()
-            if tiles.leaf_of(name) not in inputs
-        }
-        self.adopt(root, manifest, chains, reader.stored)
+        self.adopt(root, manifest, reader.chains, reader.stored)
         return state
 
     def adopt(
@@ -261,8 +241,8 @@ def _require_overlap(request: RestoreRequest, places: Sequence[OptimizerPlace]) 
             " step waits for its state: into={'model': model.state_dict(), 'optimizer': optimizer}."
             " Restore for another optimizer without overlap=True"
         )
-    if request.fallback or request.optimizer is not None:
+    if request.fallback:
         raise ValueError(
-            "overlap=True cannot be given with fallback=True or optimizer=: damage may be found"
-            " after the weights are in use, and a replay needs the whole state at once"
+            "overlap=True cannot be given with fallback=True: damage may be found after the weights"
+            " are in use"
         )

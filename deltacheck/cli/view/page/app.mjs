@@ -82,7 +82,6 @@ async function viewSteps() {
       ["stored", (row) => size(row.stored_bytes)],
       ["", (row) => element("meter", { value: row.stored_bytes ?? 0, max: most, "aria-hidden": "true" })],
       ["depth", (row) => number(row.chain_depth), false, "chain_depth"],
-      ...(rows.some((row) => row.replayed_steps > 0) ? [["replays", (row) => row.replayed_steps]] : []),
       ...(rows.some((row) => Object.keys(row.metrics).length > 0) ? [["metrics", (row) => Object.entries(row.metrics).map(([key, value]) => `${key}=${number(value)} `), true]] : []),
       ...(rows.some((row) => row.word === null) ? [["", (row) => (row.word === null ? "saved again later" : "")]] : []),
     ], [...rows].reverse()),
@@ -132,7 +131,6 @@ const LEAF = [
 async function viewStep({ step = "latest" }) {
   const shown = await source.show(step);
   setRoot(shown.root);
-  const { replay } = shown;
   const promised = shown.leaves.filter((leaf) => leaf.contract !== "exact");
   return [
     element("h2", {}, `Step ${shown.step}`),
@@ -146,7 +144,6 @@ async function viewStep({ step = "latest" }) {
     ]),
     shown.stage_reason ? element("p", {}, shown.stage_reason) : null,
     shown.absent.length > 0 ? element("p", {}, "Removed by prune: ", name(shown.absent.join(", "))) : null,
-    replay ? element("p", {}, `Stored as gradients: a restore replays ${count(replay.steps, "update")} of ${replay.update} from step ${replay.base_step}, and checks each leaf by its digest.`) : null,
     element("h2", {}, count(shown.leaves.length, "leaf", "leaves")),
     groupsOf(shown, step),
     promised.length > 0 ? element("h2", {}, "Contracts") : null,
