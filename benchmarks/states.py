@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.leaf_classes import leaf_class
 from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 from deltacheck.evaluate.workloads.torch_workloads import Workload, pretraining

@@ -91,7 +91,9 @@ class Run:
     def __init__(self, framework: str, recipe: Recipe, *, pretrained: bool = True) -> None:
         self.framework, self.recipe = framework, recipe
         self._module = importlib.import_module(
-            f"deltacheck.evaluate.workloads.{framework}_workloads"
+            "deltacheck.evaluate.workloads.torch_workloads"
+            if framework == "torch"
+            else "benchmarks.jax_workloads"
         )
         self.workload = self._module.Workload(
             recipe, self._module.pretrained(recipe) if pretrained else None

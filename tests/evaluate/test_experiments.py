@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltacheck.evaluate.workloads import pairs
-from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
+from examples.experiments import pairs
+from examples.experiments.pairs import BYTES, Coding, Pair
 from tests.support.xla import UNOPTIMIZED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
-LORA, RL = "lora/train.py", "rl_like/train.py"
+SFT_TORCH, SFT_FLAX = "experiments/sft_torch.py", "experiments/sft_flax.py"
+LORA, RL = "experiments/lora.py", "experiments/rl_like.py"
 # Up to ten processes import a framework, some of them two: seconds, but minutes on a busy
 # machine.
 PATIENT = pytest.mark.timeout(900)
@@ -223,9 +223,9 @@ def test_the_llama_in_flax_computes_what_the_one_of_transformers_does(checkpoint
     """The second model has three times the query heads, a tied embedding and slower positions."""
     code = f"""
 import sys, numpy as np, torch
-sys.path.insert(0, {str(EXAMPLES / "supervised_finetuning")!r})
+sys.path.insert(0, {str(EXAMPLES / "experiments")!r})
 from pathlib import Path
-from train_flax import from_transformers
+from sft_flax import from_transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 other = Path({str(checkpoint.parent / "other")!r})

@@ -16,8 +16,9 @@ pytest.importorskip("optax")
 
 ROOT = Path(__file__).parents[2]
 
+from benchmarks import jax_workloads
 from benchmarks.prepared import mature
-from deltacheck.evaluate.workloads import jax_workloads, tasks, torch_workloads
+from deltacheck.evaluate.workloads import tasks, torch_workloads
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.evaluate.workloads.recipe import TASKS, Recipe, recipe, small, tiny
 

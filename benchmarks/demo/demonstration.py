@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import deltacheck
+from benchmarks.demo import other_readers, results
+from benchmarks.demo.methods import EXACT, METHODS
+from benchmarks.demo.results import DemoOutcome
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate.demo import results
-from deltacheck.evaluate.demo.methods import EXACT, METHODS
-from deltacheck.evaluate.demo.results import DemoOutcome
 from deltacheck.evaluate.records import (
     FINAL_STATE,
     ROOT,
@@ -60,7 +60,7 @@ def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> Eva
         first_seed=seed,
         save_last=True,
         ways=tuple(method.key for method in METHODS),
-        savers="deltacheck.evaluate.demo.savers:open_saver",
+        savers="benchmarks.demo.savers:open_saver",
     )
 
 
@@ -159,8 +159,8 @@ def _compare_states(evidence: Evidence, folder: Path) -> Iterator[EqualityVerdic
     comparisons: list[Callable[[], EqualityVerdict]] = [
         in_torch,
         in_numpy,
-        lambda: equality.in_jax("final state as a JAX pytree", expected, root, plan.steps),
-        lambda: equality.in_plain_zarr(
+        lambda: other_readers.in_jax("final state as a JAX pytree", expected, root, plan.steps),
+        lambda: other_readers.in_plain_zarr(
             "first checkpoint in plain zarr", root, plan.checkpoints()[0]
         ),
     ]
@@ -172,7 +172,7 @@ def _write_figures(outcome: DemoOutcome, html: Path | None, png: Path | None) ->
     """Write the page and the images that were asked for, and return their files."""
     if html is None and png is None:
         return []
-    from deltacheck.evaluate.demo import demo_figures
+    from benchmarks.demo import demo_figures
     from deltacheck.report import page
 
     figures = demo_figures.draw(outcome)

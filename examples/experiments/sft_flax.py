@@ -2,15 +2,15 @@
 
 A small model, trained on the spot:
 
-    python examples/supervised_finetuning/train_flax.py
+    python examples/experiments/sft_flax.py
 
 A local transformers checkpoint (Llama) and your data:
 
-    python examples/supervised_finetuning/train_flax.py --model PATH --data FILE.jsonl
+    python examples/experiments/sft_flax.py --model PATH --data FILE.jsonl
 
 Weights are bfloat16, with AdamW and masters in float32: 14 bytes per parameter, all of them in
 every checkpoint. This file contains the model, the training and its checkpoints; the course of the
-experiment is in `deltacheck/evaluate/workloads/experiment.py`.
+experiment is in `examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import experiment
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from experiment import Experiment
 from flax import nnx
 
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
-from deltacheck.evaluate.workloads import experiment, text
-from deltacheck.evaluate.workloads.experiment import Experiment
+from deltacheck.evaluate.workloads import text
 from deltacheck.evaluate.workloads.text import Batches, Rows
 
 arguments = experiment.argument_parser(__doc__, lr=1e-5)

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
 from deltacheck.backends.torch import GradientLog
 from deltacheck.backends.torch.files import evaluation
-from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LOG, TORCH_SAVE
 from deltacheck.evaluate.records import ROOT
 from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 from deltacheck.policy import Policy

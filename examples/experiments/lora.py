@@ -3,15 +3,15 @@
 The run is killed, resumed, and compared with an uninterrupted one. A small model, trained on the
 spot:
 
-    python examples/lora/train.py
+    python examples/experiments/lora.py
 
 A local transformers checkpoint and your data:
 
-    python examples/lora/train.py --model PATH --data FILE.jsonl
+    python examples/experiments/lora.py --model PATH --data FILE.jsonl
 
 The base is bfloat16 and frozen; the adapters are float32, trained by torch's own AdamW. A
 checkpoint contains all of it: a resume needs nothing else. The course of the experiment is in
-`deltacheck/evaluate/workloads/experiment.py`.
+`examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import experiment
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-
-from deltacheck import LeafSpec, Profile
-from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import experiment
-from deltacheck.evaluate.workloads.text import Batches, Rows
-from deltacheck.evaluate.workloads.torch_experiment import (
+from torch_experiment import (
     TorchExperiment,
     argument_parser,
     loss_of,
     torch_saved_bytes,
 )
+
+from deltacheck import LeafSpec, Profile
+from deltacheck.backends.torch import Engine
+from deltacheck.evaluate.workloads.text import Batches, Rows
 from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
 arguments = argument_parser(__doc__, lr=1e-4)

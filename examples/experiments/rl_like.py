@@ -3,20 +3,20 @@
 The run is killed, resumed, and compared with an uninterrupted one. A small model that adds two
 numbers, trained on the spot:
 
-    python examples/rl_like/train.py
+    python examples/experiments/rl_like.py
 
 A local transformers checkpoint, and your prompts with their answers:
 
-    python examples/rl_like/train.py --model PATH --data FILE.jsonl
+    python examples/experiments/rl_like.py --model PATH --data FILE.jsonl
 
 Answers are sampled in groups, a checker rewards right tokens, and each answer is compared with its
 group (GRPO; Shao et al., 2024). Weights are bfloat16, with AdamW and masters in float32. At this
 rate few bfloat16 weights change from step to step, and a worker receives only those. The worker is
 `follower.py`, a process of its own. While the run continues, you can start more of them:
 
-    python examples/rl_like/follower.py FOLDER exact
+    python examples/experiments/follower.py FOLDER exact
 
-The course of the experiment is in `deltacheck/evaluate/workloads/experiment.py`.
+The course of the experiment is in `examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import experiment
+import pairs
 import torch
+from pairs import Coding, Pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-
-from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import experiment, pairs
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.pairs import Coding, Pair
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.torch_experiment import (
+from torch_experiment import (
     TorchExperiment,
     argument_parser,
     logits_of,
     small_recipe,
 )
+
+from deltacheck.backends.torch import Engine
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from deltacheck.evaluate.workloads.recipe import Recipe
+from deltacheck.evaluate.workloads.text import Rows
 from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
 arguments = argument_parser(__doc__, lr=1e-6, threads=1)

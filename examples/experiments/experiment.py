@@ -19,10 +19,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import pairs
+from pairs import Coding, Pair
+
 import deltacheck
 from deltacheck import Policy, Profile, Profiler, SaveHandle
-from deltacheck.evaluate.workloads import equality, pairs
-from deltacheck.evaluate.workloads.pairs import Coding, Pair
+from deltacheck.evaluate.workloads import equality
 
 POLICIES = ("exact", "auto")
 PROFILE, HELD_OUT_ROWS, TRAINING_ROWS = "profile.json", "held_out.npz", "train.npz"

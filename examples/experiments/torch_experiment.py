@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import experiment
 import torch
+from experiment import Experiment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltacheck.backends.torch import load
-from deltacheck.evaluate.workloads import experiment, text
-from deltacheck.evaluate.workloads.experiment import Experiment
+from deltacheck.evaluate.workloads import text
 from deltacheck.evaluate.workloads.model import LanguageModel
 from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.evaluate.workloads.text import Rows
