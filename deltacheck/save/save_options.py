@@ -78,10 +78,6 @@ class SaveOptions:
         exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
             then reported on stderr, with exit status 120. Longer: a slow storage gets the last
             save through; shorter: a dead one lets the process end.
-        redate_after_seconds: The age after which files of a local root get the present time, in the
-            background after a save, so that a purge by age leaves them. Smaller: safer; larger: the
-            files are listed less often. Default: never; files that are removed cost the steps that
-            need them, and the next save writes whole leaves.
         on_error: The effect of a failed save. ``"raise"``: the next call raises it, so that no loss
             goes unseen. ``"log"``: the run goes on. The failure is in the log, on the handle (whose
             ``wait`` raises it) and counted in the next report, manifest and ``deltacheck log``; the
@@ -106,7 +102,6 @@ class SaveOptions:
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
-    redate_after_seconds: float | None = None
     on_error: str = "raise"
     max_failures: int = 3
 
@@ -133,10 +128,6 @@ class SaveOptions:
             raise ValueError(f"on_error must be 'raise' or 'log', not {self.on_error!r}")
         if self.max_failures < 1:
             raise ValueError(f"max_failures must be at least 1, not {self.max_failures}")
-        if self.redate_after_seconds is not None and not self.redate_after_seconds > 0:
-            raise ValueError(
-                f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
-            )
 
     @property
     def is_eager(self) -> bool:

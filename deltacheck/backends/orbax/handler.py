@@ -220,7 +220,6 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if item is not None and isinstance(item.writer, Writer):
             options = self._settings.options
             item.writer.collect(options.grace_seconds, options.io_timeout_seconds)
-            item.writer.redate(options.redate_after_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads and give the root back.
