@@ -18,10 +18,10 @@ import xxhash
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
+from benchmarks.workloads.torch_workloads import Workload
 from deltacheck import SaveReport
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 
 RATES = (1e-6, 2e-5)

@@ -19,6 +19,8 @@ import deltacheck
 from benchmarks.demo import other_readers, results
 from benchmarks.demo.methods import EXACT, METHODS
 from benchmarks.demo.results import DemoOutcome
+from benchmarks.workloads import equality
+from benchmarks.workloads.equality import EqualityVerdict
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate.records import (
     FINAL_STATE,
@@ -27,10 +29,8 @@ from deltacheck.evaluate.records import (
     Evidence,
     folder_of,
 )
-from deltacheck.evaluate.workloads import equality
-from deltacheck.evaluate.workloads.equality import EqualityVerdict
 
-_BUILTIN = "deltacheck.evaluate.workloads.builtin"
+_BUILTIN = "benchmarks.workloads.builtin"
 _STEPS, _STEPS_QUICK = 60, 24
 _EVERY = 2  # steps between two checkpoints
 _LEAST_CHECKPOINTS = 8  # so that a kill falls between two that are neither the first nor the last

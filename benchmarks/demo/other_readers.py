@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import deltacheck
-from deltacheck.evaluate.workloads import equality
-from deltacheck.evaluate.workloads.equality import EqualityVerdict
+from benchmarks.workloads import equality
+from benchmarks.workloads.equality import EqualityVerdict
 
 
 def in_jax(claim: str, expected: Any, root: Path, step: int) -> EqualityVerdict:

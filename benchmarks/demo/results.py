@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.demo.methods import METHODS, PEER, Method
-from benchmarks.leaf_classes import leaf_class
+from benchmarks.workloads.equality import EqualityVerdict
+from benchmarks.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.judge import correctness
 from deltacheck.evaluate.records import Evidence, Recovery, WaySaves
 from deltacheck.evaluate.significance import student_quantile
-from deltacheck.evaluate.workloads.equality import EqualityVerdict
 
 
 @dataclass(frozen=True, slots=True)

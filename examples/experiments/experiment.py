@@ -19,12 +19,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-import pairs
-from pairs import Coding, Pair
-
 import deltacheck
+from benchmarks.workloads import equality
 from deltacheck import Policy, Profile, Profiler, SaveHandle
-from deltacheck.evaluate.workloads import equality
+from examples.experiments import pairs
+from examples.experiments.pairs import Coding, Pair
 
 POLICIES = ("exact", "auto")
 PROFILE, HELD_OUT_ROWS, TRAINING_ROWS = "profile.json", "held_out.npz", "train.npz"

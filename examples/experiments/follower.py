@@ -2,7 +2,7 @@
 
 Give it the folder of a running rl_like.py, and the policy whose run it follows:
 
-    python examples/experiments/follower.py FOLDER exact
+    python -m examples.experiments.follower FOLDER exact
 
 It reads changed weights only, takes no lock and tells the trainer nothing. After each update it
 compares a digest of its copy with the digest that the trainer took of its weights, and answers some
@@ -16,15 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-import experiment
-import pairs
 import torch
-from rl_like import encode, weights_sha256
 from torch import Tensor, nn
-from torch_experiment import load_model, logits_of
 
 import deltacheck
 from deltacheck.backends.torch import apply
+from examples.experiments import experiment, pairs
+from examples.experiments.rl_like import encode, weights_sha256
+from examples.experiments.torch_experiment import load_model, logits_of
 
 arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

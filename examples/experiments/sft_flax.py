@@ -2,11 +2,11 @@
 
 A small model, trained on the spot:
 
-    python examples/experiments/sft_flax.py
+    python -m examples.experiments.sft_flax
 
 A local transformers checkpoint (Llama) and your data:
 
-    python examples/experiments/sft_flax.py --model PATH --data FILE.jsonl
+    python -m examples.experiments.sft_flax --model PATH --data FILE.jsonl
 
 Weights are bfloat16, with AdamW and masters in float32: 14 bytes per parameter, all of them in
 every checkpoint. This file contains the model, the training and its checkpoints; the course of the
@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import experiment
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from experiment import Experiment
 from flax import nnx
 
+from benchmarks.workloads import text
+from benchmarks.workloads.text import Batches, Rows
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
-from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.text import Batches, Rows
+from examples.experiments import experiment
+from examples.experiments.experiment import Experiment
 
 arguments = experiment.argument_parser(__doc__, lr=1e-5)
 experiment.add_row_arguments(arguments)

@@ -14,6 +14,7 @@ from benchmarks.demo import demonstration
 from benchmarks.demo.demonstration import create_plan
 from benchmarks.demo.methods import METHODS
 from benchmarks.demo.results import DemoOutcome, problems
+from benchmarks.workloads import equality
 from deltacheck.evaluate.records import (
     Ending,
     Evidence,
@@ -24,7 +25,6 @@ from deltacheck.evaluate.records import (
     WaySaves,
 )
 from deltacheck.evaluate.session import kills
-from deltacheck.evaluate.workloads import equality
 
 pytest.importorskip("torch")
 

@@ -14,17 +14,17 @@ import pytest
 
 from benchmarks.demo import other_readers
 from benchmarks.demo.demonstration import create_plan
-from benchmarks.leaf_classes import leaf_class
+from benchmarks.workloads import equality, text
+from benchmarks.workloads.leaf_classes import leaf_class
+from benchmarks.workloads.recipe import Recipe, demo, tiny_demo
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import equality, text
-from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 torch = pytest.importorskip("torch")
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.torch_workloads import (
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.torch_workloads import (
     Workload,
     be_deterministic,
     pretraining,

@@ -21,10 +21,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import deltacheck
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck import Keep, Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compaction import compact
 from deltacheck.restore import replay
@@ -666,9 +666,8 @@ def test_the_command_marks_logged_steps(
 
     assert [row["replayed_steps"] for row in json.loads(said("ls", "--json"))["steps"]] == [0, 1, 2]
     assert "REPLAYS" in said("ls")
-    assert (
-        "replays 2 updates of deltacheck.evaluate.workloads.optimizer.MixedPrecisionAdamW"
-        in said("show", "3")
+    assert "replays 2 updates of benchmarks.workloads.optimizer.MixedPrecisionAdamW" in said(
+        "show", "3"
     )
     shown = json.loads(said("show", "3", "--json"))
     kinds = {row["path"]: row["kind"] for row in shown["leaves"]}
