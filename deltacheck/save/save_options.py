@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from deltacheck.policy import Keep, Policy
 from deltacheck.policy.merging import can_merge
 from deltacheck.restore import receipt
-from deltacheck.save.adaptive_effort import EFFORTS
 from deltacheck.store.files.durability import Durability
 
 CAPTURES = ("auto", "eager")
@@ -59,10 +58,6 @@ class SaveOptions:
             no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
             for CUDA tensors if enough memory is free at the first save, else ``"host"``. PyTorch
             only.
-        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
-            Higher: smaller files; lower: less processor time beside training. ``"auto"`` follows
-            the bottleneck of the last save, storage or processor; equal states then no longer give
-            equal files.
         durability: The event that an acknowledged save survives. ``"power"``: a power cut, at the
             cost of a flush of the disk's cache for every file and directory entry. ``"process"``:
             only the end of this process. Saves end sooner, but a power cut may take the last ones,
@@ -96,7 +91,6 @@ class SaveOptions:
     on_busy: str = "wait"
     capture: str = "auto"
     shadow: str = "auto"
-    effort: str = "normal"
     durability: str = "power"
     verify: str = "none"
     grace_seconds: float = 60.0
@@ -122,8 +116,6 @@ class SaveOptions:
             raise ValueError(
                 f"device_cache_bytes must be at least 0, not {self.device_cache_bytes}"
             )
-        if self.effort not in EFFORTS:
-            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error must be 'raise' or 'log', not {self.on_error!r}")
         if self.max_failures < 1:
