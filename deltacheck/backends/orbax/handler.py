@@ -21,7 +21,8 @@ from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax import orbax_args
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Commit, Item, ItemLog, Notes, require_json
+from deltacheck.backends.orbax.item import Item, ItemLog, require_json
+from deltacheck.backends.orbax.manager_root.commit_gate import Commit, Notes
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,

@@ -43,7 +43,6 @@ _SCRATCH_BYTES = 4 << 20
 # Of streams, whose matches beyond runs hardly exist: level 7 takes two to three times the work for
 # 0.1 % less.
 _ZSTD_LEVEL = 1
-_ZSTD = {"level": _ZSTD_LEVEL, "checksum": False}
 
 
 class Pending(Protocol):

@@ -461,7 +461,7 @@ def test_another_manager_or_policy_is_refused(tmp_path: Path) -> None:
 def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltacheck.backends.orbax.item import Gate
+    from deltacheck.backends.orbax.manager_root.commit_gate import Gate
 
     def fail(*arguments: object) -> int:
         raise OSError("no space left")
