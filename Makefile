@@ -50,7 +50,7 @@ venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
 build install: $(VENV)/.stamp-install  ## build the native module and install the package, editable, with everything it is tested with
 
 demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, compare; a page of figures in build/demo (minutes, CPU only)
-	$(BIN)/python -m deltacheck.evaluate.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
+	$(BIN)/python -m benchmarks.demo --html build/demo/demo.html --png build/demo --json build/demo/demo.json $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)

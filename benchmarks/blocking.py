@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.workloads.recipe import Recipe, demo, tiny_demo
+from benchmarks.workloads.torch_workloads import Workload
 from deltacheck import Policy, SaveHandle, SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
-from deltacheck.evaluate.workloads.torch_workloads import Workload
 
 LIMIT = 0.10  # of torch.save + fsync
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.workloads.torch_workloads import Workload
 from deltacheck import _native
 from deltacheck.backends.torch import Engine
 from deltacheck.codec import NativeCodec
-from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.store import layout
 from deltacheck.store.files import arrays

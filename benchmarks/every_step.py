@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.workloads.model import LanguageModel
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import Recipe, demo, tiny_demo
 from deltacheck import MemoryTier, Policy, SaveHandle
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads.model import LanguageModel
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 LIMIT = 0.031  # of a step, on a GPU
 RATE = 1e-6

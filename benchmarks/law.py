@@ -28,14 +28,14 @@ from benchmarks.encode import threads_restored
 from benchmarks.prepared import SIZES, recipe_of, settle
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import Chain, Run
+from benchmarks.workloads.recipe import Recipe, recipe, tiny
+from benchmarks.workloads.torch_workloads import Workload, pretrained
 from deltacheck import Policy, _native
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
 from deltacheck.codec import NativeCodec, adam_law
 from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import GRADIENT_LAW, MEAN_LAW
-from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
-from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.segment import stream_codec

@@ -20,9 +20,9 @@ from benchmarks import prepared
 from benchmarks.record import Cell, Result, Settings, Table, Unit, format_cell
 from benchmarks.schedules import Course, RunTraining, Saved, Training, profiled, saved_under
 from benchmarks.ways import Run
+from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.profile import Profile
 
 EXACT = "exact"

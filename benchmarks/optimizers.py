@@ -24,12 +24,12 @@ from torch.optim.lr_scheduler import LambdaLR
 import deltacheck
 from benchmarks import entropy
 from benchmarks.record import Cell, Result, Settings, Table, Unit
+from benchmarks.workloads.recipe import Recipe, small, tiny
+from benchmarks.workloads.torch_workloads import Workload, pretrained
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.state import leaves
 from deltacheck.codec.lossy import octaves
-from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
-from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 from deltacheck.profile.sensitivity import lost_steps
 
 Make = Callable[[list[Tensor]], Optimizer]

@@ -15,8 +15,8 @@ from typing import Any
 
 import deltacheck
 from benchmarks.ways import Chain, Run
+from benchmarks.workloads.recipe import Recipe, recipe, tiny
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
 from deltacheck.profile import Profile
 
 # The memory of AdamW's second moment.

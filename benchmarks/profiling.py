@@ -6,8 +6,8 @@ from statistics import median
 
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.workloads.recipe import Recipe
 from deltacheck import Profiler
-from deltacheck.evaluate.workloads.recipe import Recipe
 
 PROFILER_AT_MOST = 0.02  # of the step
 

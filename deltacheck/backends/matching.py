@@ -158,17 +158,17 @@ def tree_differences(
         saved,
         {path: text_of(manifest.specs[node.owner]) for path, node in step_arrays.items()},
     )
-    here = _Side.of(
+    requested_side = _Side.of(
         "the target",
         requested,
         {path: text_of(target.leaves[node.owner]) for path, node in arrays.items()},
     )
     # A leaf in the place of a subtree is named once.
-    named = _Side.of("", {}, dict.fromkeys(surplus, ""))
-    return [_difference(path, here, step) for path in sorted(surplus)] + [
-        _difference(path, step, here)
+    surplus_side = _Side.of("", {}, dict.fromkeys(surplus, ""))
+    return [_difference(path, requested_side, step) for path in sorted(surplus)] + [
+        _difference(path, step, requested_side)
         for path in sorted(missing - surplus)
-        if path not in named.subtrees and named.leaf_above(path) is None
+        if path not in surplus_side.subtrees and surplus_side.leaf_above(path) is None
     ]
 
 
@@ -208,36 +208,36 @@ def _parents(path: str) -> list[str]:
     return ["/".join(keys[:count]) for count in range(len(keys))]
 
 
-def _difference(path: str, side: _Side, other: _Side) -> str:
+def _difference(path: str, side: _Side, counterpart: _Side) -> str:
     """Return a message on a leaf of a tree that is not in the other tree, or of another type."""
     value = side.leaves[path]
-    if path in other.leaves:
-        sides = sorted([(side.name, value), (other.name, other.leaves[path])])
+    if path in counterpart.leaves:
+        sides = sorted([(side.name, value), (counterpart.name, counterpart.leaves[path])])
         return f"leaf {path!r} is " + ", ".join(f"{text} in {name}" for name, text in sides)
-    if path in other.subtrees:
-        inner = other.subtrees[path]
+    if path in counterpart.subtrees:
+        inner = counterpart.subtrees[path]
         return (
-            f"leaf {path!r} is {value} in {side.name}, a subtree in {other.name} (its leaf"
-            f" {inner!r} is {other.leaves[inner]})"
+            f"leaf {path!r} is {value} in {side.name}, a subtree in {counterpart.name} (its leaf"
+            f" {inner!r} is {counterpart.leaves[inner]})"
         )
-    above = other.leaf_above(path)
-    if above is not None:
+    container = counterpart.leaf_above(path)
+    if container is not None:
         return (
-            f"leaf {above!r} is {other.leaves[above]} in {other.name}, a subtree in {side.name}"
-            f" (its leaf {path!r} is {value})"
+            f"leaf {container!r} is {counterpart.leaves[container]} in {counterpart.name}, a"
+            f" subtree in {side.name} (its leaf {path!r} is {value})"
         )
-    twin = other.keys.get(unquote(path))
+    twin = counterpart.keys.get(unquote(path))
     if twin is not None:
         return (
-            f"leaf {path!r} of {side.name} is not in {other.name}, which has {twin!r}"
-            f" ({other.leaves[twin]}): a key is an integer in one and text in the other"
+            f"leaf {path!r} of {side.name} is not in {counterpart.name}, which has {twin!r}"
+            f" ({counterpart.leaves[twin]}): a key is an integer in one and text in the other"
         )
-    return f"leaf {path!r} of {side.name} is not in {other.name} ({value} in {side.name})"
+    return f"leaf {path!r} of {side.name} is not in {counterpart.name} ({value} in {side.name})"
 
 
-def _is_text_and_number(value: object, other: object) -> bool:
+def _is_text_and_number(value: object, saved_value: object) -> bool:
     """Return ``True`` if one of two scalars is text or bytes, and the other one of another type."""
-    kinds = {type(value), type(other)}
+    kinds = {type(value), type(saved_value)}
     return len(kinds) > 1 and not kinds.isdisjoint((str, bytes)) and type(None) not in kinds
 
 
@@ -272,8 +272,8 @@ def _mismatch(path: str, leaf: ArrayLeaf, spec: LeafSpec, step: int, holder: str
     return [f"leaf {path!r} is {text_of(spec)} in step {step}, {text_of(leaf)} in the {holder}"]
 
 
-def _are_equal(manifest: Manifest, path: str, other: str) -> bool:
+def _are_equal(manifest: Manifest, path: str, tied_path: str) -> bool:
     """Return ``True`` if the digests of two leaves of a step show that they are equal."""
     digest = manifest.digest_of(path)
     # Leaves without a digest (bounded leaves and leaves in tiles) cannot be proven to be equal.
-    return bool(digest) and digest == manifest.digest_of(other)
+    return bool(digest) and digest == manifest.digest_of(tied_path)

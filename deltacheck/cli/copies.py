@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, TypeAlias
 
 import typer
 
@@ -66,8 +64,6 @@ Timeout: TypeAlias = Annotated[
         help="End after this long without a new step. Default: never.",
     ),
 ]
-
-_WATCH_SECONDS = 0.3  # between two looks at the root of an import
 
 # The first suffix of a format is used if no file is named.
 _SUFFIXES = {
@@ -528,74 +524,10 @@ def _ingest(
         yield from imported
         return
     sizes = [isolated.bytes_of(path) for _, path in sources]
-    with (
-        output.progress("importing", sum(sizes)) as advance,
-        _Growth(root, sizes, advance) as growth,
-    ):
-        for source in imported:
-            growth.commit()
+    with output.progress("importing", sum(sizes)) as advance:
+        for source, size in zip(imported, sizes, strict=True):
+            advance(size)
             yield source
-
-
-class _Growth:
-    """The progress of an import: the sources that are committed, and the growth of the root.
-
-    A step of a few files may take minutes. Between two commits, the bar advances by the bytes that
-    the root has grown, at most by those of the source.
-
-    Args:
-        root: Root that is written.
-        sizes: Bytes of each source, in the order of the import.
-        advance: Called with bytes of sources that are done.
-    """
-
-    def __init__(self, root: Path, sizes: list[int], advance: Progress) -> None:
-        self._root, self._sizes, self._advance = root, sizes, advance
-        self._committed, self._shown = 0, 0
-        self._start_bytes = self._root_bytes()
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def commit(self) -> None:
-        """Note that the next source is committed."""
-        with self._lock:
-            self._committed += 1
-            self._start_bytes = self._root_bytes()
-            self._show(sum(self._sizes[: self._committed]))
-
-    def look(self) -> None:
-        """Note the growth of the root."""
-        with self._lock:
-            if self._committed < len(self._sizes):
-                grown = self._root_bytes() - self._start_bytes
-                size = self._sizes[self._committed]
-                self._show(sum(self._sizes[: self._committed]) + min(grown, size))
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_WATCH_SECONDS):
-            self.look()
-
-    def _show(self, done_bytes: int) -> None:
-        # Files of a failed save disappear, but the bar never goes back.
-        if done_bytes > self._shown:
-            self._advance(done_bytes - self._shown)
-            self._shown = done_bytes
-
-    def _root_bytes(self) -> int:
-        from deltacheck.store.files.arrays import bytes_on_disk
-
-        # Files appear and disappear during the walk.
-        with contextlib.suppress(OSError):
-            return bytes_on_disk(self._root)
-        return 0
 
 
 def branch(

@@ -174,9 +174,9 @@ def _print_rich_table(columns: Sequence[Column], cells: Sequence[Sequence[str]])
 
     # Text from disk must never be interpreted as Rich markup.
     console = Console(markup=False, emoji=False, highlight=False)
-    kept = columns_within(console.width, columns, cells)
+    indices = columns_within(console.width, columns, cells)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for index in kept:
+    for index in indices:
         column = columns[index]
         # Only texts that may be long are wrapped.
         is_text = column.left and column.rank == 0
@@ -184,9 +184,9 @@ def _print_rich_table(columns: Sequence[Column], cells: Sequence[Sequence[str]])
         justify: Literal["left", "right"] = "left" if column.left else "right"
         table.add_column(column.title, justify=justify, overflow="fold", min_width=least)
     for row in cells:
-        table.add_row(*(row[index] for index in kept))
+        table.add_row(*(row[index] for index in indices))
     console.print(table)
-    missing = [column.title for index, column in enumerate(columns) if index not in kept]
+    missing = [column.title for index, column in enumerate(columns) if index not in indices]
     if missing:
         console.print(f"left out at this width (`| cat` prints all): {', '.join(missing)}")
 
@@ -204,19 +204,19 @@ def columns_within(
     Returns:
         Indices in the order of the columns.
     """
-    kept = list(range(len(columns)))
-    needed = [_width(index, columns, cells) for index in kept]
+    indices = list(range(len(columns)))
+    widths = [_width(index, columns, cells) for index in indices]
     # Texts of rank 0, such as paths, remain readable if they are wrapped to 40 characters.
-    needed = [
+    widths = [
         min(characters, 40) if column.left and column.rank == 0 else characters
-        for characters, column in zip(needed, columns, strict=True)
+        for characters, column in zip(widths, columns, strict=True)
     ]
-    while sum(needed[index] for index in kept) + _GAP * (len(kept) - 1) > width:
-        last = max(reversed(kept), key=lambda index: columns[index].rank)
+    while sum(widths[index] for index in indices) + _GAP * (len(indices) - 1) > width:
+        last = max(reversed(indices), key=lambda index: columns[index].rank)
         if columns[last].rank == 0:
             break
-        kept.remove(last)
-    return kept
+        indices.remove(last)
+    return indices
 
 
 def _width(index: int, columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
@@ -416,8 +416,8 @@ def _describe(error: Exception) -> str:
     # The text of an ``OSError`` begins with its number, which says nothing to most people.
     if isinstance(error, OSError) and error.strerror:
         # An error without a name is that of a stream, not of a root.
-        named = f"{error.strerror}: {error.filename}{remedy(error)}"
-        return named if error.filename else error.strerror
+        text = f"{error.strerror}: {error.filename}{remedy(error)}"
+        return text if error.filename else error.strerror
     if isinstance(error, MemoryError) and not isinstance(error, errors.DeltacheckError):
         return f"not enough memory: {error}"
     return str(error)

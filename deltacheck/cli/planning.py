@@ -423,9 +423,9 @@ def _print(
         Column("TIME LOST", "waste", lambda share: f"{share:.3%}"),
     )
     # The last way has an interval of its own, and is among the reasons.
-    deltas, *whole = prediction.ways[:3]
+    deltas, *whole_files = prediction.ways[:3]
     rows: list[Row] = [asdict(way) | {"name": name} for name, way in ways.items()]
-    rows = [*(rows or [asdict(deltas)]), *map(asdict, whole)]
+    rows = [*(rows or [asdict(deltas)]), *map(asdict, whole_files)]
     for row in rows:
         row["name"] = _SHORT_NAMES.get(str(row["name"]), row["name"])
     output.print_table(columns, rows)

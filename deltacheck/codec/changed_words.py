@@ -59,9 +59,9 @@ def _piece(old: NDArray[Any], new: NDArray[Any]) -> bytes:
     shift = 8 if positions.size and gaps.mean() >= _WIDE_GAP else 0
     low = gaps.astype(np.uint8) if shift else np.zeros(0, np.uint8)
     streams = [low, *_escaped(gaps >> shift), *_escaped(folded)]
-    stored = [_stored(stream) for stream in streams]
-    sizes = [n for s, data in zip(streams, stored, strict=True) for n in (s.size, len(data))]
-    return b"".join([_HEADER.pack(shift, positions.size, *sizes), *stored])
+    encoded = [_stored(stream) for stream in streams]
+    sizes = [n for s, data in zip(streams, encoded, strict=True) for n in (s.size, len(data))]
+    return b"".join([_HEADER.pack(shift, positions.size, *sizes), *encoded])
 
 
 def decode(payload: U8, before: U8, word_bytes: int) -> U8:
@@ -99,8 +99,8 @@ def _apply_piece(payload: U8, words: NDArray[Any]) -> int:
     for size, length in zip(sizes[::2], sizes[1::2], strict=True):
         if size > 4 * count or begin + length > payload.size:
             raise DamagedStream("a stream of changed words is too long")
-        stored = payload[begin : begin + length]
-        streams.append(stored if length == size else frames.decompress(stored, size))
+        encoded = payload[begin : begin + length]
+        streams.append(encoded if length == size else frames.decompress(encoded, size))
         begin += length
     gaps = _unescaped(streams[1], streams[2], count) << shift
     if shift:

@@ -3,7 +3,7 @@
 ``run.py`` is the course of an evaluation, and ``workload.py`` is what a user implements.
 ``session.py`` gives tasks to processes that may be killed, ``worker.py`` performs them, and
 ``records.py`` holds their results. ``contract.py``, ``significance.py`` and ``judge.py`` decide, as
-pure functions of the results. ``demo`` is a fixed plan; ``workloads`` has the built-in runs.
+pure functions of the results.
 """
 
 from deltacheck.evaluate.workload import TorchRun, Workload

@@ -257,7 +257,6 @@ class Drain:
                 state.requested.discard(brief.seq)
             state.set_error(None)  # the failure was of this step or an earlier one
             self._retain()
-            self._durable.redate()
             self._trim()
             state.pulse.beat()
 

@@ -141,7 +141,6 @@ class Tier:
                     durable.lease,
                     durable.keep,
                     grace_seconds=save_options.grace_seconds,
-                    redate_after_seconds=save_options.redate_after_seconds,
                 ),
                 pairing,
                 DrainRules(options.persist_every, options.keep),

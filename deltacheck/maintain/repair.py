@@ -16,7 +16,6 @@ from deltacheck.codec.base import U64
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
-from deltacheck.maintain.rebuild.tables import rebuilt_table
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
 from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
 from deltacheck.restore import read
@@ -24,12 +23,12 @@ from deltacheck.restore.resolve import proven_chains
 from deltacheck.save.chains.whole_leaves import RewrittenLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
-from deltacheck.store.documents import encode_manifest, from_zarr_json
+from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import Manifest, SegmentRef, SegmentTable
+from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.roots.root import Root, open_segments
@@ -74,8 +73,7 @@ class Repaired:
     """The result of a repair, or of a dry run.
 
     Attributes:
-        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again. A dry
-            run does not count on the tables among them, and lists what they hold as lost, too.
+        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again.
         healed: The leaves that were repaired.
         lost: The leaves and steps that cannot be repaired.
         steps: Training steps that were repaired.
@@ -178,11 +176,6 @@ def repair(
                 backup.set_aside(_step_folder(root, path))
     chains = survey(root, manifests.values(), without_lost=True)
     # What follows from whole content is repaired first, because it needs no data of other steps.
-    if _repair_tables(root, chains, list(manifests.values()), backup, result, dry_run):
-        root = root.afresh()
-        # Their digests may be in these tables.
-        manifests = {path: root.read(path) for path in manifests}
-        chains = survey(root, manifests.values(), without_lost=True)
     if _repair_digests(root, chains, backup, result, dry_run):
         root = root.afresh()
         chains = survey(root, manifests.values(), without_lost=True)
@@ -319,40 +312,6 @@ class _Backup:
         return free
 
 
-def _repair_tables(
-    root: Root,
-    chains: Survey,
-    manifests: list[Manifest],
-    backup: _Backup,
-    result: Repaired,
-    dry_run: bool,
-) -> bool:
-    """Write lost tables of segments again if they follow from the rest, byte for byte.
-
-    Returns true if one was written.
-    """
-    tables = {segment.id: segment.table for segment in chains.segments.values()}
-    # From the oldest on: a table states the digests that the deltas after it go from. What a merged
-    # delta gives is stated by those after it, so a second turn may find more.
-    lost, rebuilt = sorted(chains.lost, key=lambda ref: ref.id), dict[str, bytes]()
-    for ref in (*lost, *lost):
-        content = (
-            None if ref.id in rebuilt else rebuilt_table(root.store.path, ref, manifests, tables)
-        )
-        if content is not None:
-            rebuilt[ref.id] = content
-            tables[ref.id] = from_zarr_json(content, SegmentTable, f"the table of {ref.id}")
-    for name, content in rebuilt.items():
-        folder = root.store.path / layout.SEGMENTS / name
-        result.documents.append(str(folder / "zarr.json"))
-        if not dry_run:
-            if storage.storage_of(folder / "zarr.json").name_exists():
-                backup.set_aside(folder / "zarr.json")
-            arrays.replace_file(inside(root.path, folder), "zarr.json", content)
-            sync_directory(folder)
-    return bool(rebuilt) and not dry_run
-
-
 def _repair_digests(
     root: Root, chains: Survey, backup: _Backup, result: Repaired, dry_run: bool
 ) -> bool:
@@ -459,7 +418,6 @@ def _write_leaves(
     io_timeout_seconds: float,
 ) -> SegmentRef:
     """Write the lost leaves of a step to a new segment, one leaf at a time."""
-    # By path, as everywhere: a lost table of this segment then follows from its arrays.
     leaves = sorted(reconstructor.damage.leaves[manifest.seq])
     specs = [manifest.stored[leaf].spec(leaf) for leaf in leaves]
     writer = RewrittenLeaves(root.store.writer(seq), specs, io_timeout_seconds)

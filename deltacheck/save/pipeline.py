@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeVar
 from deltacheck.errors import SaveFailed
 from deltacheck.restore import receipt
 from deltacheck.save import freed_memory
-from deltacheck.save.adaptive_effort import EffortChoice
 from deltacheck.save.chains.base_check import SHARE, BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.save.job.failures import FailureCount
@@ -70,7 +69,6 @@ class Pipeline:
     """
 
     def __init__(self, options: SaveOptions, chains: ChainState) -> None:
-        self.effort = EffortChoice(options.effort)
         self.failures = FailureCount(options.on_error, options.max_failures)
         # Saves that were given up while a thread was in them. Until that thread returns nothing
         # else can be saved, since it would wait behind them.
@@ -295,7 +293,6 @@ class Pipeline:
     def _make_durable(self, job: SaveJob) -> tuple[SegmentRef | None, dict[str, SegmentRef]]:
         """Finish the segment of a save, and return it with all segments that the step needs."""
         ref = self._on_disk(job, job.finish_segment)
-        self.effort.adapt(job.begin, *job.setup.store.take_spent())
         refs = self._chains.durable(job, ref)
         if ref is not None:
             self._base.wrote(ref)

@@ -6,14 +6,10 @@ saver calls it on its committer thread once every segment of the step is durable
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from pathlib import Path
 
 from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import Keep, Saved, partial_checkpoints, retained
@@ -22,8 +18,6 @@ from deltacheck.save.chains.course import Course
 from deltacheck.store import collect
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
-from deltacheck.store.files.background import Background
-from deltacheck.store.files.redate import redate
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Brief, Manifest
 from deltacheck.store.roots import tags
@@ -32,9 +26,6 @@ from deltacheck.store.roots.wording import describe_steps
 
 log = logging.getLogger("deltacheck")
 
-# Walks through the tree in the time after which a file is re-dated. More: files get less old, but
-# the tree is walked more often.
-_LOOKS = 4
 # Steps that lose leaves between two rewrites of segments. More: fewer looks at manifests; fewer:
 # space is free sooner. A rewrite that includes more steps is no larger.
 _STEPS_OF_REWRITE = 32
@@ -72,7 +63,6 @@ class RootWriter:
         lease: The lease of the root, or ``None`` in a process that writes segments only.
         keep: The checkpoints and leaves that stay after a commit. Default: all.
         grace_seconds: The time that unneeded segments stay for readers.
-        redate_after_seconds: The age after which files get the present time; ``None``: never.
         rewrite: Writes segments again without the leaves that no step needs, for a ``keep`` that
             removes leaves. It gets the root, the segments to leave alone, and those that it has
             examined before, to which it adds.
@@ -86,7 +76,6 @@ class RootWriter:
         keep: Keep | None = None,
         *,
         grace_seconds: float = 0.0,
-        redate_after_seconds: float | None = None,
         rewrite: Callable[[Root, Collection[str], set[str]], object] | None = None,
         course: Course | None = None,
     ) -> None:
@@ -95,8 +84,6 @@ class RootWriter:
         self.lease = lease
         self.keep = keep or Keep()
         self._grace_seconds = grace_seconds
-        self._redate_after_seconds = redate_after_seconds
-        self._redated = float("-inf")
         self._rewrite = rewrite
         # The checkpoints that have lost leaves or have none to lose, and the segments that were
         # rewritten or have little to lose: they need no further look.
@@ -138,26 +125,9 @@ class RootWriter:
                     manifest.step,
                     exc_info=True,
                 )
-        self.redate()
         if self.after_commit is not None:
             self.after_commit(manifest)
         return document
-
-    def redate(self, after_seconds: float | None = None) -> None:
-        """Give old files of the root the present time, in the background.
-
-        ``after_seconds``: the age, if it was not given with the options. The tree is walked a few
-        times in that time.
-        """
-        seconds, now = after_seconds or self._redate_after_seconds, time.monotonic()
-        if seconds is None or now - self._redated < seconds / _LOOKS:
-            return
-        self._redated = now
-        if isinstance(self.root.path, Path):
-            # One thread for each walk: it may hang with the storage, and no save waits for it.
-            # Not while the interpreter ends: no thread can be started then.
-            with contextlib.suppress(RuntimeError):
-                Background(1, "deltacheck-redate").start(partial(redate, self.root.path, seconds))
 
     def retain(self) -> None:
         """Delete what ``keep`` does not name, and collect the segments."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from deltacheck.policy import Keep, Policy
 from deltacheck.policy.merging import can_merge
 from deltacheck.restore import receipt
-from deltacheck.save.adaptive_effort import EFFORTS
 from deltacheck.store.files.durability import Durability
 
 CAPTURES = ("auto", "eager")
@@ -59,10 +58,6 @@ class SaveOptions:
             no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
             for CUDA tensors if enough memory is free at the first save, else ``"host"``. PyTorch
             only.
-        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
-            Higher: smaller files; lower: less processor time beside training. ``"auto"`` follows
-            the bottleneck of the last save, storage or processor; equal states then no longer give
-            equal files.
         durability: The event that an acknowledged save survives. ``"power"``: a power cut, at the
             cost of a flush of the disk's cache for every file and directory entry. ``"process"``:
             only the end of this process. Saves end sooner, but a power cut may take the last ones,
@@ -78,10 +73,6 @@ class SaveOptions:
         exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
             then reported on stderr, with exit status 120. Longer: a slow storage gets the last
             save through; shorter: a dead one lets the process end.
-        redate_after_seconds: The age after which files of a local root get the present time, in the
-            background after a save, so that a purge by age leaves them. Smaller: safer; larger: the
-            files are listed less often. Default: never; files that are removed cost the steps that
-            need them, and the next save writes whole leaves.
         on_error: The effect of a failed save. ``"raise"``: the next call raises it, so that no loss
             goes unseen. ``"log"``: the run goes on. The failure is in the log, on the handle (whose
             ``wait`` raises it) and counted in the next report, manifest and ``deltacheck log``; the
@@ -100,13 +91,11 @@ class SaveOptions:
     on_busy: str = "wait"
     capture: str = "auto"
     shadow: str = "auto"
-    effort: str = "normal"
     durability: str = "power"
     verify: str = "none"
     grace_seconds: float = 60.0
     io_timeout_seconds: float = 600.0
     exit_timeout_seconds: float = 120.0
-    redate_after_seconds: float | None = None
     on_error: str = "raise"
     max_failures: int = 3
 
@@ -127,16 +116,10 @@ class SaveOptions:
             raise ValueError(
                 f"device_cache_bytes must be at least 0, not {self.device_cache_bytes}"
             )
-        if self.effort not in EFFORTS:
-            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error must be 'raise' or 'log', not {self.on_error!r}")
         if self.max_failures < 1:
             raise ValueError(f"max_failures must be at least 1, not {self.max_failures}")
-        if self.redate_after_seconds is not None and not self.redate_after_seconds > 0:
-            raise ValueError(
-                f"redate_after_seconds must be more than 0, not {self.redate_after_seconds}"
-            )
 
     @property
     def is_eager(self) -> bool:

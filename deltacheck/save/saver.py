@@ -244,7 +244,6 @@ class Saver:
         )
         return self._chains.begin(
             stored_sources.keys(),
-            self._pipeline.effort.current,
             lambda turn: SaveJob(
                 self._setup, request, turn, stored_sources, terms, progress_of(handle)
             ),

@@ -29,7 +29,6 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
@@ -45,6 +44,9 @@ _STREAM_CONTENT = (
 )
 # Of a stream: the histogram of fewer bytes looks skewed whatever they are.
 _LEAST_SAMPLE_BYTES = 4096
+# Order-0 entropy, of 8 bits per byte, above which a stream is stored uncompressed: zstd would save
+# less than about 2 %.
+_STORE_ABOVE_BITS = 7.85
 # About 16 KiB of a stream, whatever its length.
 _SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
@@ -111,11 +113,11 @@ def digests_spec(rows: int) -> ArraySpec:
     )
 
 
-def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
+def stream_codec(pieces: Sequence[U8]) -> str:
     """Return the codec of a stream: ``store`` if the entropy of a sample shows no gain."""
     if sum(piece.size for piece in pieces) < _LEAST_SAMPLE_BYTES:
         return "stream"
-    return "store" if entropy_bits(pieces) > effort.store_above_bits else "stream"
+    return "store" if entropy_bits(pieces) > _STORE_ABOVE_BITS else "stream"
 
 
 def entropy_bits(pieces: Sequence[U8]) -> float:
@@ -154,10 +156,8 @@ class SegmentWriter:
         segment_id: str,
         context: ts.Context,
         streams: StreamWriter,
-        effort: Effort,
         durability: Durability = Durability.POWER,
     ) -> None:
-        self._effort = effort
         self._durability = durability
         self.id = segment_id
         self._root, self.path = root, root / layout.SEGMENTS / segment_id
@@ -202,7 +202,7 @@ class SegmentWriter:
         part = Part(
             index.shape[0],
             {
-                name: Stream(sizes[name], stream_codec(streams[name], self._effort))
+                name: Stream(sizes[name], stream_codec(streams[name]))
                 for name in STREAMS
                 if sizes.get(name)
             },
@@ -213,7 +213,7 @@ class SegmentWriter:
         for codec, lengths in stream_arrays(part).items():
             pieces = [piece for name in lengths for piece in streams.pop(name)]
             spec = stream_spec(codec, lengths)
-            pending.append(self._streams.write(path / codec, spec, pieces, self._effort.level))
+            pending.append(self._streams.write(path / codec, spec, pieces))
             # ``_write`` has noted the write of the index.
             self._pending.append(pending[-1])
         return pending

@@ -19,8 +19,8 @@ pytest.importorskip("optax")
 from benchmarks import entropy, quality, stability, ways
 from benchmarks.record import Settings
 from benchmarks.ways import Chain, Run, class_of
+from benchmarks.workloads.recipe import tiny
 from deltacheck import Policy
-from deltacheck.evaluate.workloads.recipe import tiny
 from deltacheck.store.files.arrays import bytes_on_disk
 
 

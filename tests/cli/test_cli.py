@@ -36,7 +36,6 @@ from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.cli.app import app
-from deltacheck.cli.copies import _Growth
 from deltacheck.cli.output import Column, columns_within
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore import export
@@ -661,27 +660,6 @@ def test_an_import_shows_its_progress_on_a_terminal_only(tmp_path: Path) -> None
     quiet = [*command, str(tmp_path / "other"), *files]
     done = subprocess.run(quiet, capture_output=True, timeout=240, check=True)
     assert b"importing" not in done.stderr
-
-
-def test_the_bar_of_an_import_follows_the_growth_of_the_root(tmp_path: Path) -> None:
-    advances: list[int] = []
-    growth = _Growth(tmp_path, [100, 300], advances.append)
-    (tmp_path / "first").write_bytes(bytes(60))
-    growth.look()
-    assert sum(advances) == 60
-    (tmp_path / "first").write_bytes(bytes(170))  # more than the source has
-    growth.look()
-    assert sum(advances) == 100
-    (tmp_path / "first").write_bytes(bytes(10))  # never back
-    growth.look()
-    assert sum(advances) == 100
-    growth.commit()
-    (tmp_path / "second").write_bytes(bytes(50))
-    growth.look()
-    assert sum(advances) == 150
-    growth.commit()
-    growth.look()
-    assert sum(advances) == 400
 
 
 def test_tables_fit_the_terminal_and_name_the_columns_that_they_leave_out(

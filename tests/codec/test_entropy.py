@@ -25,13 +25,11 @@ from hypothesis import strategies as st
 from numcodecs import Zstd
 from numpy.typing import NDArray
 
-from deltacheck import SaveOptions, _native, errors
+from deltacheck import _native, errors
 from deltacheck.backends.torch import Engine
-from deltacheck.save.adaptive_effort import EffortChoice, Timing, next_effort
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import STREAM_CHUNK_BYTES, ArraySpec, StreamWriter
 from deltacheck.store.files.background import Background
-from deltacheck.store.files.effort import Effort
 from deltacheck.store.segment import stream_codec
 from tests.support.oracle import REFUSED, read_by_tensorstore
 from tests.support.waiting import wait_until
@@ -363,52 +361,3 @@ def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> No
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
     )
     assert told.stdout == "done\n", told.stderr
-
-
-def test_more_effort_makes_files_no_larger_and_every_effort_restores(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    before = random.integers(0, 4, 1 << 20, np.uint8)
-    after = before.copy()
-    after[::3] = np.tile(random.integers(0, 7, 500, np.uint8), after[::3].size // 500 + 1)[
-        : after[::3].size
-    ]
-    flat = [
-        random.integers(0, 128, 1 << 18, np.uint8) for _ in range(2)
-    ]  # seven bits a byte, and nothing to match
-    stored = {}
-    for effort in ("low", "normal", "high", "auto"):
-        with Engine(tmp_path / effort, options=SaveOptions(effort=effort)) as engine:
-            engine.save(0, {"w": before, "flat": flat[0]}).result()
-            stored[effort] = engine.save(1, {"w": after, "flat": flat[1]}).result().stored_bytes
-            assert np.array_equal(engine.restore(1)["w"], after)
-    assert stored["high"] < stored["normal"] < stored["low"]
-
-
-def test_effort_follows_the_bottleneck_one_step_at_a_time() -> None:
-    slow_storage, slow_processor, neither = Timing(10, 1, 5), Timing(10, 5, 1), Timing(10, 0.1, 0.2)
-    assert next_effort(Effort.NORMAL, slow_storage) is Effort.HIGH
-    assert next_effort(Effort.HIGH, slow_storage) is Effort.HIGH
-    assert next_effort(Effort.HIGH, slow_processor) is Effort.NORMAL
-    assert next_effort(Effort.LOW, slow_processor) is Effort.LOW
-    assert all(next_effort(effort, neither) is effort for effort in Effort)
-
-
-def test_a_change_of_the_effort_is_logged_with_its_times(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "deltacheck")
-    choice = EffortChoice("auto")
-    choice.adapt(0.0, 5.0, 1.0)  # the first save has no interval
-    choice.adapt(10.0, 0.1, 0.2)
-    assert (choice.current, caplog.messages) == (Effort.NORMAL, [])
-    choice.adapt(20.0, 5.0, 1.0)
-    assert choice.current is Effort.LOW
-    assert caplog.messages == [
-        "effort low instead of normal: between two saves, 10 s apart, the entropy stage took 5 s"
-        " and the storage 1 s"
-    ]
-
-
-def test_an_unknown_effort_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="effort must be one of auto, low, normal, high, not 'extreme'"
-    ):
-        Engine(tmp_path, options=SaveOptions(effort="extreme"))

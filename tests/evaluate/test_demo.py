@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from deltacheck.evaluate.demo import demonstration
-from deltacheck.evaluate.demo.demonstration import create_plan
-from deltacheck.evaluate.demo.methods import METHODS
-from deltacheck.evaluate.demo.results import DemoOutcome, problems
+from benchmarks.demo import demonstration
+from benchmarks.demo.demonstration import create_plan
+from benchmarks.demo.methods import METHODS
+from benchmarks.demo.results import DemoOutcome, problems
+from benchmarks.workloads import equality
 from deltacheck.evaluate.records import (
     Ending,
     Evidence,
@@ -24,7 +25,6 @@ from deltacheck.evaluate.records import (
     WaySaves,
 )
 from deltacheck.evaluate.session import kills
-from deltacheck.evaluate.workloads import equality
 
 pytest.importorskip("torch")
 
@@ -148,7 +148,7 @@ def test_too_few_steps_to_be_killed_between_are_refused(capsys: pytest.CaptureFi
 
 def test_importing_the_demo_imports_no_framework() -> None:
     code = (
-        "import sys, deltacheck.evaluate.demo.demonstration; print(sorted({'torch', 'jax', 'zarr',"
+        "import sys, benchmarks.demo.demonstration; print(sorted({'torch', 'jax', 'zarr',"
         " 'tensorstore'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -769,10 +769,9 @@ def test_misuse_is_refused_before_anything_runs(
     (tmp_path / "mine").touch()
     for words, says in (
         (["--policy", "lossy"], "one of exact, auto"),
-        (["--workload", "gan"], "one of sft, rl_like, lora"),
         (["--profile", "p.json"], "goes with --policy auto"),
         (["--steps", "15", "--every", "5"], "leaves 2 checkpoints; give at least 16"),
         (["--keep", str(tmp_path)], "not empty"),
     ):
-        assert main(["eval", *words]) == 2
+        assert main(["eval", "eval_workload.py:make", *words]) == 2
         assert says in capsys.readouterr().err

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltacheck.evaluate.workloads import pairs
-from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
+from examples.experiments import pairs
+from examples.experiments.pairs import BYTES, Coding, Pair
 from tests.support.xla import UNOPTIMIZED
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
-LORA, RL = "lora/train.py", "rl_like/train.py"
+ROOT = Path(__file__).parents[2]
+SFT_TORCH, SFT_FLAX = "sft_torch", "sft_flax"
+LORA, RL = "lora", "rl_like"
 # Up to ten processes import a framework, some of them two: seconds, but minutes on a busy
 # machine.
 PATIENT = pytest.mark.timeout(900)
@@ -35,9 +35,13 @@ MORE = pytest.mark.skipif(
 
 def run(example: str, *options: object) -> str:
     """Run an example with ``--quick``, and return its output."""
-    command = [sys.executable, str(EXAMPLES / example), "--quick", *map(str, options)]
+    module = f"examples.experiments.{example}"
     result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": UNOPTIMIZED}
+        [sys.executable, "-m", module, "--quick", *map(str, options)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -90,11 +94,10 @@ def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> N
         "deltacheck",
         "eval",
         "--quick",
-        "--workload",
-        workload,
+        f"benchmarks.workloads.builtin:tiny_{workload}",
         "--json",
     ]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     document = json.loads(result.stdout)
     assert (document["holds"], document["reasons"]) == (True, [])
@@ -222,10 +225,9 @@ def test_weights_of_transformers_and_data_of_the_users_are_taken(
 def test_the_llama_in_flax_computes_what_the_one_of_transformers_does(checkpoint: Path) -> None:
     """The second model has three times the query heads, a tied embedding and slower positions."""
     code = f"""
-import sys, numpy as np, torch
-sys.path.insert(0, {str(EXAMPLES / "supervised_finetuning")!r})
+import numpy as np, torch
 from pathlib import Path
-from train_flax import from_transformers
+from examples.experiments.sft_flax import from_transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 other = Path({str(checkpoint.parent / "other")!r})
@@ -249,6 +251,7 @@ for path in (Path({str(checkpoint)!r}), other):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
+        cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
     )
     assert result.returncode == 0, result.stderr

@@ -12,13 +12,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.workloads import builtin
 from deltacheck import Policy, Profile
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.evaluate.offline.measured import thinned
 from deltacheck.evaluate.offline.policy_replay import steady_steps
 from deltacheck.evaluate.workload import FOLDER
-from deltacheck.evaluate.workloads import builtin
 from deltacheck.report.data import collect
 
 pytestmark = pytest.mark.tools

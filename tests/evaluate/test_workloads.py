@@ -17,9 +17,9 @@ pytest.importorskip("optax")
 ROOT = Path(__file__).parents[2]
 
 from benchmarks.prepared import mature
-from deltacheck.evaluate.workloads import jax_workloads, tasks, torch_workloads
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.recipe import TASKS, Recipe, recipe, small, tiny
+from benchmarks.workloads import jax_workloads, tasks, torch_workloads
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import TASKS, Recipe, recipe, small, tiny
 
 FRAMEWORKS = {"torch": torch_workloads, "jax": jax_workloads}
 ALL = [(framework, task) for framework in FRAMEWORKS for task in TASKS]

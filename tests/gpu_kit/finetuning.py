@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deltacheck.evaluate.workloads.builtin import ProtocolWorkload, create, tiny_sft
-from deltacheck.evaluate.workloads.recipe import recipe
+from benchmarks.workloads.builtin import ProtocolWorkload, create, tiny_sft
+from benchmarks.workloads.recipe import recipe
 
 # 202 M parameters in the layers
 SIZES = {"width": 1024, "layers": 16, "heads": 16, "context": 512, "batch": 8, "dropout": 0.1}

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import Cell, Result, Table
+from benchmarks.workloads import equality
 from deltacheck import SaveOptions
 from deltacheck.codec import GroupJob, default_codec
-from deltacheck.evaluate.workloads import equality
 from deltacheck.leaf.digest import chunk_digests
 from tests.contracts.codec import moved, same, words
 from tests.gpu_kit.stand_in import accelerator
@@ -175,9 +175,9 @@ def test_torch(context: Context) -> Result:
 def save_under_each_shadow(context: Context) -> Result:
     """Train, save every step under each shadow, and restore every step bit for bit."""
     from benchmarks.states import leaves_of
+    from benchmarks.workloads.recipe import recipe, tiny
+    from benchmarks.workloads.torch_workloads import Workload, pretrained
     from deltacheck.backends.torch import Engine
-    from deltacheck.evaluate.workloads.recipe import recipe, tiny
-    from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 
     sizes: dict[str, Any] = {"width": 512, "layers": 8, "heads": 8, "pretrain_steps": 20}
     run = (

@@ -157,7 +157,7 @@ def _blocking(measured: Mapping[str, Any]) -> float:
 def save_every_step(context: Context) -> Result:
     """Measure a save at every step to the memory tier, with and without the law of Adam."""
     from benchmarks import every_step
-    from deltacheck.evaluate.workloads.recipe import demo
+    from benchmarks.workloads.recipe import demo
 
     case = every_step.QUICK
     if not context.rehearse:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,9 @@ from deltacheck.cli import main
 from deltacheck.maintain.repair import repair
 from deltacheck.save import root_writer
 from deltacheck.store import collect
-from deltacheck.store.manifest import SegmentRef
 from deltacheck.store.roots.opening import open_root
-from deltacheck.store.roots.root import StepRef
 from tests.suites import damage_trials
 from tests.suites.damage_trials import FAULTS, Subject, damaged
-from tests.support.adam_run import AdamRun
 from tests.support.states import assert_same, differences
 
 
@@ -91,26 +88,6 @@ def test_lost_digests_cost_nothing(
         engine.save(6, saved[5]).result(240)
 
 
-@pytest.mark.parametrize("which", range(6))
-def test_a_lost_table_is_rebuilt_byte_for_byte(
-    run: tuple[Path, dict[int, Any]], which: int
-) -> None:
-    """From the manifest of the step and the arrays; the digest of the document proves it."""
-    root, saved = run
-    table = sorted(root.glob("segments/s*"))[which] / "zarr.json"
-    before = table.read_bytes()
-    table.unlink() if which % 2 else table.write_bytes(b"{" + before[1:-9])
-    with pytest.raises(errors.Damaged):
-        deltacheck.open(root).restore(which)
-    done = repair(open_root(root), lossy=True)
-    assert not done.lost
-    assert not done.removed
-    assert table.read_bytes() == before
-    assert deltacheck.open(root).verify(deep=True, redundant=True) == []
-    with Engine(root) as engine:
-        assert_same(engine.restore(which), saved[which])
-
-
 @pytest.fixture(scope="module")
 def subjects() -> Iterator[list[Subject]]:
     """A root of each kind: plain, Orbax's, with codes, with gradients, in tiles."""
@@ -118,12 +95,8 @@ def subjects() -> Iterator[list[Subject]]:
         yield built
 
 
-def tables_of(root: Path) -> list[Path]:
-    return sorted(root.rglob("segments/s*/zarr.json"))
-
-
 @pytest.mark.parametrize("kind", damage_trials.SUBJECTS)
-@pytest.mark.parametrize("what", ["tables", "newest tables", "digests", "metadata of arrays"])
+@pytest.mark.parametrize("what", ["digests", "metadata of arrays"])
 def test_whatever_follows_from_the_rest_is_rebuilt_byte_for_byte(
     subjects: list[Subject], tmp_path: Path, kind: str, what: str
 ) -> None:
@@ -131,8 +104,6 @@ def test_whatever_follows_from_the_rest_is_rebuilt_byte_for_byte(
     root = tmp_path / "root"
     shutil.copytree(subject.root, root)
     victims = {
-        "tables": tables_of(root),
-        "newest tables": [path for path in tables_of(root) if path.parts[-2] > "s0000000002-"],
         "digests": sorted(root.rglob("segments/s*/digests/c*")),
         "metadata of arrays": sorted(root.rglob("segments/s*/*/**/zarr.json")),
     }[what]
@@ -140,7 +111,7 @@ def test_whatever_follows_from_the_rest_is_rebuilt_byte_for_byte(
     for number, path in enumerate(victims):
         path.unlink() if number % 2 else path.write_bytes(before[path][:-9])
     steps = deltacheck.open(root).steps()
-    assert bool(deltacheck.open(root).verify()) == ("tables" in what)
+    assert not deltacheck.open(root).verify()
     done = repair(open_root(root), lossy=True)
     assert not done.lost
     assert not done.removed
@@ -153,94 +124,6 @@ def test_whatever_follows_from_the_rest_is_rebuilt_byte_for_byte(
     door, wanted = next(iter(subject.doors.values()))
     for step in steps:
         assert not list(differences(wanted[step], door(root, step)))
-
-
-@pytest.mark.parametrize("kind", ["engine", "policy", "tiled"])
-def test_a_table_is_rebuilt_although_the_step_of_its_save_was_deleted(
-    subjects: list[Subject], tmp_path: Path, kind: str
-) -> None:
-    """Later manifests and tables state what the manifest of the save did."""
-    (subject,) = (one for one in subjects if one.name == kind)
-    root = tmp_path / "root"
-    shutil.copytree(subject.root, root)
-    for seq in (0, 2):
-        collect.delete_checkpoint(open_root(root), seq)
-    steps = deltacheck.open(root).steps()
-    for path in tables_of(root):
-        before = path.read_bytes()
-        path.unlink()
-        assert not repair(open_root(root), lossy=True).lost
-        assert path.read_bytes() == before
-    assert deltacheck.open(root).steps() == steps
-
-
-@pytest.mark.parametrize("lost", ["merged", "all"])
-def test_tables_of_merged_deltas_are_rebuilt_too(tmp_path: Path, lost: str) -> None:
-    """The chunk digests tell which leaf each row is of, and what it replaces."""
-    root = tmp_path / "run"
-    state = {name: torch.randn(400, 300) for name in "abc"} | {"small": torch.randn(50)}
-    with Engine(root, policy=Policy.exact(max_chain_depth=4)) as engine:
-        for step in range(10):
-            state["a"][step] += 1.0
-            state["b"][step % 3] += 1.0
-            state["c"][step] += step % 2
-            state["small"][step] += 1.0
-            engine.save(step, state).result(240)
-            engine._saver._chains.compactor.wait(240)  # type: ignore[union-attr]
-    merged = [path for path in tables_of(root) if b'"since"' in path.read_bytes()]
-    assert merged
-    if lost == "all":
-        for ref in open_root(root).checkpoints()[:3]:
-            collect.delete_checkpoint(open_root(root), ref.seq)
-    before = {path: path.read_bytes() for path in (merged if lost == "merged" else tables_of(root))}
-    for path in before:
-        path.unlink()
-    assert not repair(open_root(root)).lost
-    needed = {ref.id for m in open_root(root).checkpoints() for ref in _segments(root, m)}
-    assert all(path.read_bytes() == before[path] for path in before if path.parts[-2] in needed)
-    assert deltacheck.open(root).verify(deep=True, redundant=True) == []
-
-
-def _segments(root: Path, ref: StepRef) -> Sequence[SegmentRef]:
-    return open_root(root).read(ref.manifest_path).segments
-
-
-def test_small_leaves_that_were_due_are_told_apart_by_their_content(tmp_path: Path) -> None:
-    """A keyframe that was due is written although the leaf did not change, beside others that
-    were not: only the content of the packed array tells which leaves it has.
-    """
-    state = {name: torch.randn(20) for name in "abcd"} | {"big": torch.randn(400, 300)}
-    with Engine(tmp_path / "run", policy=Policy.exact(max_chain_depth=2)) as engine:
-        for step in range(6):
-            state["b"][step] += 1.0
-            state["big"][step] += 1.0
-            if step % 2:
-                state["d"][step] += 1.0
-            engine.save(step, state).result(240)
-        saved = copy.deepcopy(state)
-    before = {path: path.read_bytes() for path in tables_of(tmp_path / "run")}
-    for path in before:
-        path.unlink()
-    assert not repair(open_root(tmp_path / "run")).lost
-    assert {path: path.read_bytes() for path in before} == before
-    with Engine(tmp_path / "run") as engine:
-        assert_same(engine.restore(5), saved)
-
-
-def test_rows_number_leaves_that_are_computed_and_not_stored_too(tmp_path: Path) -> None:
-    root, run = tmp_path / "run", AdamRun((400, 300), 1)
-    with Engine(root, policy=Policy.exact(derive=True)) as engine:
-        for step in range(4):
-            run.advance()
-            engine.save(step, run.state()).result(240)
-    manifest = deltacheck.open(root).manifest()
-    assert manifest.derived["model/w0"].how == "cast"
-    assert "model/w0" not in manifest.leaves
-    before = {path: path.read_bytes() for path in tables_of(root)}
-    for path in before:
-        path.unlink()
-    assert not repair(open_root(root)).lost
-    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_lost_digests_do_not_hide_damage_to_the_content(
@@ -319,7 +202,7 @@ def test_no_repair_makes_a_step_unrestorable_that_restores(
     (subject,) = (one for one in subjects if one.name == kind)
     rng = random.Random(seed)
     # Kinds first: else nearly all damage would be to the many streams. Half of the trials have lost
-    # chunk digests or tables, which follow from the rest.
+    # chunk digests, which follow from the rest, or tables, without which much is lost.
     kinds = rng.choices(sorted(subject.files), k=rng.choice([1, 1, 2, 3]))
     kinds[0] = kinds[0] if seed % 2 else rng.choice(["digests", "segment table"])
     changes: dict[Path, bytes | None] = {}
@@ -349,17 +232,3 @@ def _restorable(root: Path, wanted: dict[int, Any] | Any) -> set[int]:
         assert not list(differences(state, restored))
         steps.add(step)
     return steps
-
-
-def test_tables_of_leaves_that_each_save_stores_whole_are_rebuilt(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    with Engine(root) as engine:
-        for step in range(4):
-            noise = torch.randn(600, 512, generator=torch.Generator().manual_seed(step))
-            small = noise[:300].clone()
-            engine.save(step, {"noise": noise, "small": small, "step": step}).result(240)
-    before = {path: path.read_bytes() for path in tables_of(root)}
-    for path in before:
-        path.unlink()
-    assert not repair(open_root(root)).lost
-    assert {path: path.read_bytes() for path in before} == before

@@ -245,7 +245,7 @@ def test_parameters_without_state_and_frozen_weights_are_passed_over() -> None:
 
 def test_a_wrong_guess_is_put_right_by_content() -> None:
     def make(model: Any) -> Any:
-        from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+        from benchmarks.workloads.optimizer import MixedPrecisionAdamW
 
         model.bfloat16()
         return MixedPrecisionAdamW(list(model.parameters())[::-1], lr=1e-2, betas=(0.9, 0.999))

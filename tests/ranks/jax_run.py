@@ -38,8 +38,8 @@ from deltacheck.backends.orbax import (
     restore_whole,
 )
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
+from deltacheck.backends.orbax.manager_root.commit_gate import Gate
 from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
 from deltacheck.errors import Damaged, RankFailed, TreeMismatch
 from deltacheck.policy import Policy

@@ -26,7 +26,6 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "verify": ("none", "commit"),
     "on_busy": ("wait", "skip"),
     "shadow": ("host", "none"),
-    "effort": ("normal", "low"),
     "capture": ("auto", "eager"),
     "io_timeout_seconds": (600.0, 500.0),
 }

@@ -16,16 +16,14 @@ import pytest
 import torch
 
 import deltacheck
-from deltacheck import SaveOptions, errors
+from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.store import Store
 from tests.support.states import assert_same
-from tests.support.waiting import HANG_SECONDS, wait_until
-
-LONG_AGO = 1e9  # in 2001
+from tests.support.waiting import HANG_SECONDS
 
 
 def oldest(root: Path) -> None:
@@ -181,69 +179,3 @@ def test_an_orbax_manager_writes_whole_leaves(
     for step in (2, 3, 4):
         restored = deltacheck.open(tmp_path / "run").restore(step)
         assert np.array_equal(restored["weights"], saved[step])
-
-
-def test_files_are_re_dated_before_a_purge_takes_them(tmp_path: Path) -> None:
-    """A purge removes what is older than a day; the engine re-dates what is older than an hour."""
-    root, weights = tmp_path / "run", torch.randn(300, 300)
-    outside = tmp_path / "outside"
-    outside.write_bytes(b"not ours")
-    old = LONG_AGO
-    with Engine(root, options=SaveOptions(redate_after_seconds=3600)) as engine:
-        engine.save(0, {"weights": weights}).result(240)
-        os.symlink(outside, root / "link")
-        for path in [*root.rglob("*"), outside]:
-            os.utime(path, (old, old), follow_symlinks=False)
-        # The first look was at the first save; the engine is told that it was long ago.
-        engine._session.writer._redated = float("-inf")
-        engine.save(1, {"weights": weights}).result(240)
-        _await_re_dating(root, old)
-    assert outside.stat().st_mtime < old + 10
-    assert torch.equal(Engine(root).restore(0)["weights"], weights)
-
-
-def test_a_manager_re_dates_its_steps_and_its_segments(tmp_path: Path) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    import numpy as np
-
-    from deltacheck.backends import orbax as backend
-
-    root, weights = tmp_path / "run", np.ones((300, 300), np.float32)
-    with backend.manager(root) as manager:
-        manager.save(0, args=backend.DeltaSaveArgs({"weights": weights}))
-        manager.wait_until_finished()
-    old = _age_by_days(root)
-    with backend.manager(root, save_options=SaveOptions(redate_after_seconds=3600)) as manager:
-        manager.save(1, args=backend.DeltaSaveArgs({"weights": weights + 1}))
-        manager.wait_until_finished()
-        _await_re_dating(root, old)
-    assert (deltacheck.open(root).restore(0)["weights"] == weights).all()
-
-
-def test_a_memory_tier_has_the_files_of_the_disk_re_dated(tmp_path: Path) -> None:
-    root, memory, weights = tmp_path / "run", tmp_path / "memory", torch.randn(300, 300)
-    with Engine(root, memory=memory) as engine:
-        engine.save(0, {"weights": weights}).result(240)
-        engine.persist(240)
-    old = _age_by_days(root)
-    with Engine(root, memory=memory, options=SaveOptions(redate_after_seconds=3600)) as engine:
-        engine.save(1, {"weights": weights + 1}).result(240)
-        engine.persist(240)
-        _await_re_dating(root, old)
-    assert (deltacheck.open(root).restore(0)["weights"] == weights.numpy()).all()
-
-
-def _age_by_days(root: Path) -> float:
-    old = LONG_AGO
-    for path in root.rglob("*"):
-        os.utime(path, (old, old))
-    return old
-
-
-def _await_re_dating(root: Path, old: float) -> None:
-    wait_until(lambda: not _older(root, old + 10))
-
-
-def _older(root: Path, moment: float) -> list[Path]:
-    files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [path for path in files if path.stat().st_mtime < moment]

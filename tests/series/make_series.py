@@ -23,12 +23,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.workloads import text
+from benchmarks.workloads.model import LanguageModel
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import tiny_demo
+from benchmarks.workloads.text import Batches
 from deltacheck import Profiler
-from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.model import LanguageModel
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.recipe import tiny_demo
-from deltacheck.evaluate.workloads.text import Batches
 from deltacheck.profile.analyse import History
 
 HERE = Path(__file__).parent

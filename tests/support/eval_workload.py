@@ -5,12 +5,17 @@ They compute momentum by hand and draw batches from a generator.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+# The processes of an evaluation work in this folder.
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 
 
 class Linear:

@@ -21,7 +21,8 @@ from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax import orbax_args
 from deltacheck.backends.orbax.group.coordination import join
-from deltacheck.backends.orbax.item import Commit, Item, Notes, require_json
+from deltacheck.backends.orbax.item import Item, require_json
+from deltacheck.backends.orbax.manager_root.commit_gate import Commit, Notes
 from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,
@@ -219,7 +220,6 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         if item is not None and isinstance(item.writer, Writer):
             options = self._settings.options
             item.writer.collect(options.grace_seconds, options.io_timeout_seconds)
-            item.writer.redate(options.redate_after_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads and give the root back.

@@ -24,8 +24,8 @@ from deltacheck.backends.orbax.handler import (
     DeltaRestoreArgs,
     DeltaSaveArgs,
 )
-from deltacheck.backends.orbax.item import Commit
 from deltacheck.backends.orbax.manager_root import v1_internals
+from deltacheck.backends.orbax.manager_root.commit_gate import Commit
 from deltacheck.backends.orbax.manager_root.durable import on_thread
 from deltacheck.backends.orbax.manager_root.orbax_internals import (
     ItemPlace,

@@ -16,13 +16,9 @@ from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 # less than one.
 _SHORTEST_SYNC_SECONDS = 5e-6
 _FEW_FILES = 1000  # a save creates some dozens
-_CLOCK_SECONDS = 60.0
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "ceph", "gpfs", "glusterfs")
-_QUOTA = re.compile("(usr|grp|prj|u|g|p)?quota|(usr|grp|prj)jquota=.*|[ugp]qnoenforce")
-# Options with which an fsync returns before the disk has the data.
-_NO_BARRIER = ("nobarrier", "barrier=0", "volatile")
 # Options with which a lock holds on this machine only, or not at all.
 _LOCAL_LOCKS = ("nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl")
 
@@ -197,7 +193,7 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-# --- memory and clock -----------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def memory(facts: MachineFacts) -> Line:
@@ -233,31 +229,6 @@ def memory(facts: MachineFacts) -> Line:
         f"{text}; TMPDIR has {format_bytes(facts.temporary_bytes)}",
         remedy='use more processes, a larger TMPDIR with SaveOptions(shadow="mapped"), or "none"',
     )
-
-
-def clock(facts: MachineFacts) -> Line:
-    """Judge the clock, against the newest step and against the file system."""
-    lag_seconds = 0.0 if facts.steps.time is None else facts.steps.time - facts.now
-    lead_seconds = 0.0 if facts.file_system is None else facts.file_system.trial.clock_ahead_seconds
-    cost = "ls, log and plan show wrong times; restores, gc and retention do not use the clock"
-    if lag_seconds > _CLOCK_SECONDS:
-        return Line(
-            "clock",
-            "degraded",
-            f"{lag_seconds:.0f} s behind the newest step",
-            cost=cost,
-            remedy="set the clock (NTP)",
-        )
-    if abs(lead_seconds) > _CLOCK_SECONDS:
-        return Line(
-            "clock",
-            "degraded",
-            f"{abs(lead_seconds):.0f} s"
-            f" {'behind' if lead_seconds > 0 else 'ahead of'} the file server",
-            cost=cost,
-            remedy="set both clocks (NTP)",
-        )
-    return Line("clock", "ok", "agrees with the newest step and the file system")
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -346,33 +317,19 @@ def mount(facts: MachineFacts, file_system: FileSystem) -> Line:
 
 def sync(facts: MachineFacts, file_system: FileSystem) -> Line:
     """Judge whether an fsync reaches the disk."""
-    options = frozenset() if file_system.mount is None else file_system.mount.options
-    cost = "a power cut may take acknowledged steps"
     seconds = file_system.trial.sync_seconds
     if file_system.trial.error:
         return Line("fsync", "ok", "not tried")
     if seconds is None:
         return Line("fsync", "broken", "fails", remedy="look at the disk and the kernel's log")
     text = f"{seconds * 1e3:.3g} ms"
-    disabled = sorted(options.intersection(_NO_BARRIER))
-    if disabled:
-        return Line(
-            "fsync",
-            "degraded",
-            f"{text}; the mount has the option {disabled[0]}",
-            cost=cost,
-            remedy=f"mount without {disabled[0]}",
-        )
-    if "eatmydata" in file_system.preloaded:
-        remedy = "unset LD_PRELOAD"
-        return Line("fsync", "degraded", f"{text}; libeatmydata removes it", cost, remedy)
     in_memory = file_system.mount is not None and file_system.mount.kind in _IN_MEMORY
     if seconds < _SHORTEST_SYNC_SECONDS and not in_memory:
         return Line(
             "fsync",
             "degraded",
             f"{text}: too fast for any disk",
-            cost=cost,
+            cost="a power cut may take acknowledged steps",
             remedy="ask the administrator of the disk whether it honours flushes",
         )
     return Line("fsync", "ok", text)
@@ -410,7 +367,6 @@ def space(facts: MachineFacts, file_system: FileSystem) -> Line:
     free_bytes, state_bytes = file_system.free_bytes, facts.state_bytes
     text = f"{format_bytes(free_bytes)} free"
     remedy = "free space, or delete steps: deltacheck prune, then deltacheck gc"
-    options = frozenset() if file_system.mount is None else file_system.mount.options
     if file_system.free_files is not None and file_system.free_files < _FEW_FILES:
         text += f", but only {file_system.free_files} more files"
         return Line("space", "broken", text, remedy=remedy)
@@ -428,14 +384,6 @@ def space(facts: MachineFacts, file_system: FileSystem) -> Line:
         if free_bytes < state_bytes:
             cost = "a save that writes whole leaves fails"
             return Line("space", "degraded", text, cost, remedy)
-    if any(map(_QUOTA.fullmatch, options)):
-        return Line(
-            "space",
-            "degraded",
-            f"{text}; the file system has quotas",
-            cost="you may write less than the free space shows; at its end, saves fail",
-            remedy="compare with `quota -s`",
-        )
     return Line("space", "ok", text)
 
 
@@ -445,7 +393,6 @@ _MACHINE: tuple[Callable[[MachineFacts], Line], ...] = (
     jax_handlers,
     cuda,
     memory,
-    clock,
 )
 _FILE_SYSTEM: tuple[Callable[[MachineFacts, FileSystem], Line], ...] = (
     access,

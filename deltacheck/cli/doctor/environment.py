@@ -74,14 +74,12 @@ class Trial:
         flock: ``excludes``: a second lock was refused; ``admits``: it was granted; else the error.
         exclusive: If true, of two creations of one file the second one was refused.
         sync_seconds: Median time of an fsync of 4 KiB; ``None``: it failed.
-        clock_ahead_seconds: Time of a new file minus the time of this machine.
     """
 
     error: str = ""
     flock: str = "excludes"
     exclusive: bool = True
     sync_seconds: float | None = None
-    clock_ahead_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +91,12 @@ class FileSystem:
         trial: What it did with a few small files.
         free_bytes: Bytes that this user may still write.
         free_files: Files that may still be created; ``None``: no limit.
-        preloaded: Libraries that the environment loads into every process.
     """
 
     mount: Mount | None
     trial: Trial
     free_bytes: int
     free_files: int | None
-    preloaded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,6 @@ class Steps:
         newest: The newest step.
         raw_bytes: Size of its state.
         stored_bytes: Size of the files of its own save.
-        time: Time of its save in seconds since the epoch.
     """
 
     problem: str = ""
@@ -123,7 +118,6 @@ class Steps:
     newest: int | None = None
     raw_bytes: int = 0
     stored_bytes: int = 0
-    time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +135,6 @@ class MachineFacts:
         state_bytes: Size of the state to plan for; ``None``: unknown.
         memory_bytes: Memory that this process can still get.
         temporary_bytes: Free bytes of the folder for temporary files.
-        now: Time of this machine in seconds since the epoch.
     """
 
     python: str
@@ -154,4 +147,3 @@ class MachineFacts:
     state_bytes: int | None
     memory_bytes: int
     temporary_bytes: int
-    now: float

@@ -82,7 +82,6 @@ def collect(
         state_bytes=state_bytes or steps.raw_bytes or None,
         memory_bytes=free_memory(),
         temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
-        now=time.time(),
     )
 
 
@@ -226,7 +225,6 @@ def steps_of(root: Place, item: str | None = None) -> Steps:
         newest=newest.step,
         raw_bytes=newest.raw_bytes,
         stored_bytes=history.stored_bytes(newest),
-        time=newest.time,
     )
 
 
@@ -251,7 +249,6 @@ def file_system(root: Path) -> FileSystem:
         free_bytes=space.f_bavail * space.f_frsize,
         # A file system without a table of inodes reports none at all.
         free_files=space.f_favail if space.f_files else None,
-        preloaded=os.environ.get("LD_PRELOAD", ""),
     )
 
 
@@ -273,7 +270,6 @@ def try_files(folder: Path) -> Trial:
                 flock=_try_locks(path),
                 exclusive=created == [True, False],
                 sync_seconds=_sync_seconds(path, content),
-                clock_ahead_seconds=path.stat().st_mtime - time.time(),
             )
     except (OSError, DeltacheckError) as error:
         return Trial(error=str(error))

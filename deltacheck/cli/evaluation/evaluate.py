@@ -20,26 +20,15 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
 
-# Workloads are named and not imported: worker processes make the runs, and some are killed.
-_BUILT_IN = "deltacheck.evaluate.workloads.builtin"
-_WORKLOADS = ("sft", "rl_like", "lora")
-
 
 def evaluate(  # noqa: PLR0913 - one argument per option
     factory: Annotated[
-        str | None,
+        str,
         typer.Argument(
-            metavar="[FILE.py:FACTORY]",
+            metavar="FILE.py:FACTORY",
             help="Or MODULE:FACTORY. factory(seed) makes the run to evaluate.",
         ),
-    ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="sft|rl_like|lora",
-            help="Without a factory: one of the built-in runs (PyTorch).",
-        ),
-    ] = "sft",
+    ],
     policy: Annotated[
         str,
         typer.Option(metavar="exact|auto", help="Policy of the checkpoints."),
@@ -110,7 +99,7 @@ def evaluate(  # noqa: PLR0913 - one argument per option
         bool,
         typer.Option(
             "--quick",
-            help="A tiny run and one kill, in seconds. The figures have no meaning.",
+            help="12 steps and one kill. The figures have no meaning.",
         ),
     ] = False,
     html: Annotated[
@@ -139,14 +128,10 @@ def evaluate(  # noqa: PLR0913 - one argument per option
 
     if policy not in POLICIES:
         raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
-    if workload not in _WORKLOADS:
-        raise typer.BadParameter(f"--workload is one of {', '.join(_WORKLOADS)}, not {workload!r}")
     if profile is not None and policy != "auto":
         raise typer.BadParameter("--profile goes with --policy auto")
-    # A factory of the user has no tiny form, so ``--quick`` shortens its run only.
-    tiny = "tiny_" if quick and factory is None else ""
     plan = EvaluationPlan(
-        factory or f"{_BUILT_IN}:{tiny}{workload}",
+        factory,
         policy,
         steps or (40 if policy == "exact" else 100),
         every,

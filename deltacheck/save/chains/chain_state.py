@@ -18,7 +18,6 @@ from deltacheck.restore.chain import Chain
 from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
-from deltacheck.store.files.effort import Effort
 from deltacheck.store.lock.interrupts import Lock
 from deltacheck.store.manifest import Manifest, SegmentRef
 
@@ -182,21 +181,19 @@ class ChainState:
     def begin(
         self,
         paths: Collection[str],
-        effort: Effort,
         make_job: Callable[[ChainTurn], SaveJob],
     ) -> SaveJob:
         """Begin a save on these chains. Every earlier save must be encoded.
 
         Args:
             paths: The leaves of the save. Chains of others end here.
-            effort: The effort of the entropy stage.
             make_job: Return the save. If it raises, its sequence number is not used.
         """
         with self._lock, self._numbers.taking():
             for path in self.leaves.keys() - paths:
                 del self.leaves[path]
             compaction = self._take_compaction()
-            job = make_job(ChainTurn(self._numbers.next, self.epoch, self.leaves, effort))
+            job = make_job(ChainTurn(self._numbers.next, self.epoch, self.leaves))
             if compaction is not None:
                 self._plans[job.seq] = compaction
             self._segments_under_way.add(job.writer.id)

@@ -26,7 +26,6 @@ from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.progress import Progress
 from deltacheck.save.save_options import cache_bytes_of
-from deltacheck.store.files.effort import Effort
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 
 
@@ -39,13 +38,11 @@ class ChainTurn:
         epoch: Counts how often the shadow was dropped or replaced. A save of an older epoch cannot
             be committed.
         states: The chains by path; the save updates them.
-        effort: The effort of the entropy stage.
     """
 
     seq: int
     epoch: int
     states: dict[str, LeafState]
-    effort: Effort
 
 
 class SaveJob:
@@ -79,7 +76,7 @@ class SaveJob:
         # Queues, so that each source is released when it is captured.
         self.eager = deque(source for source in sources.values() if not source.lazy)
         self.lazy = deque(source for source in sources.values() if source.lazy)
-        self.writer = setup.store.writer(turn.seq, turn.effort)
+        self.writer = setup.store.writer(turn.seq)
         self.leaves = {
             path: LeafSave(number, source.spec)
             for number, (path, source) in enumerate(sources.items())

@@ -15,10 +15,9 @@ from deltacheck.codec.base import U64
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
-from deltacheck.store.files.arrays import Spent, StreamWriter
+from deltacheck.store.files.arrays import StreamWriter
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.object_path import existing
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import SegmentRef
@@ -145,14 +144,10 @@ class Store:
         """Write from now on with new threads. The present ones may hang; they end when they can."""
         self.__dict__.pop("_streams", None)
 
-    def take_spent(self) -> Spent:
-        """Return the times of the streams written since the last call."""
-        return self._streams.take_spent()
-
-    def writer(self, seq: int, effort: Effort = Effort.NORMAL) -> SegmentWriter:
+    def writer(self, seq: int) -> SegmentWriter:
         """Return the writer of a new segment of the save ``seq``."""
         return SegmentWriter(
-            self.path, layout.segment_id(seq), self._writing, self._streams, effort, self.durability
+            self.path, layout.segment_id(seq), self._writing, self._streams, self.durability
         )
 
     def write_digests(self, segment: Segment, digests: U64) -> None:

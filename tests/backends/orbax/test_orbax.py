@@ -51,7 +51,8 @@ from deltacheck.backends.orbax import (
     manager,
 )
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
-from deltacheck.backends.orbax.item import Gate
+from deltacheck.backends.orbax.manager_root import commit_gate
+from deltacheck.backends.orbax.manager_root.commit_gate import Gate
 from deltacheck.codec import host_memory
 from deltacheck.errors import (
     BudgetExceeded,
@@ -989,9 +990,7 @@ def test_a_save_whose_directory_is_never_created_does_not_block_the_next(
             pytest.skip("this Orbax cannot cancel a save")
         save(mngr, 0, small_state(0))
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", NoDirectory
-            )
+            patch.setattr(commit_gate, "CommitFutureAwaitingContractedSignals", NoDirectory)
             mngr.save(1, args=DeltaSaveArgs(small_state(1)))
             if cancelled:
                 mngr._checkpointer.cancel()
@@ -1029,9 +1028,7 @@ def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
         return real(wait(), name=name)
 
     monkeypatch.setattr(Gate, "commit", watched)
-    monkeypatch.setattr(
-        "deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", late
-    )
+    monkeypatch.setattr(commit_gate, "CommitFutureAwaitingContractedSignals", late)
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
         assert_same(mngr.restore(0), small_state(0))

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import deltacheck
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.group.arrival import Arrival
 from deltacheck.backends.torch.group.two_stages import TwoStages
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from tests.support.forked import forked
 from tests.support.states import assert_same
 from tests.support.waiting import open_when_called

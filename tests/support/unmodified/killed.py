@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.support.forked import digest
+
+__all__ = ["digest", "kill_once", "write"]
 
 
 def kill_once(folder: Path, step: int) -> None:
@@ -35,26 +35,6 @@ def ask_launcher() -> None:
     os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
     select.select([reading], [], [], 240)
     signal.set_wakeup_fd(before)
-
-
-def digest(state: object) -> str:
-    found = hashlib.sha256()
-
-    def add(value: object) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                found.update(str(key).encode())
-                add(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add(item)
-        elif isinstance(value, torch.Tensor):
-            found.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(repr(value).encode())
-
-    add(state)
-    return found.hexdigest()
 
 
 def write(file: str, result: Any) -> None:

@@ -90,10 +90,6 @@ class Writer:
                 exc_info=True,
             )
 
-    def redate(self, seconds: float | None) -> None:
-        """Give files that are older than ``seconds`` the present time; ``None``: none."""
-        self._writer.redate(seconds)
-
     def _protected(self) -> set[str]:
         """Return the segments that any holder of this root may build on."""
         return set().union(

@@ -188,7 +188,6 @@ class RootStream:
             opened.lease,
             self.settings.keep,
             grace_seconds=self.settings.options.grace_seconds,
-            redate_after_seconds=self.settings.options.redate_after_seconds,
             rewrite=compaction.reclaim_history,
         )
         try:

@@ -92,7 +92,6 @@ class Session:
                 opened.lease,
                 settings.keep,
                 grace_seconds=settings.options.grace_seconds,
-                redate_after_seconds=settings.options.redate_after_seconds,
                 rewrite=compaction.reclaim_history,
             )
             on_failure.callback(self.writer.release)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.evaluate.workloads import tasks
-from deltacheck.evaluate.workloads.model import LanguageModel, Linear, scale_by_inputs
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import Batches, Rows
+from benchmarks.workloads import tasks
+from benchmarks.workloads.model import LanguageModel, Linear, scale_by_inputs
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import Batches, Rows
 
 State = dict[str, Any]
 

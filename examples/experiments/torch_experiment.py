@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.workloads import text
+from benchmarks.workloads.model import LanguageModel
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import Rows
+from benchmarks.workloads.torch_workloads import be_deterministic, pretrained_model
 from deltacheck.backends.torch import load
-from deltacheck.evaluate.workloads import experiment, text
-from deltacheck.evaluate.workloads.experiment import Experiment
-from deltacheck.evaluate.workloads.model import LanguageModel
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.torch_workloads import be_deterministic, pretrained_model
+from examples.experiments import experiment
+from examples.experiments.experiment import Experiment
 
 _RECIPE, _WEIGHTS, _UNINTERRUPTED = "recipe.json", "model.pt", "uninterrupted.pt"
 

@@ -7,9 +7,9 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import ANSWER, BEGIN, END, PAD, Batches, Rows
+from benchmarks.workloads import text
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import ANSWER, BEGIN, END, PAD, Batches, Rows
 
 EVALUATION_ROWS = 32
 HELD_OUT = 8  # one row in so many is never trained on

@@ -3,20 +3,20 @@
 The run is killed, resumed, and compared with an uninterrupted one. A small model that adds two
 numbers, trained on the spot:
 
-    python examples/rl_like/train.py
+    python -m examples.experiments.rl_like
 
 A local transformers checkpoint, and your prompts with their answers:
 
-    python examples/rl_like/train.py --model PATH --data FILE.jsonl
+    python -m examples.experiments.rl_like --model PATH --data FILE.jsonl
 
 Answers are sampled in groups, a checker rewards right tokens, and each answer is compared with its
 group (GRPO; Shao et al., 2024). Weights are bfloat16, with AdamW and masters in float32. At this
 rate few bfloat16 weights change from step to step, and a worker receives only those. The worker is
 `follower.py`, a process of its own. While the run continues, you can start more of them:
 
-    python examples/rl_like/follower.py FOLDER exact
+    python -m examples.experiments.follower FOLDER exact
 
-The course of the experiment is in `deltacheck/evaluate/workloads/experiment.py`.
+The course of the experiment is in `examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import Rows
+from benchmarks.workloads.torch_workloads import be_deterministic
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import experiment, pairs
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.pairs import Coding, Pair
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.torch_experiment import (
+from examples.experiments import experiment, pairs
+from examples.experiments.pairs import Coding, Pair
+from examples.experiments.torch_experiment import (
     TorchExperiment,
     argument_parser,
     logits_of,
     small_recipe,
 )
-from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
 arguments = argument_parser(__doc__, lr=1e-6, threads=1)
 arguments.add_argument("--prompts", type=int, default=4, help="prompts per step")
@@ -177,7 +177,7 @@ class ReinforcementLearning(TorchExperiment):
     def companion(self, policy: str) -> Iterator[None]:
         """Start a worker that follows the run to its last step, unaware of the kill."""
         options = self.options
-        command = [sys.executable, Path(__file__).with_name("follower.py"), self.folder, policy]
+        command = [sys.executable, "-m", "examples.experiments.follower", self.folder, policy]
         command += ["--until", str(options.steps)]
         command += ["--model", options.model] if options.model else []
         follower = subprocess.Popen(command)

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from deltacheck.evaluate.demo.methods import METHODS, PEER, Method
+from benchmarks.demo.methods import METHODS, PEER, Method
+from benchmarks.workloads.equality import EqualityVerdict
+from benchmarks.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.judge import correctness
 from deltacheck.evaluate.records import Evidence, Recovery, WaySaves
 from deltacheck.evaluate.significance import student_quantile
-from deltacheck.evaluate.workloads.equality import EqualityVerdict
-from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 
 
 @dataclass(frozen=True, slots=True)

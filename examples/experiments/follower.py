@@ -1,8 +1,8 @@
-"""An inference worker beside `train.py` that keeps its own copy of the weights up to date.
+"""An inference worker beside `rl_like.py` that keeps its own copy of the weights up to date.
 
-Give it the folder of a running train.py, and the policy whose run it follows:
+Give it the folder of a running rl_like.py, and the policy whose run it follows:
 
-    python examples/rl_like/follower.py FOLDER exact
+    python -m examples.experiments.follower FOLDER exact
 
 It reads changed weights only, takes no lock and tells the trainer nothing. After each update it
 compares a digest of its copy with the digest that the trainer took of its weights, and answers some
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from train import encode, weights_sha256
 
 import deltacheck
 from deltacheck.backends.torch import apply
-from deltacheck.evaluate.workloads import experiment, pairs
-from deltacheck.evaluate.workloads.torch_experiment import load_model, logits_of
+from examples.experiments import experiment, pairs
+from examples.experiments.rl_like import encode, weights_sha256
+from examples.experiments.torch_experiment import load_model, logits_of
 
 arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,7 +33,7 @@ arguments.add_argument("policy", choices=("exact", "auto"), help="of the run tha
 arguments.add_argument(
     "--model",
     type=Path,
-    help="the local transformers checkpoint that train.py was given, for its configuration",
+    help="the local transformers checkpoint that rl_like.py was given, for its configuration",
 )
 arguments.add_argument(
     "--until", type=int, help="the step to end after (default: when nothing has come for --timeout)"

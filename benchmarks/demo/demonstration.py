@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 
 import deltacheck
+from benchmarks.demo import other_readers, results
+from benchmarks.demo.methods import EXACT, METHODS
+from benchmarks.demo.results import DemoOutcome
+from benchmarks.workloads import equality
+from benchmarks.workloads.equality import EqualityVerdict
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate.demo import results
-from deltacheck.evaluate.demo.methods import EXACT, METHODS
-from deltacheck.evaluate.demo.results import DemoOutcome
 from deltacheck.evaluate.records import (
     FINAL_STATE,
     ROOT,
@@ -27,10 +29,8 @@ from deltacheck.evaluate.records import (
     Evidence,
     folder_of,
 )
-from deltacheck.evaluate.workloads import equality
-from deltacheck.evaluate.workloads.equality import EqualityVerdict
 
-_BUILTIN = "deltacheck.evaluate.workloads.builtin"
+_BUILTIN = "benchmarks.workloads.builtin"
 _STEPS, _STEPS_QUICK = 40, 12
 _EVERY = 1  # steps between two checkpoints
 _LEAST_CHECKPOINTS = 8  # so that a kill falls between two that are neither the first nor the last
@@ -60,7 +60,7 @@ def create_plan(seed: int, steps: int | None = None, quick: bool = False) -> Eva
         first_seed=seed,
         save_last=True,
         ways=tuple(method.key for method in METHODS),
-        savers="deltacheck.evaluate.demo.savers:open_saver",
+        savers="benchmarks.demo.savers:open_saver",
     )
 
 
@@ -159,8 +159,8 @@ def _compare_states(evidence: Evidence, folder: Path) -> Iterator[EqualityVerdic
     comparisons: list[Callable[[], EqualityVerdict]] = [
         in_torch,
         in_numpy,
-        lambda: equality.in_jax("final state as a JAX pytree", expected, root, plan.steps),
-        lambda: equality.in_plain_zarr(
+        lambda: other_readers.in_jax("final state as a JAX pytree", expected, root, plan.steps),
+        lambda: other_readers.in_plain_zarr(
             "first checkpoint in plain zarr", root, plan.checkpoints()[0]
         ),
     ]
@@ -172,7 +172,7 @@ def _write_figures(outcome: DemoOutcome, html: Path | None, png: Path | None) ->
     """Write the page and the images that were asked for, and return their files."""
     if html is None and png is None:
         return []
-    from deltacheck.evaluate.demo import demo_figures
+    from benchmarks.demo import demo_figures
     from deltacheck.report import page
 
     figures = demo_figures.draw(outcome)

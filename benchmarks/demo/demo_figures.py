@@ -8,10 +8,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.demo import results
+from benchmarks.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
+from benchmarks.demo.results import DemoOutcome, Way
 from deltacheck.evaluate import drawings
-from deltacheck.evaluate.demo import results
-from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
-from deltacheck.evaluate.demo.results import DemoOutcome, Way
 from deltacheck.report.drawing import (
     BLUE,
     GREEN,

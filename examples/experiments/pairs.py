@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.text import Rows
+from benchmarks.workloads import text
+from benchmarks.workloads.text import Rows
 
 
 class Pair(NamedTuple):

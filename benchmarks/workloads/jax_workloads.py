@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from deltacheck.evaluate.workloads import tasks
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import VOCABULARY, Batches, Rows
+from benchmarks.workloads import tasks
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import VOCABULARY, Batches, Rows
 
 Tree = Any  # nested dicts of arrays
 State = dict[str, Any]

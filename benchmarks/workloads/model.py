@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltacheck.evaluate.workloads.recipe import Recipe
-from deltacheck.evaluate.workloads.text import VOCABULARY
+from benchmarks.workloads.recipe import Recipe
+from benchmarks.workloads.text import VOCABULARY
 
 
 class Linear(nn.Module):

@@ -1,4 +1,4 @@
-"""`python -m deltacheck.evaluate.demo`: the options of the demo."""
+"""`python -m benchmarks.demo`: the options of the demo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltacheck.evaluate.demo import demonstration
+from benchmarks.demo import demonstration
 
 
 def demo(

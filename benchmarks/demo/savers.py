@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
+from benchmarks.workloads.builtin import ProtocolWorkload
 from deltacheck.backends.torch.files import evaluation
-from deltacheck.evaluate.demo.methods import AUTO, DCP, DERIVED, EXACT, LAW, TORCH_SAVE
 from deltacheck.evaluate.records import ROOT
-from deltacheck.evaluate.workloads.builtin import ProtocolWorkload
 from deltacheck.policy import Policy
 
 # The step, the seconds that training has waited, those until the save was durable, and its bytes.

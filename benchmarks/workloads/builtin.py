@@ -1,4 +1,4 @@
-"""The built-in runs of `deltacheck eval` and the demo, in PyTorch.
+"""Small runs of `benchmarks.workloads` for `deltacheck eval` and the demo, in PyTorch.
 
 Each function is a factory as ``deltacheck.evaluate.Workload`` describes it.
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.workloads import tasks
+from benchmarks.workloads.recipe import Recipe, small, tiny
+from benchmarks.workloads.recipe import demo as demo_recipe
+from benchmarks.workloads.recipe import tiny_demo as tiny_demo_recipe
+from benchmarks.workloads.text import Rows
+from benchmarks.workloads.torch_workloads import Workload, pretrained
 from deltacheck.evaluate.workload import FOLDER
-from deltacheck.evaluate.workloads import tasks
-from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
-from deltacheck.evaluate.workloads.recipe import demo as demo_recipe
-from deltacheck.evaluate.workloads.recipe import tiny_demo as tiny_demo_recipe
-from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained
 
 # Files in the folder that the processes of an evaluation share.
 ROWS, PRETRAINED = "finetune.npz", "pretrained.pt"

@@ -1,4 +1,4 @@
-"""Small but real training runs, shared by the demo, `deltacheck eval`, benchmarks and examples.
+"""Small but real training runs, shared by benchmarks, the demo, examples and tests.
 
 There are three tasks, in PyTorch and in JAX: supervised fine-tuning, LoRA and reinforcement
 learning. The model is a decoder-only transformer over bytes. It is pre-trained briefly so that

@@ -3,15 +3,15 @@
 The run is killed, resumed, and compared with an uninterrupted one. A small model, trained on the
 spot:
 
-    python examples/lora/train.py
+    python -m examples.experiments.lora
 
 A local transformers checkpoint and your data:
 
-    python examples/lora/train.py --model PATH --data FILE.jsonl
+    python -m examples.experiments.lora --model PATH --data FILE.jsonl
 
 The base is bfloat16 and frozen; the adapters are float32, trained by torch's own AdamW. A
 checkpoint contains all of it: a resume needs nothing else. The course of the experiment is in
-`deltacheck/evaluate/workloads/experiment.py`.
+`examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.workloads.text import Batches, Rows
+from benchmarks.workloads.torch_workloads import be_deterministic
 from deltacheck import LeafSpec, Profile
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import experiment
-from deltacheck.evaluate.workloads.text import Batches, Rows
-from deltacheck.evaluate.workloads.torch_experiment import (
+from examples.experiments import experiment
+from examples.experiments.torch_experiment import (
     TorchExperiment,
     argument_parser,
     loss_of,
     torch_saved_bytes,
 )
-from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
 arguments = argument_parser(__doc__, lr=1e-4)
 experiment.add_row_arguments(arguments)

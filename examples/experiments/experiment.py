@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import deltacheck
+from benchmarks.workloads import equality
 from deltacheck import Policy, Profile, Profiler, SaveHandle
-from deltacheck.evaluate.workloads import equality, pairs
-from deltacheck.evaluate.workloads.pairs import Coding, Pair
+from examples.experiments import pairs
+from examples.experiments.pairs import Coding, Pair
 
 POLICIES = ("exact", "auto")
 PROFILE, HELD_OUT_ROWS, TRAINING_ROWS = "profile.json", "held_out.npz", "train.npz"

@@ -2,15 +2,15 @@
 
 A small model, trained on the spot:
 
-    python examples/supervised_finetuning/train_torch.py
+    python -m examples.experiments.sft_torch
 
 A local transformers checkpoint and your data:
 
-    python examples/supervised_finetuning/train_torch.py --model PATH --data FILE.jsonl
+    python -m examples.experiments.sft_torch --model PATH --data FILE.jsonl
 
 Weights are bfloat16, with AdamW and masters in float32: 14 bytes per parameter, all of them in
 every checkpoint. This file contains the training and its checkpoints; the course of the experiment
-is in `deltacheck/evaluate/workloads/experiment.py`.
+is in `examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.workloads.optimizer import MixedPrecisionAdamW
+from benchmarks.workloads.text import Batches, Rows
+from benchmarks.workloads.torch_workloads import be_deterministic
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.workloads import experiment
-from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.text import Batches, Rows
-from deltacheck.evaluate.workloads.torch_experiment import (
+from examples.experiments import experiment
+from examples.experiments.torch_experiment import (
     TorchExperiment,
     argument_parser,
     loss_of,
 )
-from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
 arguments = argument_parser(__doc__, lr=1e-5)
 experiment.add_row_arguments(arguments)

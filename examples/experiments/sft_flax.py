@@ -2,15 +2,15 @@
 
 A small model, trained on the spot:
 
-    python examples/supervised_finetuning/train_flax.py
+    python -m examples.experiments.sft_flax
 
 A local transformers checkpoint (Llama) and your data:
 
-    python examples/supervised_finetuning/train_flax.py --model PATH --data FILE.jsonl
+    python -m examples.experiments.sft_flax --model PATH --data FILE.jsonl
 
 Weights are bfloat16, with AdamW and masters in float32: 14 bytes per parameter, all of them in
 every checkpoint. This file contains the model, the training and its checkpoints; the course of the
-experiment is in `deltacheck/evaluate/workloads/experiment.py`.
+experiment is in `examples/experiments/experiment.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from benchmarks.workloads import text
+from benchmarks.workloads.text import Batches, Rows
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
-from deltacheck.evaluate.workloads import experiment, text
-from deltacheck.evaluate.workloads.experiment import Experiment
-from deltacheck.evaluate.workloads.text import Batches, Rows
+from examples.experiments import experiment
+from examples.experiments.experiment import Experiment
 
 arguments = experiment.argument_parser(__doc__, lr=1e-5)
 experiment.add_row_arguments(arguments)

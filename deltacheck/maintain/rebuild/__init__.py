@@ -1,1 +1,0 @@
-"""Rebuild lost documents of segments from what is left."""
