@@ -42,7 +42,13 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     ] = "sft",
     policy: Annotated[
         str,
-        typer.Option(metavar="exact|auto", help="Policy of the checkpoints."),
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help=(
+                "Policy of the checkpoints: exact or auto, with arguments of its preset"
+                " (auto:moments=bounded)."
+            ),
+        ),
     ] = "exact",
     profile: Annotated[
         str | None,
@@ -57,8 +63,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             min=3,
             metavar="N",
             help=(
-                "Steps of each run. Default: 40; 100 if the policy is not exact, because leaves"
-                " stay exact until the run is stable."
+                "Steps of each run. Default: 40; 100 if the policy is not exact, because moments"
+                " are not reused before the run is stable."
             ),
         ),
     ] = None,
@@ -133,22 +139,25 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     from deltacheck import __version__
     from deltacheck.evaluate import machine
     from deltacheck.evaluate.judge import judge
-    from deltacheck.evaluate.records import POLICIES, EvaluationPlan
+    from deltacheck.evaluate.records import EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
     from deltacheck.evaluate.run import show_progress
+    from deltacheck.policy.presets import policy_of
 
-    if policy not in POLICIES:
-        raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
+    try:
+        is_lossless = policy_of(policy).hidden is None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if workload not in _WORKLOADS:
         raise typer.BadParameter(f"--workload is one of {', '.join(_WORKLOADS)}, not {workload!r}")
-    if profile is not None and policy != "auto":
+    if profile is not None and is_lossless:
         raise typer.BadParameter("--profile goes with --policy auto")
     # A factory of the user has no tiny form, so ``--quick`` shortens its run only.
     tiny = "tiny_" if quick and factory is None else ""
     plan = EvaluationPlan(
         factory or f"{_BUILT_IN}:{tiny}{workload}",
         policy,
-        steps or (40 if policy == "exact" else 100),
+        steps or (40 if is_lossless else 100),
         every,
         kills,
         seeds,
