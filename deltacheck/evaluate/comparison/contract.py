@@ -163,7 +163,7 @@ def with_rates(
         before: The state one training step before ``live``.
         live: The state when it was saved.
     """
-    named = [learning_rates(state) for state in (before, live)]
+    rates_by_name = [learning_rates(state) for state in (before, live)]
     results = []
     for check in checks:
         owner = live.ties.get(check.path, "")
@@ -172,13 +172,13 @@ def with_rates(
             results.append(check)
             continue
         rate = observed_rate(owner, before, live) or 0.0
-        known = [rates.get(owner, 0.0) for rates in named]
-        unit = promise.terms.rate or known[-1]
-        is_known = any(abs(rate - other) <= _RATE_ERROR * other for other in known)
+        expected = [rates.get(owner, 0.0) for rates in rates_by_name]
+        unit = promise.terms.rate or expected[-1]
+        is_expected = any(abs(rate - known) <= _RATE_ERROR * known for known in expected)
         problem = (
             f"its error is promised in learning rates of {unit:.4g}; its last update shows"
             f" {rate:.4g}"
-            if rate and not is_known and unit > rate * (1 + _RATE_ERROR)
+            if rate and not is_expected and unit > rate * (1 + _RATE_ERROR)
             else ""
         )
         results.append(replace(check, rate=rate, problem=check.problem or problem))
