@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -80,11 +80,12 @@ class Course:
         saves: The number of saves.
         limit: The promised mean of the saves after the stable start, exact weights, as a share of
             torch.save; ``None`` without a promise.
-        whole_limit: The promised mean of 200 saves, the first included; ``None`` without one.
+        wholes: The promised mean of a run, the first save included, by its number of saves.
         settle: The number of steps before the first save.
         policies: The policies that are compared.
         most_seconds: No save begins later than this after the start of the first, from the seventh
             on.
+        betas: The constants of Adam.
     """
 
     name: str
@@ -92,10 +93,11 @@ class Course:
     every: int
     saves: int
     limit: float | None = None
-    whole_limit: float | None = None
+    wholes: Mapping[int, float] = field(default_factory=dict)
     settle: int = 0
     policies: tuple[str, ...] = (EXACT, STORED, PROFILED, BOUNDED)
     most_seconds: float = math.inf
+    betas: tuple[float, float] = sentence_encoder.BETAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,12 @@ class Saved:
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def over(self, saves: int) -> float:
-        """Return the mean of a run of ``saves`` saves if it goes on as after its stable start."""
+        """Return the mean of the first ``saves`` saves.
+
+        If there were fewer, the run is supposed to go on as after its stable start.
+        """
         missing = max(0, saves - len(self.shares))
-        return (sum(self.shares) + missing * mean(self.after_start)) / max(saves, len(self.shares))
+        return (sum(self.shares[:saves]) + missing * mean(self.after_start)) / saves
 
 
 def constant(rate: float) -> Schedule:
@@ -217,8 +222,8 @@ def courses(settings: Settings) -> list[Course]:
             _reinforced(size),
             10,
             number,
-            0.005,
-            0.0075,
+            0.006,
+            {20: 0.04, 200: 0.01},
             policies=policies,
         )
         for label, size, number, policies in (
@@ -234,7 +239,13 @@ def courses(settings: Settings) -> list[Course]:
     return [
         *reinforcement,
         Course(
-            f"{tuning} 2e-5 cosine to 0, K = 10", encoder(falling), 10, 22, 0.01, policies=inexact
+            f"{tuning} 2e-5 cosine to 0, K = 10",
+            encoder(falling),
+            10,
+            22,
+            0.01,
+            {22: 0.035},
+            policies=inexact,
         ),
         Course(
             f"{tuning} 2e-5 cosine to 0, K = 1, in mid-run",
@@ -251,6 +262,7 @@ def courses(settings: Settings) -> list[Course]:
             10,
             saves,
             0.015,
+            {saves: 0.025},
         ),
         Course(
             f"{tuning} 2e-5 linear to 0, K = 10",
@@ -265,6 +277,17 @@ def courses(settings: Settings) -> list[Course]:
             10,
             22,
             policies=inexact,
+        ),
+        *(
+            Course(
+                f"SFT, 3.3 M (46 MB), lr 5e-5 WSD to 0, betas {betas}, K = 10",
+                encoder(warmup_stable_decay(5e-5, 300), betas=betas, **SMALL_ENCODER),
+                10,
+                30,
+                wholes={30: 0.05},
+                betas=betas,
+            )
+            for betas in ((0.9, 0.95), (0.9, 0.98))
         ),
     ]
 
@@ -287,14 +310,14 @@ def _reinforced(size: prepared.Size) -> Callable[[Path], Training]:
     return lambda folder: SteadyPolicyGradient(size)
 
 
-def encoder(schedule: Schedule, **sizes: int) -> Callable[[Path], Training]:
+def encoder(schedule: Schedule, **options: Any) -> Callable[[Path], Training]:
     """Return a start of the fine-tuning of the encoder, see ``EncoderTraining``."""
 
     def start(folder: Path) -> Training:
         model = folder / "pretrained"
         if not model.exists():
             sentence_encoder.unpack(model)
-        return EncoderTraining(model, schedule, **sizes)
+        return EncoderTraining(model, schedule, **options)
 
     return start
 
@@ -374,8 +397,6 @@ PARTS: dict[str, Unit] = {
 
 def promises(course: Course, by_policy: dict[str, Saved]) -> list[Figure]:
     """Return the promised figures of a course: those of the best policy with exact weights."""
-    if course.limit is None:
-        return []
     policy = min(
         (name for name in (STORED, PROFILED) if name in by_policy),
         key=lambda name: mean(by_policy[name].after_start),
@@ -384,13 +405,17 @@ def promises(course: Course, by_policy: dict[str, Saved]) -> list[Figure]:
     later = best.after_start
     name = f"{course.name}, {policy}"
     figures = [
+        Figure(f"{name}: mean of {saves} saves", best.over(saves), limit)
+        for saves, limit in course.wholes.items()
+    ]
+    if course.limit is None:
+        return figures
+    figures += [
         Figure(f"{name}: later saves", mean(later), course.limit),
         Figure(
             f"{name}: largest over the mean", max(later) / mean(later), LARGEST_OVER_MEAN, "number"
         ),
     ]
-    if course.whole_limit is not None:
-        figures.append(Figure(f"{name}: over 200 saves", best.over(200), course.whole_limit))
     if BOUNDED in by_policy:
         bounded = mean(by_policy[BOUNDED].after_start)
         figures.append(
@@ -498,9 +523,7 @@ class _Part:
 
 def profiled(training: Training, course: Course) -> Profile:
     """Train the first part of a course, and return its profile, sampled as it will be saved."""
-    profiler = Profiler(
-        interval_steps=course.every, optimizer=AdamRule(*sentence_encoder.BETAS, 1e-8)
-    )
+    profiler = Profiler(interval_steps=course.every, optimizer=AdamRule(*course.betas, 1e-8))
     _train(training, course.settle)
     for _ in range(math.ceil(course.saves * _PROFILED_PART)):
         loss = _train(training, course.every)

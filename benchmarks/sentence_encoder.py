@@ -56,6 +56,7 @@ class EncoderTraining:
         schedule: The learning rate of each step.
         layers: The number of layers to keep, from the first; ``None`` for all.
         vocabulary: The number of tokens to keep, from the first; ``None`` for all.
+        betas: The constants of Adam.
         threads: The number of torch's threads. Two take eight times the processor time of one if
             other programs run: each waits for the other.
     """
@@ -67,6 +68,7 @@ class EncoderTraining:
         *,
         layers: int | None = None,
         vocabulary: int | None = None,
+        betas: tuple[float, float] = BETAS,
         threads: int = 1,
     ) -> None:
         from transformers import AutoModel, AutoTokenizer
@@ -85,7 +87,7 @@ class EncoderTraining:
         self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._pairs = _pairs()
         self._order = torch.randperm(len(self._pairs))
-        self.optimizer = MixedPrecisionAdamW(self.model.parameters(), lr=1.0, betas=BETAS)
+        self.optimizer = MixedPrecisionAdamW(self.model.parameters(), lr=1.0, betas=betas)
         # The rate is the factor itself, so a schedule returns learning rates.
         self.scheduler = LambdaLR(self.optimizer, schedule)
 

@@ -98,6 +98,14 @@ def plan(  # noqa: PLR0913 - one argument per option
             min=1, metavar="K", help="Predict for this interval. Default: the best interval."
         ),
     ] = None,
+    run_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Also say what a whole run of N steps writes, first save included.",
+        ),
+    ] = None,
     max_chain_depth: Annotated[
         int,
         typer.Option(
@@ -207,9 +215,10 @@ def plan(  # noqa: PLR0913 - one argument per option
             measured = replays.measure(source, item, policies, interval_steps, trial, folder)
     if measured is not None and not predicts:
         if as_json:
-            output.print_json({"source": source, "policy": names[0], **replays.document(measured)})
+            document = replays.document(measured, run_steps)
+            output.print_json({"source": source, "policy": names[0], **document})
         else:
-            _print_policies(measured, policies)
+            _print_policies(measured, policies, run_steps)
         return
     observed = _observe(source, item, profile, measured)
     # A given step time wins: the plan may be for another machine than that of the saves.
@@ -241,6 +250,7 @@ def plan(  # noqa: PLR0913 - one argument per option
         interval = prediction.ways[0].interval_steps
         prediction = predict(rates[policy_name], interval_steps=interval)
         ways = {name: predict(rates[name], interval_steps=interval).ways[0] for name in rates}
+    run_saves, run_bytes = (None, None) if run_steps is None else prediction.of_run(run_steps)
     if as_json:
         output.print_json(
             {
@@ -252,14 +262,20 @@ def plan(  # noqa: PLR0913 - one argument per option
                 "machine": asdict(machine),
                 "verdict": verdict(prediction),
                 **asdict(prediction),
-                **replays.document(measured),
+                "run_saves": run_saves,
+                "run_bytes": run_bytes,
+                **replays.document(measured, run_steps),
             }
         )
         return
     _print(prediction, rates[policy_name], machine, run, ways, interval_steps is not None)
     output.print_line("")
+    if measured is None and run_saves and run_steps and run_bytes:
+        output.print_line(
+            replays.describe_run(run_steps, run_saves, run_bytes, prediction.state_bytes)
+        )
     if measured is not None:
-        _print_policies(measured, policies)
+        _print_policies(measured, policies, run_steps)
         for name, reason in measured.unsteady.items():
             output.warn(f"{name} is not in the table: {reason}")
     elif profile is None:
@@ -371,9 +387,15 @@ def _machine(folder: Path | None, options: Mapping[str, float | None]) -> Machin
     return Machine(**speeds)
 
 
-def _print_policies(measured: Replays, policies: Mapping[str, Policy]) -> None:
+def _print_policies(
+    measured: Replays, policies: Mapping[str, Policy], run_steps: int | None
+) -> None:
     """Print what policies wrote, and what they promise."""
-    replays.show(measured)
+    replays.show(measured, run_steps)
+    never_stable = [result.policy for result in measured.policies if result.stable_from is None]
+    for name, policy in policies.items():
+        if name in never_stable and policy.hidden and policy.hidden.moments == "reused":
+            output.warn(f"{name} reused no moments: no checkpoint was in the stable stage")
     for name, policy in policies.items():
         output.print_line("")
         output.print_line(f"a restore under {name}:")

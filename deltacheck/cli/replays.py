@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
@@ -142,16 +144,22 @@ def _tried(
         return replays, *quality(inexact, exact, trials, like)
 
 
-def show(replays: Replays) -> None:
-    """Print the tables of bytes, errors and lost steps."""
+def show(replays: Replays, run_steps: int | None) -> None:
+    """Print the tables of bytes, errors and lost steps, and the bytes of a run of some steps."""
     first = replays.policies[0].sizes
     output.print_line(
-        f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; MEAN, LARGEST and"
-        " causes are of steady saves: in the stable stage if there is one, without the first save"
-        " and those that follow an event"
+        f"{first.saves} checkpoints, a state of {output.size(first.raw_bytes)}; shares are of the"
+        " state; MEAN, LARGEST and causes are of steady saves: in the stable stage if there is one,"
+        " without the first save and those that follow an event"
     )
     output.print_line("")
     output.print_table(_SIZES, [_row(result) for result in replays.policies])
+    for result in replays.policies:
+        if run_steps is not None:
+            saves, size = _run(result, run_steps)
+            output.print_line(
+                f"{result.policy}: {describe_run(run_steps, saves, size, first.raw_bytes)}"
+            )
     errors = [
         asdict(contract) | {"policy": result.policy, "used": contract.used}
         for result in replays.policies
@@ -169,13 +177,31 @@ def show(replays: Replays) -> None:
         output.print_table(_QUALITY, [asdict(verdict) for verdict in replays.verdicts])
 
 
-def document(replays: Replays | None) -> Row:
+def describe_run(steps: int, saves: int, size: float, state_bytes: int) -> str:
+    """Return the bytes of a run in words: in all, and as a share of whole checkpoints."""
+    share = output.share(size / (saves * state_bytes)) if state_bytes else "-"
+    return (
+        f"a run of {output.count(steps, 'step')} writes {output.size(size)} in"
+        f" {output.count(saves, 'save')}, the first included: {share} of the state each"
+    )
+
+
+def _run(result: PolicyReplay, run_steps: int) -> tuple[int, float]:
+    """Return the saves of a run at the interval of the checkpoints, and their bytes."""
+    from deltacheck.evaluate.offline.policy_replay import bytes_of_run
+
+    interval = median(after.step - before.step for before, after in pairwise(result.steps))
+    saves = max(1, int(run_steps // interval))
+    return saves, bytes_of_run(result, saves)
+
+
+def document(replays: Replays | None, run_steps: int | None) -> Row:
     """Return the keys of replays in the document of ``plan``."""
     if replays is None:
         return {"unsteady": {}, "policies": [], "trial_step": None, "quality": []}
     return {
         "unsteady": dict(replays.unsteady),
-        "policies": [_document(result) for result in replays.policies],
+        "policies": [_document(result, run_steps) for result in replays.policies],
         "trial_step": replays.trial_step,
         "quality": [asdict(verdict) for verdict in replays.verdicts],
     }
@@ -184,10 +210,9 @@ def document(replays: Replays | None) -> Row:
 _SIZES = (
     Column("POLICY", "policy", left=True),
     Column("STABLE FROM", "stable_from"),
-    Column("ALL SAVES", "mean_bytes", output.size),
+    Column("ALL SAVES", "all_share", output.share),
     Column("STEADY", "steady_saves"),
-    Column("MEAN", "steady_bytes", output.size),
-    Column("OF RAW", "share", output.share),
+    Column("MEAN", "share", output.share),
     Column("LARGEST", "most_bytes", output.size),
     Column("KEYFRAME", "keyframe", output.size),
     Column("LATTICE", "lattice", output.size),
@@ -219,19 +244,23 @@ _QUALITY = (
 
 def _row(result: PolicyReplay) -> Row:
     sizes = result.sizes
-    mean = sizes.steady_bytes
+    mean, raw = sizes.steady_bytes, max(1, sizes.raw_bytes)
     return {
         "policy": result.policy,
         "stable_from": result.stable_from,
-        "share": None if mean is None or not sizes.raw_bytes else mean / sizes.raw_bytes,
+        "all_share": sizes.mean_bytes / raw,
+        "share": None if mean is None else mean / raw,
         **asdict(sizes),
         **sizes.causes,
     }
 
 
-def _document(result: PolicyReplay) -> Row:
+def _document(result: PolicyReplay, run_steps: int | None) -> Row:
+    saves, size = (None, None) if run_steps is None else _run(result, run_steps)
     return {
         "policy": result.policy,
+        "run_saves": saves,
+        "run_bytes": size,
         "stable_from": result.stable_from,
         **asdict(result.sizes),
         "contracts": [asdict(contract) | {"used": contract.used} for contract in result.contracts],

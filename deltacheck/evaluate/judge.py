@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from deltacheck.evaluate import significance as statistics
-from deltacheck.evaluate.contract import differences
+from deltacheck.evaluate.comparison.contract import differences
 from deltacheck.evaluate.records import Ending, Evidence, MeasuredSave, Recovery
 from deltacheck.evaluate.significance import (
     EQUAL,
@@ -151,7 +151,7 @@ def judge(evidence: Evidence) -> Judgement:
     reasons = recovery.reasons
     # Under an exact policy the bits decide. A statement about quality would only repeat them with
     # less certainty.
-    if evidence.plan.policy != "exact" and not models.holds:
+    if not evidence.plan.is_lossless and not models.holds:
         reasons += (models.reason,)
     if models.chains is not None:
         reasons += models.chains.reasons
@@ -246,7 +246,7 @@ def _exercise(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...], lis
         leaf.exercise for recovery in (*evidence.recoveries, *links) for leaf in recovery.inexact
     } - {""}
     untested = sorted(set(evidence.contracts) - tested)
-    if evidence.plan.policy == "exact":
+    if evidence.plan.is_lossless:
         return (), (), []
     # An evaluation that never restores what the policy weakens would pass whatever came back.
     reasons = []
@@ -357,7 +357,7 @@ def quality(evidence: Evidence) -> Quality:
 def _chains(evidence: Evidence, final: Equivalence) -> ChainQuality:
     """Judge the runs that were killed again after each resume."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
-    is_lossy = evidence.plan.policy != "exact"
+    is_lossy = not evidence.plan.is_lossless
     reasons, gaps, missing = [], [], []
     for chain in evidence.chains:
         name = f"chain of seed {chain.seed}"

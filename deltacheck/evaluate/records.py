@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# These are values of ``--policy`` and names of methods of ``Policy``.
-POLICIES = ("exact", "auto")
+from deltacheck.policy.presets import policy_of
 
 MEASURED = "measured"
 
 # Names in the folder of an evaluation
 PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
 FINAL_STATE, WEIGHTS = "final_state", "weights"
-ROOT, LIVE = "root", "live"  # in the folder of a killed run
+ROOT, LIVE, BEFORE = "root", "live", "before"  # in the folder of a killed run
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class EvaluationPlan:
 
     Args:
         factory: Of workloads, as ``workload.load_factory`` reads it.
-        policy: One of ``POLICIES``.
+        policy: The policy, as ``presets.policy_of`` reads it.
         steps: Training steps of every run.
         every: Steps between two checkpoints.
         kills: Number of kills of each killed seed, each in a process of its own.
@@ -64,6 +63,11 @@ class EvaluationPlan:
     chain: int = 0
     ways: tuple[str, ...] = ()
     savers: str = ""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Return True if the policy promises every bit."""
+        return policy_of(self.policy).hidden is None
 
     def checkpoints(self) -> tuple[int, ...]:
         """Return the steps that are saved."""
@@ -176,6 +180,8 @@ class LeafCheck:
     ``contract``: ``exact``, ``bounded`` or ``reused``. ``problem``: empty if the contract holds.
     ``measured`` and ``limit``: in the contract's norm; ``None`` if bits are compared. ``role``: of
     ``profile.record.ROLES``. ``age_steps``: of a reused leaf, in updates of the optimizer.
+    ``rate``: of a leaf whose error is promised in learning rates, the one that its last update
+    shows (``observed_rates``), 0 if it shows none.
     """
 
     path: str
@@ -185,6 +191,7 @@ class LeafCheck:
     limit: float | None = None
     role: str = "other"
     age_steps: float | None = None
+    rate: float | None = None
 
     @property
     def exercise(self) -> str:

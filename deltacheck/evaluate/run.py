@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 
 import deltacheck
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate.contract import used_contracts
+from deltacheck.evaluate.comparison.contract import used_contracts
 from deltacheck.evaluate.processes import Event
 from deltacheck.evaluate.records import (
     OBSERVED,
@@ -93,7 +93,7 @@ def evaluate(
 def _evaluate(session: Workers, progress: Progress) -> Evidence:
     plan = session.plan
     # With the repeat and the saving run, and the one that is evaluated at every checkpoint.
-    further = 2 + bool(plan.chain and plan.policy != "exact")
+    further = 2 + bool(plan.chain and not plan.is_lossless)
     total = (len(plan.unkilled_seeds()) + further) * plan.steps
     observed = session.run(
         WorkerTask("observe"),

@@ -21,9 +21,11 @@ import numpy as np
 import deltacheck
 from deltacheck.backends import profiler
 from deltacheck.errors import DeltacheckError
-from deltacheck.evaluate import contract, snapshot
+from deltacheck.evaluate.comparison import contract, snapshot
+from deltacheck.evaluate.comparison.snapshot import Snapshot
 from deltacheck.evaluate.processes import report, reserve_stdout
 from deltacheck.evaluate.records import (
+    BEFORE,
     FINAL_STATE,
     LIVE,
     MEASURED,
@@ -39,7 +41,6 @@ from deltacheck.evaluate.records import (
     WorkerTask,
     folder_of,
 )
-from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.evaluate.workload import (
     Factory,
     NoWorkload,
@@ -128,7 +129,7 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     repeat = WorkerRun(factory, first)
     repeat.train_until(plan.steps)
     report("repeat", ending=asdict(repeat.ending(first)))
-    if plan.chain and plan.policy != "exact":
+    if plan.chain and not plan.is_lossless:
         report("held_out", losses=_held_out_losses(plan, factory))
     save(plan, folder, factory)
 
@@ -148,7 +149,7 @@ def _held_out_losses(plan: EvaluationPlan, factory: Factory) -> dict[int, float]
 def _train_and_keep_weights(run: WorkerRun, plan: EvaluationPlan, folder: Path, seed: int) -> None:
     """Train to the end, and keep the weights of each checkpoint if a resumed run may differ."""
     places = folder / WEIGHTS / str(seed)
-    if plan.policy != "exact" and seed in plan.killed_seeds():
+    if not plan.is_lossless and seed in plan.killed_seeds():
         places.mkdir(parents=True)
         for step in plan.checkpoints():
             # A profiled run has come to its end already.
@@ -222,13 +223,14 @@ def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill
     savers = {way: _open(way, plan, folder, run, run_folder) for way in plan.ways or ("",)}
     turns, files = deque(savers), list[Path]()
     for step in plan.checkpoints():
-        loss = run.train_until(step)
+        # Ways are timed, and a save should not meet the writing of another state.
+        loss = run.train_until(step) if plan.ways else _train_to_save(plan, run, run_folder, step)
         report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
         state = run.workload.state()
         files.append(live_file(run_folder, step))
         run.write_snapshot(state, files[-1])
         # Under another policy, a restored leaf may have the values of any earlier save.
-        only_exact = plan.policy == "exact" and not plan.ways
+        only_exact = plan.is_lossless and not plan.ways
         for old in files[:-LIVE_SNAPSHOTS] if only_exact else ():
             old.unlink(missing_ok=True)
         turns.rotate()
@@ -297,6 +299,7 @@ def restore_and_check(
     manifest = deltacheck.open(root).manifest(step) if root.exists() else None
     restored = run.snapshot(state)
     live_at = cache(lambda earlier: snapshot.read(live_file(run_folder, earlier)))
+    before = live_file(run_folder, step, BEFORE)
     live_steps = sorted(int(file.stem) for file in (run_folder / LIVE).glob("*.npz"))
     checks = contract.check(
         live_at(step),
@@ -308,6 +311,10 @@ def restore_and_check(
         earlier_steps=[earlier for earlier in live_steps if earlier < step],
         rate_floor=saver.rate_floor if manifest is not None else 0.0,
     )
+    if manifest is not None and before.exists():
+        checks = contract.with_rates(
+            checks, manifest.contracts, snapshot.read(before), live_at(step)
+        )
     # Compared before and after ``load``: a wrong restore is a defect of deltacheck, but a wrong
     # ``load`` is one of the workload.
     run.workload.load(state)
@@ -350,7 +357,7 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
     first_kill_step = resumed["restored_step"] + 3 * plan.every
     reported = not resuming
     for step in (number for number in plan.checkpoints() if number > resumed["restored_step"]):
-        loss = run.train_until(step)
+        loss = _train_to_save(plan, run, run_folder, step)
         if not reported and start is not None:
             steps = step - resumed["restored_step"]
             # After the first resume the run is on another path than the unkilled one.
@@ -375,9 +382,23 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
     report("chain_end", ending=asdict(run.ending(kill.seed)))
 
 
-def live_file(run_folder: Path, step: int) -> Path:
+def live_file(run_folder: Path, step: int, folder: str = LIVE) -> Path:
     """Return the file of the live state that was saved at a step."""
-    return run_folder / LIVE / f"{step}.npz"
+    return run_folder / folder / f"{step}.npz"
+
+
+def _train_to_save(plan: EvaluationPlan, run: WorkerRun, run_folder: Path, step: int) -> float:
+    """Train up to a step that is saved, and return the last loss.
+
+    If the policy is not exact, the state one step before is written, too: the change since then
+    shows the learning rate of each leaf.
+    """
+    if not plan.is_lossless and step > run.step:
+        run.train_until(step - 1)
+        (run_folder / BEFORE).mkdir(exist_ok=True)
+        run.write_snapshot(run.workload.state(), live_file(run_folder, step, BEFORE))
+        live_file(run_folder, step - LIVE_SNAPSHOTS * plan.every, BEFORE).unlink(missing_ok=True)
+    return run.train_until(step)
 
 
 def _profile(run: WorkerRun, plan: EvaluationPlan) -> Profile:

@@ -149,9 +149,10 @@ def _moving(parameter: Parameter, leaf: str, roles: Roles) -> Parameter:
 def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
     """Settle the unproven parameters by content.
 
-    If a guess fails, the other leaves of its shape are tried. A parameter whose master fits no
-    weight loses its weight. Unless its state holds the master, that may be another copy, such as an
-    average, and is not paired. A parameter without a master stays unproven.
+    If a guess fails, the other leaves of its shape are tried: weights for the master, and then,
+    unless the state holds the master, masters for the weight. A leaf that is called a master may be
+    another copy, such as an average. A parameter whose master fits no weight loses its weight, and
+    is not paired. A parameter without a master stays unproven.
 
     Args:
         roles: The roles as ``find`` returns them.
@@ -181,10 +182,22 @@ def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
                 weight = next(
                     (path for path in candidates if is_cast(path, str(parameter.master))), None
                 )
-            assigned.add(weight)
             is_owned = str(parameter.master).startswith(parameter.name)
+            master = parameter.master
+            if weight is None and not is_owned:
+                copies = [
+                    path
+                    for path in roles.others
+                    if path.endswith("/" + str(parameter.weight).rpartition("/")[2])
+                    and path not in masters
+                    and is_cast(str(parameter.weight), path)
+                ]
+                if len(copies) == 1:
+                    weight, master = parameter.weight, copies[0]
+            assigned.add(weight)
             parameter = replace(
                 parameter,
+                master=master,
                 weight=weight,
                 proven=weight is not None,
                 paired=parameter.paired and (weight is not None or is_owned),

@@ -59,6 +59,8 @@ def match_by_name(
         weights = ranks.best(state.root, [c for c in models if c not in masters])
         masters = ranks.best(state.root, masters)
         narrow = [c for c in weights if specs[paths[c]].dtype in _NARROW]
+        # A wide copy of equal rank may be a master or an average, whatever it is called.
+        weights = [*narrow, *(c for c in weights if c not in narrow)]
         master = state.parameter.master or (paths[masters[0]] if masters else None)
         is_owned = state.parameter.master is not None
         proven = len(weights) == 1 and (is_owned or master is None)
@@ -166,8 +168,9 @@ def match_by_order(
             ranks.matches[root, dotted(container)] = matches.total()
         fitting = [c for c in containers if c not in masters and ranks.matches[root, dotted(c)]]
 
-        def rank(container: str, root: str = root) -> tuple[bool, tuple[bool, int, int, int]]:
-            return container in models, ranks.rank(root, dotted(container))
+        def rank(container: str, root: str = root) -> tuple[bool, tuple[bool, int, int, int], bool]:
+            is_narrow = any(specs[path].dtype in _NARROW for path in containers[container])
+            return container in models, ranks.rank(root, dotted(container)), is_narrow
 
         pools.setdefault(max(fitting, key=rank, default=None), []).extend(members)
     parameters: dict[str, Parameter] = {}

@@ -1,7 +1,7 @@
 """The analysis of a run: from its observations to its profile.
 
-It classifies each leaf as frozen, sparse, derived, stable or active, dates its stable stage and
-recommends a contract. ``docs/lab/stability.md`` has the measurements behind the limits.
+It classifies each leaf as frozen, sparse, derived, stable or active, and dates its stable stage.
+``docs/lab/stability.md`` has the measurements behind the limits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from statistics import median
 
 import msgspec
 
-from deltacheck.leaf.contracts import Bounded, Exact, Reused
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
-from deltacheck.policy.decide import Situation, decide
 from deltacheck.policy.events import Event
-from deltacheck.policy.parameters import Hyperparameters, Parameter
-from deltacheck.policy.presets import Policy
-from deltacheck.policy.stage import SaveObservation, Stage, advance
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, LeafProfile, Profile
 
@@ -51,9 +45,7 @@ class LeafFacts(msgspec.Struct, frozen=True, omit_defaults=True):
         rule: For second moments: the constants of their Adam, ``None`` if they are unknown.
         derived_from: The leaf that it can be computed from; empty if there is none.
         how: The rule of that computation, ``cast`` or ``same``.
-        narrow: For masters: the weight that is their cast.
         embedding: True if it has a row for each token. Training may touch any row at any time.
-        pair: For the moments of an Adam with known constants: the other moment.
     """
 
     shape: tuple[int, ...]
@@ -63,9 +55,7 @@ class LeafFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     rule: AdamRule | None = None
     derived_from: str = ""
     how: str = ""
-    narrow: str = ""
     embedding: bool = False
-    pair: str = ""
 
 
 class History(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,8 +81,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
 
     Only the second moments of an Adam with known betas date the stable stage. Those of embeddings
     do not, because the next batch may touch rows whose moments were never updated, and small leaves
-    do not either. The recommended contracts are those of the policies, which compare every element
-    of an embedding when they reuse its moments.
+    do not either. Policies do reuse the moments of an embedding: they compare every element of it.
 
     Args:
         history: The observations of the run.
@@ -108,9 +97,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
         if facts.rule and path not in small and not facts.embedding
     ]
     stages = {path: _stable(path, history, tolerance) for path in candidates}
-    leaves = {
-        path: _leaf(path, history, stages.get(path), tolerance) for path in sorted(history.leaves)
-    }
+    leaves = {path: _leaf(path, history, stages.get(path)) for path in sorted(history.leaves)}
     starts = [
         (leaf.stable_from, history.leaves[path].raw_bytes)
         for path, leaf in leaves.items()
@@ -260,14 +247,13 @@ def _warm(observed: Sequence[Observed], events: Sequence[Event]) -> set[int]:
     return warm
 
 
-def _leaf(path: str, history: History, stage: _Stage | None, tolerance: float) -> LeafProfile:
+def _leaf(path: str, history: History, stage: _Stage | None) -> LeafProfile:
     """Return the profile of one leaf.
 
     Args:
         path: The leaf path.
         history: The observations of the run.
         stage: Its stable stage, ``None`` without one.
-        tolerance: tau, in octaves.
     """
     facts = history.leaves[path]
     series = [(o.step, o.leaves[path]) for o in history.observed if path in o.leaves]
@@ -277,14 +263,6 @@ def _leaf(path: str, history: History, stage: _Stage | None, tolerance: float) -
     # Without a stable stage, the second half of the run stands for its present behaviour.
     late = late[len(late) // 2 if stage is None else 0 :]
     kind = _kind(facts, densities, stage)
-    recommended = _recommended(path, history, tolerance)
-    refresh = 0
-    if isinstance(recommended, Reused):
-        # Moments cannot be refreshed between two saves.
-        refresh = max(
-            round(recommended.max_age_steps / _updates_per_step(history.observed)),
-            _interval(history.observed),
-        )
     return LeafProfile(
         path,
         facts.shape,
@@ -299,67 +277,7 @@ def _leaf(path: str, history: History, stage: _Stage | None, tolerance: float) -
         facts.how,
         stage.start if stage else None,
         stage.confidence if stage else 0.0,
-        recommended,
-        refresh,
     )
-
-
-def _recommended(path: str, history: History, tolerance: float) -> Exact | Bounded | Reused:
-    """Return the contract that the policies give a leaf at the end of the run.
-
-    The decision is that of ``policy.decide``, so that a profile and a policy cannot disagree.
-    """
-    facts = history.leaves[path]
-    if any(
-        o.leaves[p].violations
-        for o in history.observed
-        for p in (path, facts.pair)
-        if p in o.leaves
-    ):
-        return Exact()
-    last = history.observed[-1]
-    specs = {
-        p: LeafSpec.of(p, history.leaves[p].shape, history.leaves[p].dtype)
-        for p in (path, facts.narrow, facts.pair)
-        if p in history.leaves
-    }
-    parameter, rule = None, history.optimizer
-    if facts.role == "master" and facts.narrow:
-        parameter = Parameter(path, weight=facts.narrow, master=path, adam=True)
-    elif facts.pair:
-        first, second = (path, facts.pair) if facts.role == "first_moment" else (facts.pair, path)
-        parameter = Parameter(path, first=first, second=second, adam=True)
-        rule = history.leaves[second].rule
-    if parameter is None or rule is None:
-        return Exact()
-    rate = max(next((o.rates for o in reversed(history.observed) if max(o.rates, default=0)), (0,)))
-    situation = Situation(
-        Hyperparameters(rate, rule.beta1, rule.beta2, rule.eps), last.count or last.step, None, 1.0
-    )
-    policy = Policy.auto(derive=False, max_drift_octaves=tolerance)
-    stage = _last_stage(history, tolerance)
-    decision = decide(policy, stage, parameter, specs, situation).get(path)
-    return Exact() if decision is None or decision.terms is None else decision.terms
-
-
-def _last_stage(history: History, tolerance: float) -> str:
-    """Return the stage of a save at the end of the run."""
-    stage, last_step = Stage(), -1
-    for o in history.observed:
-        drifts = [m.drift for path, m in o.leaves.items() if history.leaves[path].rule is not None]
-        events = tuple(e.what for e in history.events if last_step < e.step <= o.step)
-        drift = median(drifts) if drifts else None
-        observation = SaveObservation(o.step, max(o.rates, default=None), drift, events)
-        stage, last_step = advance(stage, observation, tolerance, None), o.step
-    return stage.name
-
-
-def _updates_per_step(observed: Sequence[Observed]) -> float:
-    """Return the number of updates per training step, 1 if the optimizer does not count."""
-    counted = [o for o in observed if o.count]
-    steps = counted[-1].step - counted[0].step if counted else 0
-    updates = counted[-1].count - counted[0].count if counted else 0
-    return updates / steps if steps > 0 and updates > 0 else 1.0
 
 
 def unit_of(role: str, rates_known: bool) -> str:

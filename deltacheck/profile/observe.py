@@ -16,7 +16,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.policy import roles
 from deltacheck.policy.events import Detector, Event, RunObservation
-from deltacheck.policy.parameters import Parameter, hyperparameters
+from deltacheck.policy.parameters import hyperparameters
 from deltacheck.profile import measure
 from deltacheck.profile.analyse import TOLERANCE_OCTAVES, History, LeafFacts, analyse
 from deltacheck.profile.measure import Observed, Samples
@@ -220,7 +220,6 @@ class Observer(ABC):
             for (path, source, rule), valid in self._ties.items()
             if valid and (self._changed(path) or self._changed(source))
         }
-        casts = {source: path for path, (source, relation) in derived.items() if relation == "cast"}
         for path, spec in (self._plan.specs if self._plan else {}).items():
             role, parameter = roles_of.get(path, ("other", None))
             rule = (
@@ -237,9 +236,7 @@ class Observer(ABC):
                 rule,
                 source,
                 relation,
-                casts.get(path, ""),
                 path in embeddings,
-                _partner(path, parameter) if self._has_rule(parameter) else "",
             )
         return History(
             leaves, tuple(self._observed), tuple(self._events), self._rule_of_all(), self._source
@@ -253,11 +250,6 @@ class Observer(ABC):
         change.
         """
         return any(o.leaves[path].density > 0 for o in self._observed if path in o.leaves)
-
-    def _has_rule(self, parameter: Parameter | None) -> bool:
-        return (
-            parameter is not None and self._rules.get(parameter.name, (None, None))[0] is not None
-        )
 
     def _rule_of_all(self) -> AdamRule | None:
         """Return the constants of Adam that all parameters share, ``None`` if they differ."""
@@ -275,14 +267,6 @@ class Observer(ABC):
         Each is an array ``(blocks, width)`` of the type of its leaf, on the host, in memory that
         later steps of the training do not change.
         """
-
-
-def _partner(path: str, parameter: Parameter | None) -> str:
-    """Return the other moment of a parameter, or an empty path."""
-    if parameter is None:
-        return ""
-    pair = {parameter.first: parameter.second, parameter.second: parameter.first}
-    return pair.get(path) or ""
 
 
 def _count(plan: SamplePlan, scalars: Mapping[str, object]) -> int:

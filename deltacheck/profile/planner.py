@@ -21,7 +21,7 @@ from deltacheck.profile.rates import (
     mean_bytes,
 )
 
-# Deltas save bytes if a checkpoint takes at most this share of a whole one. Above it, the longer
+# Deltas save bytes if a checkpoint takes at most this share of the state. Above it, the longer
 # restore outweighs the gain.
 PAYS_SHARE = 0.7
 
@@ -123,7 +123,7 @@ class Prediction:
         read_bytes: The bytes that the longest restore reads.
         young_seconds: The best interval for the cost of deltas, to first order.
         daly_seconds: The best interval, to higher order.
-        saves_bytes: True if deltas take at most ``PAYS_SHARE`` of whole checkpoints.
+        saves_bytes: True if deltas take at most ``PAYS_SHARE`` of the state.
         saves_time: True if deltas waste less time than whole checkpoints.
         reasons: The reasons for both verdicts, with their numbers.
     """
@@ -140,54 +140,15 @@ class Prediction:
     saves_time: bool
     reasons: tuple[str, ...]
 
+    def of_run(self, steps: int) -> tuple[int, float]:
+        """Return the saves of a run, and their bytes: the first writes every leaf whole.
 
-def depth_for(
-    *,
-    max_reads: int | None = None,
-    max_bytes: float | None = None,
-    max_seconds: float | None = None,
-    keyframe_bytes: float = 0.0,
-    delta_bytes: float = 0.0,
-    keyframe_seconds: float = 0.0,
-    delta_seconds: float = 0.0,
-    max_depth: int = 1024,
-) -> int:
-    """Return the largest ``max_chain_depth`` that keeps the longest restore within every limit.
-
-    A restore reads a keyframe and then every delta: ``1 + depth`` arrays of a leaf, and ``keyframe
-    + depth * delta`` bytes and seconds. Larger limits: fewer keyframes to write, longer restores;
-    smaller: the opposite.
-
-    Args:
-        max_reads: The limit of arrays that a restore opens, ``None`` for no limit.
-        max_bytes: The limit of bytes that a restore reads, ``None`` for no limit.
-        max_seconds: The limit of the duration of a restore, ``None`` for no limit.
-        keyframe_bytes: The bytes of a keyframe.
-        delta_bytes: The bytes of a delta.
-        keyframe_seconds: The time to restore a keyframe.
-        delta_seconds: The time that each delta adds.
-        max_depth: The largest result.
-
-    Raises:
-        ValueError: If a keyframe alone exceeds a limit.
-    """
-    depth = float(max_depth)
-    for unit, limit, base, step in (
-        ("reads", max_reads, 1.0, 1.0),
-        ("bytes", max_bytes, keyframe_bytes, delta_bytes),
-        ("seconds", max_seconds, keyframe_seconds, delta_seconds),
-    ):
-        if limit is None:
-            continue
-        if base > limit:
-            raise ValueError(
-                f"a restore takes {base:.6g} {unit} without any delta, more than the {limit:.6g}"
-                " that it may take"
-            )
-        if step > 0:
-            depth = min(depth, (limit - base) / step)
-    # The tolerance keeps a depth that meets its limit exactly, in spite of rounding.
-    return math.floor(depth + 1e-9)
+        Args:
+            steps: The number of training steps.
+        """
+        deltas = self.ways[0]
+        saves = max(1, steps // deltas.interval_steps)
+        return saves, self.keyframe_bytes + (saves - 1) * deltas.bytes
 
 
 def plan(
@@ -254,13 +215,14 @@ def plan(
             for n in (0, max_chain_depth)
         )
         if longest > max_restore_seconds:
+            if base > max_restore_seconds:
+                raise ValueError(
+                    f"a restore takes {base:.6g} s without any delta, more than the"
+                    f" {max_restore_seconds:.6g} s that it may take"
+                )
             per_delta = restore_seconds(projected, machine, run, 1) - base
-            depth = depth_for(
-                max_seconds=max_restore_seconds,
-                keyframe_seconds=base,
-                delta_seconds=per_delta,
-                max_depth=max_chain_depth,
-            )
+            # The tolerance keeps a depth that meets the limit exactly, in spite of rounding.
+            depth = min(depth, math.floor((max_restore_seconds - base) / per_delta + 1e-9))
     mean_size = mean_bytes(projected, depth, max_restore_ratio)
     lag = capture + max(encode, mean_size / machine.write)
     deltas = _strategy(
@@ -273,7 +235,7 @@ def plan(
         run,
     )
     baselines = _whole(projected, machine, run, capture, deltas, interval_steps)
-    saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(projected)
+    saves_bytes = mean_size <= PAYS_SHARE * state
     # A gain below 1 % is within the error of the model.
     saves_time = deltas.waste < 0.99 * min(way.waste for way in baselines[:2])
     return Prediction(
@@ -421,14 +383,11 @@ def _reasons(
     """Return the reasons for or against deltas in words, with their numbers."""
     asynchronous, equal_bytes = baselines[0], baselines[2]
     state = projected.state_bytes
-    share, delta_share = (
-        deltas.bytes / keyframe_bytes(projected),
-        delta_bytes(projected) / keyframe_bytes(projected),
-    )
+    share, delta_share = deltas.bytes / state, delta_bytes(projected) / state
     writing = state / machine.write
     density = sum(leaf.raw_bytes * leaf.density for leaf in projected.leaves) / state
     reasons = [
-        f"a checkpoint takes {share:.1%} of a whole one in the mean ({delta_share:.1%} without"
+        f"a checkpoint takes {share:.1%} of the state in the mean ({delta_share:.1%} without"
         f" keyframes, depth {depth})"
     ]
     if share > PAYS_SHARE:

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from deltacheck.errors import Damaged, UnsupportedFormat
-from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.policy.events import Event
@@ -74,9 +73,6 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
         how: The rule of that computation, ``cast`` or ``same``.
         stable_from: The first step of the stable stage, ``None`` if there is none.
         confidence: The confidence in that stage, 0 to 1.
-        recommended: The contract that the policies give the leaf at the end of the run.
-        refresh_steps: The largest number of steps between two writes of the leaf; 0 means that
-            every save writes it.
     """
 
     path: str
@@ -92,8 +88,6 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
     how: str = ""
     stable_from: int | None = None
     confidence: float = 0.0
-    recommended: Exact | Bounded | Reused = Exact()
-    refresh_steps: int = 0
 
 
 class ClassSensitivity(msgspec.Struct, frozen=True):

@@ -17,8 +17,10 @@ import pytest
 
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.cli import main
-from deltacheck.evaluate import contract, snapshot, workload
 from deltacheck.evaluate import significance as stats
+from deltacheck.evaluate import workload
+from deltacheck.evaluate.comparison import contract, snapshot
+from deltacheck.evaluate.comparison.snapshot import Snapshot
 from deltacheck.evaluate.judge import judge
 from deltacheck.evaluate.records import (
     Ending,
@@ -32,7 +34,6 @@ from deltacheck.evaluate.records import (
 )
 from deltacheck.evaluate.run import best_saves, evaluate
 from deltacheck.evaluate.session import kills
-from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.tree import flatten
 from deltacheck.policy import Policy
@@ -739,7 +740,9 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
 def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
     tmp_path: Path,
 ) -> None:
-    plan = EvaluationPlan("eval_workload.py:adam", "auto", 100, 5, 1, 1, 2, chain=1)
+    plan = EvaluationPlan(
+        "eval_workload.py:adam", "auto:max_chain_depth=16", 100, 5, 1, 1, 2, chain=1
+    )
     evidence = evaluate(plan, tmp_path)
     judgement = judge(evidence)
     assert judgement.correctness.unexercised == ()
@@ -747,6 +750,8 @@ def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
     assert {"master bounded", "first_moment reused"} <= set(evidence.contracts)
     (recovery,), (chain,) = evidence.recoveries, evidence.chains
     assert (recovery.failed, recovery.error, chain.error) == ((), "", "")
+    rates = [leaf.rate for leaf in recovery.inexact if leaf.role == "master"]
+    assert rates == [pytest.approx(1e-5, rel=0.05)]
     assert recovery.missing_steps is not None
     assert -1 < recovery.missing_steps < 5
     (link,) = chain.links
@@ -768,7 +773,8 @@ def test_misuse_is_refused_before_anything_runs(
 ) -> None:
     (tmp_path / "mine").touch()
     for words, says in (
-        (["--policy", "lossy"], "one of exact, auto"),
+        (["--policy", "lossy"], "is no policy; choose from whole, exact, auto"),
+        (["--policy", "auto:moments=none"], "moments must be one of"),
         (["--profile", "p.json"], "goes with --policy auto"),
         (["--steps", "15", "--every", "5"], "leaves 2 checkpoints; give at least 16"),
         (["--keep", str(tmp_path)], "not empty"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def test_files_of_torch_give_the_same(recorded: Path, capsys: pytest.CaptureFixt
     assert files["stable_from"] == ours["stable_from"]
     assert files["causes"]["changed"] == ours["causes"]["changed"]
     assert files["contracts"] == ours["contracts"]
+
+
+@pytest.mark.parametrize("longer", [0, 100])
+def test_a_run_of_the_users_length_counts_its_first_saves(
+    longer: int, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [step.written_bytes for step in collect(recorded / "lossy").steps]
+    interval = collect(recorded / "lossy").steps[1].step - collect(recorded / "lossy").steps[0].step
+    words = [str(recorded / "root"), "--policy", LOSSY, "--run-steps"]
+    row = replayed(capsys, *words, str(interval * (len(written) + longer)))[LOSSY]
+    assert row["run_saves"] == len(written) + longer
+    assert row["run_bytes"] == pytest.approx(sum(written) + longer * row["steady_bytes"], rel=0.01)
+    assert main(["plan", *words, str(interval * 4)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{LOSSY}: a run of {interval * 4} steps writes" in said
+    share = sum(written[:4]) / 4 / row["raw_bytes"]
+    assert re.search(r"in 4 saves, the first included: (\S+) % of the state each", said)[1] == (
+        pytest.approx(f"{100 * share:.1f}")
+    )
+
+
+def test_a_policy_that_reused_no_moments_is_named(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", str(recorded / "root"), "--policy", "auto:stable_from=9999"]
+    assert (
+        main([*line, "--policy", LOSSY, "--policy", "auto:moments=bounded,stable_from=9999"]) == 0
+    )
+    warnings = capsys.readouterr().err.splitlines()
+    assert [line for line in warnings if "reused no moments" in line] == [
+        "deltacheck: warning: auto:stable_from=9999 reused no moments: no checkpoint was in the"
+        " stable stage"
+    ]
 
 
 def test_a_folder_of_orbax_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

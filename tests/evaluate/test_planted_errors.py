@@ -18,8 +18,8 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files import evaluation
-from deltacheck.evaluate import contract, snapshot
-from deltacheck.evaluate.snapshot import Snapshot
+from deltacheck.evaluate.comparison import contract, snapshot
+from deltacheck.evaluate.comparison.snapshot import Snapshot
 from tests.support.adam_run import AdamRun
 
 pytestmark = pytest.mark.tools

@@ -116,36 +116,6 @@ def test_waste_is_that_of_a_simulated_run() -> None:
 # --- the chain ------------------------------------------------------------------------------------
 
 
-@given(
-    st.one_of(st.none(), st.integers(1, 60)),
-    st.one_of(st.none(), st.integers(100, 2000)),
-    st.integers(0, 100),
-    st.integers(0, 90),
-)
-def test_the_depth_is_the_largest_that_every_limit_allows(
-    reads: int | None, size: int | None, key: int, delta: int
-) -> None:
-    def fits(depth: int) -> bool:
-        return (reads is None or 1 + depth <= reads) and (
-            size is None or key + depth * delta <= size
-        )
-
-    result = planner.depth_for(
-        max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, max_depth=64
-    )
-    assert fits(result)
-    assert result == 64 or not fits(result + 1)
-
-
-def test_a_limit_that_a_keyframe_alone_exceeds_is_refused_with_both_numbers() -> None:
-    with pytest.raises(
-        ValueError, match="takes 12 seconds without any delta, more than the 10 that"
-    ):
-        planner.depth_for(max_seconds=10.0, keyframe_seconds=12.0, delta_seconds=1.0)
-    with pytest.raises(ValueError, match="takes 1 reads"):
-        planner.depth_for(max_reads=0)
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 8, 32, 100])
 def test_the_mean_chain_is_that_of_the_staggered_limits(depth: int) -> None:
     real = statistics.fmean(staggered(f"layer.{k}.weight", depth) for k in range(4000))
@@ -254,6 +224,14 @@ def test_a_fast_storage_leaves_only_the_bytes_to_save() -> None:
     assert verdict(plan) == "deltas save bytes, but no time"
 
 
+def test_a_run_has_one_whole_save_and_shares_are_those_of_the_state() -> None:
+    plan = planner.plan(sparse(), DISK, DAY, interval_steps=10)
+    assert plan.of_run(305) == (30, plan.keyframe_bytes + 29 * plan.ways[0].bytes)
+    assert plan.of_run(3) == (1, plan.keyframe_bytes)
+    share = plan.ways[0].bytes / plan.state_bytes
+    assert plan.reasons[0].startswith(f"a checkpoint takes {share:.1%} of the state in the mean")
+
+
 def test_an_interval_after_which_everything_has_changed_is_told() -> None:
     plan = planner.plan(dense(), DISK, DAY, interval_steps=10**6)
     assert not plan.saves_bytes
@@ -277,7 +255,7 @@ def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
     assert planner.restore_seconds(rates, DISK, DAY, tight.max_chain_depth + 1) > 40.0
     whole = planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_seconds=12.0)
     assert any("leaves no room for a delta" in reason for reason in whole.reasons)
-    with pytest.raises(ValueError, match="without any delta, more than the 5 that"):
+    with pytest.raises(ValueError, match="without any delta, more than the 5 s that"):
         planner.plan(dense(), DISK, DAY, max_restore_seconds=5.0)
 
 

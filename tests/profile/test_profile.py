@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,7 @@ import numpy as np
 import pytest
 
 from deltacheck import Profile, Profiler
-from deltacheck.leaf.contracts import Bounded, Exact, Reused
-from deltacheck.policy import adam
-from deltacheck.policy.decide import LEAST_ELEMENTS
 from deltacheck.policy.events import Detector, RunObservation
-from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.analyse import History, analyse
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import AdamRule
@@ -141,12 +136,6 @@ def test_a_short_memory_is_never_stable() -> None:
     result = profile("short-memory")
     assert result.stable_start is None
     assert {leaf.stable_from for leaf in second_moments(result).values()} == {None}
-    # Nothing is ever reused. What is stored at every save is bounded.
-    large = [
-        leaf for leaf in second_moments(result).values() if isinstance(leaf.recommended, Bounded)
-    ]
-    assert {leaf.recommended for leaf in large} == {Bounded(0.5, "octaves")}
-    assert not any(isinstance(leaf.recommended, Reused) for leaf in result.leaves.values())
 
 
 @pytest.mark.parametrize("name", ["plain", "slow-warmup", "jump"])
@@ -160,39 +149,26 @@ def test_loss_and_gradients_of_real_training_raise_no_alarm(name: str) -> None:
     assert result == []
 
 
-def test_weights_and_first_moments_are_never_stable_and_small_leaves_are_exact() -> None:
-    """Test laws 1, 3 and 6."""
+def test_weights_and_first_moments_are_never_stable() -> None:
+    """Test laws 1 and 3."""
     result = profile("plain")
     for leaf in result.leaves.values():
         stable = leaf.kind == "stable-changing"
         assert stable == (leaf.stable_from is not None)
         assert not stable or leaf.role == "second_moment"
-        is_moment = leaf.role in ("first_moment", "second_moment")
-        is_large = len(leaf.shape) >= 2 and math.prod(leaf.shape) >= LEAST_ELEMENTS
-        assert isinstance(leaf.recommended, Reused) == (is_moment and is_large)
-        if not is_large or leaf.role in ("count", "other", "weight"):
-            assert leaf.recommended == Exact()
 
 
-def test_moments_of_an_embedding_are_recommended_for_reuse_and_date_no_stage() -> None:
+def test_moments_of_an_embedding_date_no_stage() -> None:
     embedding = profile("plain").leaves["optimizer/state/0/exp_avg_sq"]
     assert embedding.shape[0] == 260
     assert embedding.stable_from is None
-    assert isinstance(embedding.recommended, Reused)
 
 
-def test_a_recommendation_says_how_long_a_moment_may_be_reused() -> None:
-    result = profile("plain")
-    leaf = result.leaves["optimizer/state/11/exp_avg_sq"]
-    last = leaf.drift.steps[-1]
-    age = adam.permitted_staleness(0.1, last, 0.999)
-    # The drift that a policy permits includes half of the error of the codes.
-    assert leaf.recommended == Reused(age, 0.1 + 0.25)
-    assert leaf.refresh_steps == age >= 10
-    assert result.leaves["optimizer/state/11/exp_avg"].recommended == Reused(age)
+def test_the_unit_of_a_drift_is_that_of_the_role() -> None:
+    leaves = profile("plain").leaves
+    leaf = leaves["optimizer/state/11/exp_avg_sq"]
     assert (leaf.drift_unit, leaf.drift.steps) == ("octaves", leaf.density.steps)
-    master = profile("plain").leaves["optimizer/state/11/master"]
-    assert (master.drift_unit, master.recommended) == ("lr", Bounded(MASTER_ERROR_LR, "lr"))
+    assert leaves["optimizer/state/11/master"].drift_unit == "lr"
 
 
 def test_sizes_are_of_the_order_that_was_measured() -> None:
@@ -239,7 +215,6 @@ def test_an_optimizer_that_breaks_adams_law_is_not_trusted() -> None:
         msgspec.structs.replace(broken, observed=tuple(map(breaking, broken.observed)))
     )
     assert result.leaves[path].stable_from is None
-    assert result.leaves[path].recommended == Exact()
     assert result.stable_start is not None  # the others
 
 
@@ -332,7 +307,7 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
     assert result.loss.values == (2.0,) * 13
 
 
-def test_a_master_is_bounded_though_its_weight_never_changed_where_the_sample_looked() -> None:
+def test_a_weight_is_derived_though_it_never_changed_where_the_sample_looked() -> None:
     """At the rates of reinforcement learning, no bf16 weight of a sample may change."""
     adam = Adam()
     middles = adam.random.uniform(0.5, 1.0, (40, 100)).astype(ml_dtypes.bfloat16)
@@ -341,7 +316,6 @@ def test_a_master_is_bounded_though_its_weight_never_changed_where_the_sample_lo
     weight, master = result.leaves["params/a"], result.leaves["master/a"]
     assert max(weight.density.values) == 0 < min(master.density.values)
     assert (weight.kind, weight.derived_from, weight.how) == ("derived", "master/a", "cast")
-    assert master.recommended == Bounded(MASTER_ERROR_LR, "lr")
 
 
 def test_a_frozen_leaf_is_never_called_stable() -> None:
@@ -349,13 +323,12 @@ def test_a_frozen_leaf_is_never_called_stable() -> None:
     assert (leaf.kind, leaf.stable_from, leaf.confidence) == ("frozen", None, 0.0)
 
 
-def test_an_unknown_optimizer_leaves_everything_exact() -> None:
+def test_an_unknown_optimizer_has_no_stable_start() -> None:
     adam = Adam(
         extra={"momentum": {"a": np.zeros((40, 100), np.float32), "b": np.zeros(7, np.float32)}}
     )
     result = run(adam, 121).profile()
     assert (result.optimizer, result.stable_start, result.confidence) == (None, None, 0.0)
-    assert {leaf.recommended for leaf in result.leaves.values()} == {Exact()}
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import deltacheck
 from deltacheck import Policy, Profile, Profiler
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate import contract, snapshot
-from deltacheck.leaf.contracts import Bounded, Exact, Reused
+from deltacheck.evaluate.comparison import contract, snapshot
+from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.tree import flatten
 from deltacheck.policy.stage import STABLE
 from deltacheck.store.files.arrays import bytes_on_disk
@@ -135,9 +135,7 @@ def short_memory(seed: int) -> AdamRun:
 
 
 @pytest.mark.parametrize("make", [dense, embedding, adapters, small, decaying, short_memory])
-def test_a_profile_agrees_with_the_policy_and_never_makes_saves_larger(
-    make: Callable[[int], AdamRun], tmp_path: Path
-) -> None:
+def test_a_profile_never_makes_saves_larger(make: Callable[[int], AdamRun], tmp_path: Path) -> None:
     """A run is profiled while it is saved without a profile, and then saved with it."""
     profiler, stored = Profiler(interval_steps=10), {}
     policy = Policy.auto(derive=False)
@@ -153,13 +151,6 @@ def test_a_profile_agrees_with_the_policy_and_never_makes_saves_larger(
             profile = profiler.profile()
             policy = Policy.auto(profile)
         stored[name] = sum(report.stored_bytes for report in reports)
-        contracts = deltacheck.open(tmp_path / name).manifest().contracts
-        recommended = {
-            path: leaf.recommended
-            for path, leaf in profile.leaves.items()
-            if not isinstance(leaf.recommended, Exact)
-        }
-        assert {path: promise.terms for path, promise in contracts.items()} == recommended
     # The digits of times in manifests differ.
     assert stored["with"] <= stored["without"] + 16 * len(reports)
 

@@ -11,14 +11,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
+from deltacheck.leaf.contracts import Bounded
 from tests.support.grouped_run import NAMED, NUMBERED, PARAM_NAMES, GroupedRun, Network, Tensor
 from tests.support.promises import broken
 
@@ -183,6 +186,48 @@ def test_no_bound_is_in_the_unit_of_another_leaf(course: str, states: str) -> No
         is_named = (course, states) in NAMED_COURSES
         trained = [t for n in networks for t in n.tensors if t.rate]
         assert count["bounds"] == (SAVES - (not is_named)) * len(trained)
+
+
+@pytest.mark.parametrize("states", [NUMBERED, NAMED, PARAM_NAMES])
+@pytest.mark.parametrize("average", ["fp32", "a/master", "shadow_fp32", "master_ema"])
+@pytest.mark.parametrize("masters", ["masters", "float32"])
+def test_an_average_never_takes_the_place_of_a_master(
+    masters: str, average: str, states: str
+) -> None:
+    """Names of averages may sound like those of masters, and those of masters need not."""
+    networks = [
+        replace(network, masters=masters, average=average)
+        for network in layer_wise_decay(np.random.default_rng(0))
+    ]
+    count = false_bounds(GroupedRun(networks, states), policy(False), 5)
+    assert count["false"] == 0, count
+    # Content decides from the second save on, if names do not.
+    assert count["bounds"] >= (SAVES - 1) * 5
+
+
+def test_the_names_that_torch_keeps_of_parameters_pair_states_and_weights(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40, bias=False) for _ in range(3)))
+    decayed, *others = model.named_parameters()
+    optimizer = torch.optim.AdamW(
+        [{"params": others, "lr": 1e-6}, {"params": [decayed], "lr": 1e-4}]
+    )
+    with Engine(tmp_path, policy=Policy.auto(float32_weights="bounded")) as engine:
+        for step in range(1, 4):
+            model(torch.randn(8, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            live = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+            engine.save(step, state).result()
+    opened = deltacheck.open(tmp_path)
+    # Names decide, so already the first save is bounded, and no rate is shared.
+    for step in (1, 2, 3):
+        terms = {p: c.terms for p, c in opened.manifest(step).contracts.items() if p[:5] == "model"}
+        assert terms == {f"model/{number}.weight": Bounded(32, "lr") for number in range(3)}
+    for number, rate in enumerate((1e-4, 1e-6, 1e-6)):
+        name = f"{number}.weight"
+        error = np.abs(opened.restore()["model"][name] - live[name]).max()
+        assert 0 < error <= 32 * rate
 
 
 @pytest.mark.parametrize("name", ["aux", "fp32_copy", "master"])

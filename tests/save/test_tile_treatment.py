@@ -22,7 +22,7 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch.files import evaluation
 from deltacheck.cli import main
-from deltacheck.evaluate import contract, snapshot
+from deltacheck.evaluate.comparison import contract, snapshot
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.save.ranks.rules import weaker

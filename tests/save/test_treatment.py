@@ -28,6 +28,7 @@ from deltacheck.policy import adam
 from deltacheck.save.treatment.weight_capture import WeightCapture
 from tests.suites.damage_trials import small_leaves
 from tests.support.adam_run import BFLOAT16, AdamRun
+from tests.support.promises import broken
 
 LIMIT = adam.moment_limit(0.9, 0.999)
 
@@ -603,6 +604,24 @@ def test_an_event_makes_every_leaf_exact_at_once(saves: Any, event: str) -> None
     assert made.manifest().stage == "degraded"
     assert made.manifest().contract == "exact"
     np.testing.assert_equal(made.restored(), made.live())
+
+
+def test_no_pair_from_before_an_event_is_reused_after_it(saves: Any) -> None:
+    made = saves(Policy.auto(derive=False))
+    made.run.advance(500)  # so that a pair may be reused over many saves
+    made.until_stable()
+    made.save(loss=float("nan"))
+    assert made.manifest().stage == "degraded"
+    stages = []
+    for _ in range(4):
+        made.save()
+        stages.append(made.manifest().stage)
+        found = broken(
+            made.live(), made.restored(), made.manifest(), made.states.__getitem__, made.run.rate
+        )
+        assert found == []
+    assert stages == ["warm", "warm", "warm", "stable"]
+    assert made.manifest().contracts["optimizer/state/0/exp_avg"].from_step == made.run.step
 
 
 def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(saves: Any) -> None:

@@ -19,7 +19,10 @@ NUMBERED, NAMED, PARAM_NAMES = "numbered", "named", "param_names"
 
 @dataclass
 class Tensor:
-    """One parameter: its values, moments and the learning rate of its group, 0 if it is frozen."""
+    """One parameter: its values, moments, updates and the learning rate of its group.
+
+    ``rate`` is 0 if no group has it. A parameter that is ``frozen`` for a while keeps its group.
+    """
 
     name: str
     rate: float
@@ -28,10 +31,17 @@ class Tensor:
     first: np.ndarray[Any, Any] = field(init=False)
     second: np.ndarray[Any, Any] = field(init=False)
     average: np.ndarray[Any, Any] = field(init=False)
+    count: int = field(init=False)
+    frozen: bool = False
 
     def __post_init__(self) -> None:
-        self.first, self.second = np.zeros_like(self.values), np.zeros_like(self.values)
+        self.renew()
         self.average = self.values.copy()
+
+    def renew(self) -> None:
+        """Begin with a new optimizer."""
+        self.first, self.second = np.zeros_like(self.values), np.zeros_like(self.values)
+        self.count = 0
 
 
 @dataclass
@@ -73,8 +83,8 @@ class GroupedRun:
     def advance(self, steps: int, growth: float = 1.0) -> None:
         """Do some steps, each with gradients that are ``growth`` times those of the last."""
         b1, b2 = 0.9, 0.999
+        self.step += steps
         for _ in range(steps):
-            self.step += 1
             drawn: dict[tuple[int, ...], Any] = {}
             for tensor in (t for network in self.networks for t in network.tensors):
                 shape = tensor.values.shape
@@ -87,15 +97,20 @@ class GroupedRun:
                     mean, deviation = (1, 0.1) if self.gradients == "steady" else (0.1, 1)
                     noise = self.random.normal(mean, deviation, shape)
                 tensor.scale *= growth
-                if not tensor.rate:
+                if not tensor.rate or tensor.frozen:
                     continue
+                tensor.count += 1
                 g = (tensor.scale * noise).astype(np.float32)
                 tensor.first += (1 - b1) * (g - tensor.first)
                 tensor.second += (1 - b2) * (g * g - tensor.second)
-                root = np.sqrt(tensor.second / (1 - b2**self.step)) + 1e-8
-                update = tensor.first / (1 - b1**self.step) / root
+                root = np.sqrt(tensor.second / (1 - b2**tensor.count)) + 1e-8
+                update = tensor.first / (1 - b1**tensor.count) / root
                 tensor.values -= np.float32(self.share * tensor.rate) * update.astype(np.float32)
                 tensor.average += np.float32(0.05) * (tensor.values - tensor.average)
+
+    def skip(self, steps: int) -> None:
+        """Do some steps without an update, as micro-batches and skips of a gradient scaler do."""
+        self.step += steps
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the current state."""
@@ -128,7 +143,7 @@ class GroupedRun:
             groups.append(group)
         kept = {
             key: {
-                "step": np.array(self.step, np.float32),
+                "step": np.array(by_name[name].count, np.float32),
                 "exp_avg": by_name[name].first.copy(),
                 "exp_avg_sq": by_name[name].second.copy(),
             }

@@ -106,11 +106,17 @@ def _problem(
         if not error <= terms.limit * SLACK:
             return f"{error} {terms.norm}, promised {terms.limit}"
         return "" if error <= promise.measured * SLACK else f"measured {promise.measured} < {error}"
-    return _reused(path, a, b, promise, manifest, live_at)
+    return _reused(path, a, b, promise, manifest, live_at, before)
 
 
 def _reused(
-    path: str, a: Any, b: Any, promise: Any, manifest: Any, live_at: Callable[[int], Any]
+    path: str,
+    a: Any,
+    b: Any,
+    promise: Any,
+    manifest: Any,
+    live_at: Callable[[int], Any],
+    before: Mapping[str, Any],
 ) -> str:
     terms, cut = promise.terms, manifest.tiles.get(path)
     boxes = [(tuple(slice(None) for _ in a.shape), promise.from_step, True)]
@@ -129,7 +135,9 @@ def _reused(
             if not np.array_equal(a[box], b[box], equal_nan=True):
                 return f"the exact tile {box} differs"
             continue
-        age = manifest.step - from_step
+        # The optimizer counts the age of its moments, if it counts.
+        now, then = (_updates(path, s) for s in (before, flat(live_at(from_step))))
+        age = manifest.step - from_step if now is None or then is None else now - then
         if from_step < promise.from_step or not 0 <= age <= terms.max_age_steps:
             return f"{age} steps old, promised {terms.max_age_steps} from {promise.from_step}"
         if not np.isfinite(b[box]).all():
@@ -153,6 +161,12 @@ def _reused(
     return ""
 
 
+def _updates(path: str, leaves: Mapping[str, Any]) -> float | None:
+    """Return the updates of the optimizer of a moment, ``None`` if the state counts none."""
+    count = leaves.get(path.replace("exp_avg_sq", "step").replace("exp_avg", "step"))
+    return None if count is None else float(count)
+
+
 def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box: Any) -> Any:
     """Return the elements of a box of a first moment that are not those of a state.
 
@@ -160,7 +174,8 @@ def _other_than(live: Any, path: str, second: str, step: int, restored: Any, box
     octaves. Below 2^-60 and beside a second moment below 2^-126, they may be zero.
     """
     mean, variance = (np.asarray(flat(live)[p])[box].astype(np.float64) for p in (path, second))
-    allowed = MEAN_ERROR * SLACK * np.sqrt(variance / (1 - BETA2**step))
+    count = _updates(path, flat(live)) or step
+    allowed = MEAN_ERROR * SLACK * np.sqrt(variance / (1 - BETA2**count))
     is_clipped = (np.abs(restored[box]) < np.abs(mean)) & (_octaves(mean, restored[box]) <= 0.6)
     is_tiny = (restored[box] == 0) & (np.abs(mean) < 2.0**-60) & (variance < 2.0**-125)
     return ~((np.abs(restored[box] - mean) <= allowed) | is_clipped | is_tiny)

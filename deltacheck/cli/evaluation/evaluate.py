@@ -31,7 +31,13 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     ],
     policy: Annotated[
         str,
-        typer.Option(metavar="exact|auto", help="Policy of the checkpoints."),
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help=(
+                "Policy of the checkpoints: exact or auto, with arguments of its preset"
+                " (auto:moments=bounded)."
+            ),
+        ),
     ] = "exact",
     profile: Annotated[
         str | None,
@@ -46,8 +52,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
             min=3,
             metavar="N",
             help=(
-                "Steps of each run. Default: 40; 100 if the policy is not exact, because leaves"
-                " stay exact until the run is stable."
+                "Steps of each run. Default: 40; 100 if the policy is not exact, because moments"
+                " are not reused before the run is stable."
             ),
         ),
     ] = None,
@@ -122,18 +128,21 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     from deltacheck import __version__
     from deltacheck.evaluate import machine
     from deltacheck.evaluate.judge import judge
-    from deltacheck.evaluate.records import POLICIES, EvaluationPlan
+    from deltacheck.evaluate.records import EvaluationPlan
     from deltacheck.evaluate.run import evaluate as run
     from deltacheck.evaluate.run import show_progress
+    from deltacheck.policy.presets import policy_of
 
-    if policy not in POLICIES:
-        raise typer.BadParameter(f"--policy is one of {', '.join(POLICIES)}, not {policy!r}")
-    if profile is not None and policy != "auto":
+    try:
+        is_lossless = policy_of(policy).hidden is None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if profile is not None and is_lossless:
         raise typer.BadParameter("--profile goes with --policy auto")
     plan = EvaluationPlan(
         factory,
         policy,
-        steps or (40 if policy == "exact" else 100),
+        steps or (40 if is_lossless else 100),
         every,
         kills,
         seeds,

@@ -171,8 +171,14 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
             " apart): the steps after a restore are not compared in bits"
         )
     # Otherwise a run that never left the exact stage would look like a proof of the policy.
-    if evidence.plan.policy != "exact":
+    if not evidence.plan.is_lossless:
         lines.append(f"contracts tested at a restore: {', '.join(correctness.exercised) or 'none'}")
+        checks = [leaf for recovery in evidence.recoveries for leaf in recovery.inexact]
+        rates = [leaf.rate for leaf in checks if leaf.rate is not None]
+        lines.append(
+            f"errors in learning rates: {len(rates)}; the last update of the leaf shows its rate in"
+            f" {len(rates) - rates.count(0)} of them"
+        )
         if correctness.unexercised:
             lines.append(f"NOT tested: {', '.join(correctness.unexercised)}")
     return (

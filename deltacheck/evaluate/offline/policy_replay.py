@@ -165,6 +165,21 @@ def sizes_of(steps: Sequence[StepRecord]) -> Sizes:
     )
 
 
+def bytes_of_run(result: PolicyReplay, saves: int) -> float:
+    """Return the bytes that a policy writes in a run, the first saves included.
+
+    Args:
+        result: The replay of the beginning of the run.
+        saves: The number of saves of the run. Those beyond the replay are like its steady ones, or
+            like all but the first if there are none.
+    """
+    written = [step.written_bytes for step in result.steps[:saves]]
+    later = result.sizes.steady_bytes
+    if later is None:
+        later = fmean(step.written_bytes for step in result.steps[1:])
+    return sum(written) + (saves - len(written)) * later
+
+
 def _worst_of(steps: Sequence[StepRecord]) -> tuple[HeldLeaves, ...]:
     worst: dict[tuple[str, str, str], HeldLeaves] = {}
     for contract in (contract for step in steps for contract in step.held):

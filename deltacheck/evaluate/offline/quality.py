@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deltacheck.errors import StepNotFound
-from deltacheck.evaluate import snapshot
+from deltacheck.evaluate.comparison import snapshot
 from deltacheck.evaluate.offline.policy_replay import PolicyReplay, backend_of
 from deltacheck.evaluate.workload import (
     Factory,

@@ -95,9 +95,11 @@ class MomentCapture:
             assert decision.terms is not None
             promise = Promise(decision.terms, measured, from_step)
             group.save.promise(path, forms.rule(path), promise)
+        # What is bounded at every save has another unit, so it is never reused.
+        stored_pairs, name = group.save.run.stored_pairs, group.parameter.name
+        stored_pairs.pop(name, None)
         if may_reuse:
-            count = group.situation.step
-            group.save.run.stored_pairs[group.parameter.name] = StoredPair(group.save.step, count)
+            stored_pairs[name] = StoredPair(group.save.step, group.situation.step)
         # Old and new first moments have hardly anything in common.
         return {
             path: Coded(forms.spec(path), codes[path].view(np.uint8), bool(decision.of))

@@ -15,8 +15,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.evaluate.comparison.observed_rates import observed_rate
+from deltacheck.evaluate.comparison.snapshot import Array, Snapshot
 from deltacheck.evaluate.records import LeafCheck
-from deltacheck.evaluate.snapshot import Array, Snapshot
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.contracts import RANK, Bounded, Promise, Reused, name_of
 from deltacheck.policy import adam, roles
@@ -39,6 +40,8 @@ _DEFAULT_BETAS = (0.9, 0.999)  # of Adam, if the state does not hold them
 # An element of a reused pair is written alone if its second moment has drifted by an octave. The
 # code that the saver compares with, and the bias correction, err by at most 0.6 of it.
 _LEAST_DRIFT_OCTAVES = 0.4
+# Relative error of a learning rate that is observed: masters are rounded, and samples are finite.
+_RATE_ERROR = 0.1
 _MISSING = {True: "did not come back", False: "was not there when the step was saved"}
 
 
@@ -141,6 +144,45 @@ def check(
         problem = "" if equal else f"was {value}, came back as {restored_value}"
         checks.append(LeafCheck(path, "exact", problem))
     return tuple(checks)
+
+
+def with_rates(
+    checks: Sequence[LeafCheck],
+    promises: Mapping[str, Promise],
+    before: Snapshot,
+    live: Snapshot,
+) -> tuple[LeafCheck, ...]:
+    """Return checks with the learning rate that the last update of each leaf shows.
+
+    A leaf whose error is promised in learning rates must have moved at the rate that names give it,
+    now or at the step before, unless the unit of its contract is not larger.
+
+    Args:
+        checks: The result of ``check``.
+        promises: As for ``check``.
+        before: The state one training step before ``live``.
+        live: The state when it was saved.
+    """
+    rates_by_name = [learning_rates(state) for state in (before, live)]
+    results = []
+    for check in checks:
+        owner = live.ties.get(check.path, "")
+        promise = promises.get(owner)
+        if promise is None or not isinstance(promise.terms, Bounded) or promise.terms.norm != "lr":
+            results.append(check)
+            continue
+        rate = observed_rate(owner, before, live) or 0.0
+        expected = [rates.get(owner, 0.0) for rates in rates_by_name]
+        unit = promise.terms.rate or expected[-1]
+        is_expected = any(abs(rate - known) <= _RATE_ERROR * known for known in expected)
+        problem = (
+            f"its error is promised in learning rates of {unit:.4g}; its last update shows"
+            f" {rate:.4g}"
+            if rate and not is_expected and unit > rate * (1 + _RATE_ERROR)
+            else ""
+        )
+        results.append(replace(check, rate=rate, problem=check.problem or problem))
+    return tuple(results)
 
 
 def used_contracts(manifest: Manifest) -> set[str]:

@@ -1,0 +1,1 @@
+"""Comparison of a restored state with the live one that was saved."""
