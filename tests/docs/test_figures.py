@@ -70,7 +70,7 @@ def test_no_place_breaks_a_rule(name: str, figures: dict[str, Figure]) -> None:
         ("import-layers", 12),
         # The goal is 40,000. Lower it with each twin that goes; a new way replaces the old one.
         # `deltacheck run` took 1,000: those whom it serves have no code to put a callback into.
-        ("code-lines", 51_607),
+        ("code-lines", 50_419),
     ],
 )
 def test_a_count_stays_within_its_limit(name: str, most: int, figures: dict[str, Figure]) -> None:
@@ -100,7 +100,7 @@ def test_large_classes_have_a_reason(
 
 def test_concepts_stay_within_their_limits() -> None:
     """Each is one more thing to learn, and permanent once it is released."""
-    assert len(FEATURES) <= 8, FEATURES
+    assert len(FEATURES) <= 7, FEATURES
     assert len(RULES) <= 7, RULES
     assert len(inspect.signature(Engine).parameters) <= 26
 
