@@ -26,7 +26,7 @@ _GROUPS = 4
 # it, and it is due again after few saves, so keyframes take fewer bytes.
 _DENSE_SHARE = 0.5
 # A chain of groups may be this many times as long as another one. Larger: fewer keyframes, which
-# take as many bytes as eight predicted deltas; smaller: faster restores.
+# take as many bytes as three to eight predicted deltas; smaller: faster restores.
 _GROUP_CHAINS = 4
 # A merge also reads the leaf, which counts as writing this share of it. Larger: fewer merges, of
 # more deltas each; smaller: fewer bytes written.

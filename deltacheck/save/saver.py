@@ -292,16 +292,16 @@ class Saver:
 
     # --- chains -----------------------------------------------------------------------------------
 
-    def standing(self) -> tuple[int, int]:
-        """Return a pair that changes with every save and whenever the shadow changes otherwise."""
+    def next_number(self) -> int:
+        """Return the sequence number of the next save."""
         # A save that is planned behind the training loop gets its number there.
         if self.is_ours():  # a forked child has no such thread
             self._planned.wait()
-        return self._chains.standing()
+        return self._chains.next_number()
 
     def proposed_number(self) -> int:
         """Return the lowest sequence number that ranks may give to the next save of this saver."""
-        return self.standing()[1] + self.settings.numbers_of_save - 1
+        return self.next_number() + self.settings.numbers_of_save - 1
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least the sequence number that ranks have agreed on.

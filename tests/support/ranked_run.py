@@ -148,7 +148,7 @@ class RankedRun:
         skeleton = tree.flatten(_only(state, held), describe_numpy).skeleton
         state_held = self.held_state(rank, flat, held, skeleton, metrics or {})
         signals = saver.signals(step, state_held)
-        begun = joint.begin(step, saver.standing()[1], held, skeleton, False, signals)
+        begun = joint.begin(step, saver.next_number(), held, skeleton, False, signals)
         assert begun is not None
         sources = {}
         for spec, part in parts_of(flat, begun.tiles):

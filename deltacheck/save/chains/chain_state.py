@@ -87,14 +87,10 @@ class ChainState:
 
     # --- between saves ----------------------------------------------------------------------------
 
-    def standing(self) -> tuple[int, int]:
-        """Return the epoch and the next sequence number.
-
-        The pair changes with every save that begins, and whenever the shadow is dropped or
-        replaced.
-        """
+    def next_number(self) -> int:
+        """Return the sequence number of the next save."""
         with self._lock:
-            return self.epoch, self._numbers.next
+            return self._numbers.next
 
     def number_from(self, seq: int, spare_seq: int | None = None) -> None:
         """Give the next save at least this sequence number.

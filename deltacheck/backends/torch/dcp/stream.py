@@ -304,7 +304,7 @@ class RootStream:
         saver = self.follow()
         # All ranks write the segments of a save under one number.
         saver.number_from(task.seq)
-        if saver.standing()[1] != task.seq:
+        if saver.next_number() != task.seq:
             raise SaveFailed(
                 f"step {task.step} would be save {task.seq} of {self.path}, but this rank has"
                 " written later ones: the plan is not of this save. Start the run again from its"
