@@ -11,7 +11,7 @@ import numpy as np
 
 from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
-from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents, chunk_bytes
 
@@ -21,7 +21,7 @@ _ALONE_BYTES = 1 << 20
 # The largest block that small leaves share. Larger: fewer calls of the decoder and of the hash;
 # smaller: less memory that one kept leaf holds.
 _BLOCK_BYTES = 16 << 20
-# A copy of this size is one task of a thread, and no thread is started for fewer bytes in all.
+# Copies of about this size together are one task of a thread.
 _COPIED_BYTES = 4 << 20
 _COPY_THREADS = 4  # more would wait for the memory
 
@@ -153,12 +153,11 @@ def copy_all(copies: Sequence[tuple[U8, U8]]) -> None:
         for target, source in copies
         for begin in range(0, target.size, _COPIED_BYTES)
     ]
-    if sum(target.size for target, _ in copies) <= _COPIED_BYTES:
-        for target, source in pieces:
+
+    def copy(batch: Sequence[tuple[U8, U8]]) -> None:
+        for target, source in batch:
             np.copyto(target, source)
-        return
+
     with ThreadPoolExecutor(_COPY_THREADS) as pool:
-        # NumPy lets other threads run while it copies. `map` raises an error only when its result
-        # is taken.
-        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
-            pass
+        # NumPy lets other threads run while it copies.
+        list(pool.map(copy, batches(pieces, lambda piece: piece[0].size, _COPIED_BYTES)))

@@ -17,7 +17,7 @@ from deltacheck.errors import Damaged, DamagedStream
 from deltacheck.leaf import limits
 from deltacheck.restore.buffers import Block, Filling
 from deltacheck.store import segment as columns
-from deltacheck.store.files.arrays import Reading
+from deltacheck.store.files.arrays import NO_BYTES, Reading
 from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.segment import PartReader, load_tables
@@ -27,7 +27,6 @@ from deltacheck.store.segment import PartReader, load_tables
 # cache.
 _BATCH_BYTES = 8 << 20
 _BATCH_PARTS = 64
-_NOTHING = np.empty(0, np.uint8)
 
 
 class Deltas:
@@ -41,7 +40,7 @@ class Deltas:
         self._rows = _Rows(list(items.values()))
         self._batches = self._rows.batches()
         self._started: deque[_Batch] = deque()
-        self._start(_NOTHING)
+        self._start(NO_BYTES)
 
     def __enter__(self) -> Deltas:
         return self
@@ -56,7 +55,7 @@ class Deltas:
         Raises:
             Damaged: Rows or streams cannot be read, or do not follow the format; names the leaf.
         """
-        unused = _NOTHING
+        unused = NO_BYTES
         while self._started:
             limits.check_time()
             # Read while the batch before it is decoded.
@@ -137,11 +136,11 @@ class _Rows:
         # The empty tables stand for items without deltas: `concatenate` refuses an empty list.
         no_rows = np.zeros((0, len(columns.INDEX)), np.uint32)
         self.index = np.concatenate([no_rows, *(part.index for part in self._parts)])[rows]
-        ends = [part.table.offsets.sum(axis=1) for part in self._parts]
-        sizes = np.concatenate([np.zeros(0, np.uint64), *map(np.diff, ends)])[rows]
+        ends = [part.table.ends for part in self._parts]
+        sizes = np.concatenate([np.zeros(0, np.int64), *map(np.diff, ends)])[rows]
         self._place(sizes)
 
-    def _place(self, sizes: U64) -> None:
+    def _place(self, sizes: NDArray[np.int64]) -> None:
         """Find the memory of each row's chunk, and leave out rows of chunks that nobody wants."""
         local = self.index[:, columns.CHUNK].astype(np.int64)
         is_wanted = np.ones(local.size, np.bool_)
@@ -204,7 +203,7 @@ class _Rows:
         edges = [first, *(np.flatnonzero(changes) + first + 1).tolist(), stop]
         for begin, end in itertools.pairwise(edges):
             try:
-                self.start(begin, end, _NOTHING).reading.result()
+                self.start(begin, end, NO_BYTES).reading.result()
             except Damaged as error:
                 error.leaf = self.owner_of(begin)[1]
                 raise

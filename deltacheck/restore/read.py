@@ -19,14 +19,13 @@ from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import Deltas
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.files.arrays import Reading
+from deltacheck.store.files.arrays import NO_BYTES, Reading
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import KeyframeAt, LeafEntry
 from deltacheck.store.segment import Segment, load_tables
 
 _HASH_THREADS = 4
-_NOTHING = np.empty(0, np.uint8)
 
 
 def read_chunks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> dict[str, U8]:
@@ -261,7 +260,7 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
             read, storage, np.array(begins, np.uint64), np.array(sizes, np.uint64), outs
         )
     size = sum(item.data.size for item in items.values())
-    Reading(read, place, _NOTHING, size).result()
+    Reading(read, place, NO_BYTES, size).result()
 
 
 def _boxes(item: Filling) -> Iterator[tuple[tuple[slice, ...], int, int]]:

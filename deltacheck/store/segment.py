@@ -487,7 +487,7 @@ class Segment:
         return specs
 
 
-def load_tables(requests: Iterable[tuple[Segment, Iterable[int]]], *, digests: bool) -> None:
+def load_tables(requests: Sequence[tuple[Segment, Iterable[int]]], *, digests: bool) -> None:
     """Read the indexes of some parts of segments, and the chunk digests of the segments if asked.
 
     All that was not read yet is read by one call.
@@ -496,9 +496,8 @@ def load_tables(requests: Iterable[tuple[Segment, Iterable[int]]], *, digests: b
         Damaged: A table cannot be read, or a row of an index describes no chunk: sizes are
             computed from all rows.
     """
-    pairs = [(segment, tuple(numbers)) for segment, numbers in requests]
-    parts = [segment.part(number) for segment, numbers in pairs for number in numbers]
-    _load([segment for segment, _ in pairs if digests], parts)
+    parts = [segment.part(number) for segment, numbers in requests for number in numbers]
+    _load([segment for segment, _ in requests if digests], parts)
 
 
 def _load(segments: Sequence[Segment], parts: Sequence[PartReader]) -> None:
@@ -523,8 +522,12 @@ def _load(segments: Sequence[Segment], parts: Sequence[PartReader]) -> None:
     _check_indexes(parts, ends, index)
     offsets = np.zeros((ends[-1] + 1, len(STREAMS)), np.uint64)
     np.cumsum(_stream_size_table(index), axis=0, out=offsets[1:])
+    totals = offsets.sum(axis=1)
     for part, begin, end in zip(parts, ends, ends[1:], strict=False):
-        table = _PartTable(index[begin:end], offsets[begin : end + 1] - offsets[begin])
+        of_part = slice(begin, end + 1)
+        table = _PartTable(
+            index[begin:end], offsets[of_part] - offsets[begin], totals[of_part].tolist()
+        )
         part.check_lengths(table.offsets[-1])
         part.stored_table = table
 
@@ -577,10 +580,12 @@ class _PartTable(NamedTuple):
         rows: uint32 ``(rows, 8)``, with the columns ``INDEX``.
         offsets: The offsets of the rows' bytes in each of ``STREAMS``, uint64
             ``(rows + 1, streams)``.
+        ends: Bytes of all streams before each row and after the last one.
     """
 
     rows: U32
     offsets: U64
+    ends: list[int]
 
 
 class PartReader:
@@ -642,7 +647,7 @@ class PartReader:
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
-        return int(self.table.offsets[stop].sum() - self.table.offsets[first].sum())
+        return self.table.ends[stop] - self.table.ends[first]
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
         """Add the streams of ranges of rows to a joined read.

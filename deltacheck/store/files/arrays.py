@@ -40,7 +40,7 @@ Attributes = Mapping[str, Any]
 STREAM_CHUNK_BYTES = 1 << 20
 # Of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h.
 _SCRATCH_BYTES = 4 << 20
-_NOTHING = np.empty(0, np.uint8)
+NO_BYTES = np.empty(0, np.uint8)
 
 
 class Pending(Protocol):
@@ -456,7 +456,7 @@ class Reading:
     ) -> None:
         self._values = values
         self._patience = storage_of(path).patience(read.size if size is None else size)
-        self._tasks = read.start(values if read.size else _NOTHING)
+        self._tasks = read.start(values if read.size else NO_BYTES)
 
     def result(self) -> NDArray[Any]:
         """Return the values. Raises ``Damaged``, or ``StorageTimeout``."""
