@@ -390,16 +390,17 @@ class Encoder:
                 stored += sink.tell() or sink.seek(0, os.SEEK_END)
                 self.encode_seconds += process_time() - start
                 start = process_time()
-                refusal = _native.read_array_file(
+                source = (
                     sink.fileno(),
                     spec.chunk[0],
                     per_file // spec.chunk[0],
                     spec.shard is not None,
                     spec.codec,
-                    0,
-                    out[number * per_file : (number + 1) * per_file],
                 )
-                assert not refusal, refusal
+                target = out[number * per_file : (number + 1) * per_file]
+                pieces = np.array([[0, 0, target.size, 0, 0]], np.uint64)
+                refusal = _native.read_array_files([source], pieces, [target])
+                assert refusal is None, refusal
                 self.decode_seconds += process_time() - start
                 start = process_time()
         return stored

@@ -32,7 +32,7 @@ from deltacheck.store.roots.opening import open_root
 _PHASES: dict[str, tuple[Any, str]] = {
     "tables": (fill, "resolve_leaves"),
     "keyframes": (read, "_read_keyframes"),
-    "read deltas": (JoinedRead, "read"),
+    "read deltas": (deltas, "Reading"),
     "decode deltas": (deltas, "_decode"),
     "digests": (read, "_verify"),
     "copy": (leaves, "copy_all"),

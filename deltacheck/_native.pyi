@@ -147,19 +147,10 @@ def write_stream_file(
     level: int,
     number: int,
 ) -> int: ...
-def read_array_file(
-    descriptor: int,
-    chunk_bytes: int,
-    chunks_per_file: int,
-    sharded: bool,
-    codec: str,
-    begin: int,
-    out: NDArray[np.uint8],
-) -> str: ...
 def read_array_files(
     files: list[tuple[int, int, int, bool, str]],
     pieces: NDArray[np.uint64],
-    out: NDArray[np.uint8],
+    blocks: list[NDArray[np.uint8]],
 ) -> tuple[int, str] | None: ...
 def crc32c(data: NDArray[np.uint8], by_table: bool) -> int: ...
 def registrations() -> list[tuple[str, Any, str]]: ...

@@ -37,7 +37,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 11;
+constexpr int kInterface = 12;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -216,9 +216,6 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
 constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
     {"store", ChunkCodec::kStore}, {"stream", ChunkCodec::kZstd}, {"values", ChunkCodec::kBlosc}};
 
-// Returns the codecs that this build can decode; store/files/native_files.py leaves the others to
-// TensorStore.
-
 // A file as Python passes it: descriptor, chunk bytes, chunks per file, sharded, codec.
 using FileArguments = std::tuple<int, uint64_t, uint64_t, bool, std::string>;
 
@@ -245,33 +242,28 @@ void check_piece(const SourceFile& file, uint64_t begin, uint64_t size) {
     throw std::invalid_argument("the file does not hold as many bytes from there on");
 }
 
-std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
-                      const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
-  const SourceFile file = source_of({descriptor, chunk_bytes, chunks_per_file, sharded, codec});
-  check_piece(file, begin, out.size());
-  const Piece piece{0, begin, out.size(), out.data()};
-  nb::gil_scoped_release released;
-  return read_pieces({file}, {piece}).why;
-}
+using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 
-using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
-
-std::optional<std::pair<uint64_t, std::string>> read_files(const std::vector<FileArguments>& files,
-                                                           const PieceRows& rows,
-                                                           const Array<uint8_t>& out) {
+std::optional<std::pair<uint64_t, std::string>> read_files(
+    const std::vector<FileArguments>& files, const PieceRows& rows,
+    const std::vector<Array<uint8_t>>& blocks) {
   std::vector<SourceFile> sources;
   for (const FileArguments& file : files) sources.push_back(source_of(file));
   std::vector<Piece> pieces;
-  uint64_t filled = 0;
+  uint64_t block_before = 0, filled = 0;
   for (size_t i = 0; i < rows.shape(0); ++i) {
-    const uint64_t *row = rows.data() + 4 * i, file = row[0], size = row[2], at = row[3];
+    const uint64_t *row = rows.data() + 5 * i, file = row[0], size = row[2], block = row[3],
+                   at = row[4];
     if (file >= sources.size()) throw std::invalid_argument("a piece names no file");
     check_piece(sources[file], row[1], size);
+    if (block != block_before) filled = 0;
     // Ascending, so that no two threads write to the same memory.
-    if (at < filled || at > out.size() || size > out.size() - at)
+    if (block < block_before || block >= blocks.size() || at < filled ||
+        at > blocks[block].size() || size > blocks[block].size() - at)
       throw std::invalid_argument("pieces must ascend in the memory, and end inside it");
+    block_before = block;
     filled = at + size;
-    pieces.push_back({file, row[1], size, out.data() + at});
+    pieces.push_back({file, row[1], size, blocks[block].data() + at});
   }
   ReadRefusal refusal;
   {
@@ -628,14 +620,12 @@ NB_MODULE(_native, m) {
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
         nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),
         nb::arg("number"), "Return 0, or the errno of the write that failed.");
-  m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"),
-        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"),
-        nb::arg("out").noconvert(), "Return '', or the damage of the file.");
   m.def("read_array_files", read_files, nb::arg("files"), nb::arg("pieces").noconvert(),
-        nb::arg("out").noconvert(),
-        "Read pieces of several files. files: the first five arguments of read_array_file. pieces: "
-        "number of the file, first byte, size, offset in out, which ascends. Return None, or the "
-        "number of a damaged file and its damage.");
+        nb::arg("blocks").noconvert(),
+        "Read pieces of several files. files: descriptor, bytes of a chunk, chunks of a file, "
+        "whether an index ends it, codec. pieces: number of the file, first byte, size, block, "
+        "offset in it; ascending by the last two. Return None, or the number of a damaged file "
+        "and its damage.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {

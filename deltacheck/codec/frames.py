@@ -57,7 +57,9 @@ def decompress(frame: U8, size: int) -> U8:
         file.write(contiguous.data)
         file.write(native.crc32c(contiguous, False).to_bytes(_CRC_BYTES, "little"))
         file.flush()
-        refusal = native.read_array_file(file.fileno(), size, 1, False, "stream", 0, out)
-    if refusal:
-        raise DamagedStream(f"a frame of zstd is damaged: {refusal}")
+        pieces = np.array([[0, 0, size, 0, 0]], np.uint64)
+        source = (file.fileno(), size, 1, False, "stream")
+        refusal = native.read_array_files([source], pieces, [out])
+    if refusal is not None:
+        raise DamagedStream(f"a frame of zstd is damaged: {refusal[1]}")
     return out

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
-from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents, chunk_bytes
 
@@ -22,10 +21,7 @@ _ALONE_BYTES = 1 << 20
 # The largest block that small leaves share. Larger: fewer calls of the decoder and of the hash;
 # smaller: less memory that one kept leaf holds.
 _BLOCK_BYTES = 16 << 20
-# Bytes of reads that are started before the decoder needs them. Larger: more reads overlap, but
-# more memory beside the result.
-_AHEAD_BYTES = 32 << 20
-# A copy of this size is one task of a thread, and no thread is started for fewer bytes in all.
+# Copies of about this size together are one task of a thread.
 _COPIED_BYTES = 4 << 20
 _COPY_THREADS = 4  # more would wait for the memory
 
@@ -133,13 +129,17 @@ def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
     return words if len(chunks) == spec.chunk_count else words[chunks]
 
 
-def chosen_bytes(item: Filling, leaf_bytes: U8) -> U8:
-    """Return the bytes of the requested chunks, taken from the bytes of the whole leaf."""
+def extents_of(item: Filling) -> list[tuple[int, int, int]]:
+    """Return the byte ranges of a leaf that an item has, and the offset of each in its memory."""
+    spec = item.chain.spec
     # The common case needs no list of extents, which is long for a large leaf.
     if item.is_whole:
-        return leaf_bytes
-    extents = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
-    return np.concatenate([leaf_bytes[slice(*extents[chunk])] for chunk in item.chunks])
+        return [(0, spec.raw_bytes, 0)]
+    of_leaf = byte_extents(spec, range(spec.chunk_count))
+    of_item = byte_extents(spec, item.chunks)
+    return [
+        (*of_leaf[chunk], begin) for chunk, (begin, _) in zip(item.chunks, of_item, strict=True)
+    ]
 
 
 def copy_all(copies: Sequence[tuple[U8, U8]]) -> None:
@@ -153,51 +153,11 @@ def copy_all(copies: Sequence[tuple[U8, U8]]) -> None:
         for target, source in copies
         for begin in range(0, target.size, _COPIED_BYTES)
     ]
-    if sum(target.size for target, _ in copies) <= _COPIED_BYTES:
-        for target, source in pieces:
+
+    def copy(batch: Sequence[tuple[U8, U8]]) -> None:
+        for target, source in batch:
             np.copyto(target, source)
-        return
+
     with ThreadPoolExecutor(_COPY_THREADS) as pool:
-        # NumPy lets other threads run while it copies. `map` raises an error only when its result
-        # is taken.
-        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
-            pass
-
-
-class _Read(Protocol):
-    """A read that knows its size."""
-
-    @property
-    def size(self) -> int:
-        """Return the bytes that it will hold."""
-
-
-_ReadT = TypeVar("_ReadT", bound=_Read)
-_Started = TypeVar("_Started")
-
-
-def start_ahead(
-    reads: Sequence[_ReadT], start: Callable[[_ReadT], _Started]
-) -> Iterator[tuple[_ReadT, _Started]]:
-    """Yield each read with the result of ``start``, and start the following ones in advance.
-
-    The disk then works while the decoder does. At least one read is ahead, and as many more as
-    ``_AHEAD_BYTES`` allows.
-    """
-    pending: deque[tuple[_ReadT, _Started, int]] = deque()
-    started_bytes = following = 0
-    while following < len(reads) or pending:
-        while following < len(reads) and (
-            # Two at least: the read that is yielded, and one that goes on meanwhile even if it is
-            # larger than the limit.
-            len(pending) < 2 or started_bytes + reads[following].size <= _AHEAD_BYTES
-        ):
-            read = reads[following]
-            pending.append((read, start(read), read.size))
-            started_bytes += read.size
-            following += 1
-        read, handle, size = pending.popleft()
-        yield read, handle
-        # Counted until now, since the caller has used the memory of this read while the generator
-        # stood.
-        started_bytes -= size
+        # NumPy lets other threads run while it copies.
+        list(pool.map(copy, batches(pieces, lambda piece: piece[0].size, _COPIED_BYTES)))

@@ -7,12 +7,12 @@ manifest -> digest of each segment's table -> digest of each leaf -> digests of 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltacheck.codec.base import U8, U64
 from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
@@ -34,9 +34,10 @@ from deltacheck.restore.content import (
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
+from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.roots.root import Root, open_segments
-from deltacheck.store.segment import Segment, entries_by_path
+from deltacheck.store.segment import Segment, entries_by_path, load_tables
 
 # Memory that a step takes beside its content: for each chunk of a leaf (digests, bounds, numbers),
 # for each digest and for each index row of a segment.
@@ -336,76 +337,80 @@ def _expected_digests(
     counts = np.array([link.spec.chunk_count for link in links], np.int64)
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     digests = np.zeros((int(bases[-1]), 2), np.uint64)
-    # For each segment: leaf, row of its first digest, number of chunks.
-    keys: list[list[tuple[int, int, int]]] = [[] for _ in segments]
-    # For each segment and part: leaf, row of its first digest, first row and rows in the part.
-    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [{} for _ in segments]
-    encoded_keys: list[list[int]] = [[] for _ in segments]
+    by_leaf = [digests[begin:end] for begin, end in itertools.pairwise(bases.tolist())]
+    # For each keyframe in an array: segment, leaf, row of its first digest, number of chunks.
+    keys: list[tuple[int, int, int, int]] = []
+    # For each run: segment, part, leaf, row of its first digest, first row and rows in the part.
+    runs: list[tuple[int, int, int, int, int, int]] = []
+    # A delta may leave out chunks, but an encoded keyframe must have a row for each of them.
+    # Nothing else gives a chunk without a row its content.
+    is_covered = np.ones(digests.shape[0], np.bool_)
+    encoded_runs = []
     for leaf, (spec, _, entries) in enumerate(links):
         for number, entry in entries:
+            row = entry.digests
             if entry.key is not None:
-                keys[number].append((leaf, entry.digests, spec.chunk_count))
+                keys.append((number, leaf, row, spec.chunk_count))
                 continue
             if entry.is_whole:
-                encoded_keys[number].append(leaf)
-            row = entry.digests
+                is_covered[bases[leaf] : bases[leaf + 1]] = False
             for part, first, count in entry.delta:
-                rows[number].setdefault(part, []).append((leaf, row, first, count))
+                if entry.is_whole:
+                    encoded_runs.append(len(runs))
+                runs.append((number, part, leaf, row, first, count))
                 row += count
-    # All reads begin before the first result is awaited, so that they overlap.
-    for number, segment in enumerate(segments):
-        has_digests = with_digests and bool(keys[number] or rows[number])
-        segment.start_tables(rows[number], digests=has_digests)
-    for number, segment in enumerate(segments):
-        for leaf, row, count in keys[number] if with_digests else ():
-            digests[bases[leaf] : bases[leaf + 1]] = segment.digests[row : row + count]
-        # A delta may leave out chunks, but an encoded keyframe must have a row for each of them.
-        # Nothing else gives a chunk without a row its content.
-        covered = np.zeros(digests.shape[0] if encoded_keys[number] else 0, np.bool_)
-        for part, runs in rows[number].items():
-            leaf_of, row_of, first_of, count_of = np.array(runs, np.int64).T
-            owners = np.repeat(leaf_of, count_of)
-            chunks = (
-                segment.part(part)
-                .index[_ranges(first_of, count_of), columns.CHUNK]
-                .astype(np.int64)
-            )
-            # All leaves share `digests`: a chunk number that is too large would replace a digest of
-            # another leaf.
-            beyond = np.flatnonzero(chunks >= counts[owners])
-            if beyond.size:
-                spec = links[owners[beyond[0]]].spec
-                raise Damaged(
-                    f"segment {segment.id}: leaf {spec.path!r} has a row beyond its"
-                    f" {spec.chunk_count} chunks",
-                    file=segment.path / layout.DELTA / str(part) / "index",
-                    leaf=spec.path,
-                )
-            # Segments ascend, so the digest of a later delta replaces that of an earlier one.
-            if with_digests:
-                digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
-            if covered.size:
-                covered[bases[owners] + chunks] = True
-        for leaf in encoded_keys[number]:
-            missing = np.flatnonzero(~covered[bases[leaf] : bases[leaf + 1]])
-            if missing.size:
-                path = links[leaf].spec.path
-                message = (
-                    f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0])}"
-                )
-                raise Damaged(message, file=segment.path / layout.DELTA, leaf=path)
-    return [digests[bases[leaf] : bases[leaf + 1]] for leaf in range(len(links))]
-
-
-def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of several ranges, one range after the other, as one array.
-
-    Args:
-        first: The first number of each range.
-        count: The length of each range.
-    """
-    ends = np.cumsum(count)
-    numbers: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) + np.repeat(
-        first - (ends - count), count
+    numbers_of: dict[int, set[int]] = {number: set() for number, *_ in keys}
+    for number, part, *_ in runs:
+        numbers_of.setdefault(number, set()).add(part)
+    load_tables(
+        [(segments[number], sorted(parts)) for number, parts in sorted(numbers_of.items())],
+        digests=with_digests,
     )
-    return numbers
+    # A keyframe comes before the deltas to it, so they replace its digests.
+    for number, leaf, row, count in keys if with_digests else ():
+        digests[bases[leaf] : bases[leaf + 1]] = segments[number].digests[row : row + count]
+    if not runs:
+        return by_leaf
+    # Segments ascend, so the digest of a later delta replaces that of an earlier one.
+    table = np.array(runs, np.int64)
+    order = np.argsort(table[:, 0], kind="stable")
+    number_of, part_of, leaf_of, row_of, first_of, count_of = table[order].T
+    parts = sorted({(number, part) for number, part, *_ in runs})
+    indexes = [segments[number].part(part).index[:, columns.CHUNK] for number, part in parts]
+    starts = dict(zip(parts, np.cumsum([0, *map(len, indexes)]).tolist(), strict=False))
+    begins = [starts[key] for key in zip(number_of.tolist(), part_of.tolist(), strict=True)]
+    owners = np.repeat(leaf_of, count_of)
+    chunks = np.concatenate(indexes)[ranges(begins + first_of, count_of)].astype(np.int64)
+    # All leaves share `digests`: a chunk number that is too large would replace a digest of another
+    # leaf.
+    beyond = np.flatnonzero(chunks >= counts[owners])
+    if beyond.size:
+        run = int(np.searchsorted(np.cumsum(count_of), beyond[0], "right"))
+        spec, segment = links[leaf_of[run]].spec, segments[number_of[run]]
+        raise Damaged(
+            f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count}"
+            " chunks",
+            file=segment.path / layout.DELTA / str(part_of[run]) / "index",
+            leaf=spec.path,
+        )
+    positions = bases[owners] + chunks
+    if with_digests:
+        of_segments = [segments[number].digests for number in sorted(numbers_of)]
+        first_digest = np.zeros(len(segments), np.int64)
+        first_digest[sorted(numbers_of)] = np.cumsum([0, *map(len, of_segments)])[:-1]
+        rows = ranges(first_digest[number_of] + row_of, count_of)
+        digests[positions] = np.concatenate(of_segments)[rows]
+    is_encoded = np.isin(order, encoded_runs)
+    is_covered[positions[np.repeat(is_encoded, count_of)]] = True
+    missing = np.flatnonzero(~is_covered)
+    if missing.size:
+        leaf = int(np.searchsorted(bases, missing[0], "right")) - 1
+        (number, _), *_ = links[leaf].entries
+        path = links[leaf].spec.path
+        raise Damaged(
+            f"segment {segments[number].id}: leaf {path!r} has no row for chunk"
+            f" {int(missing[0] - bases[leaf])}",
+            file=segments[number].path / layout.DELTA,
+            leaf=path,
+        )
+    return by_leaf

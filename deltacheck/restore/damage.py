@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, UnsupportedFormat
+from deltacheck.errors import (
+    Damaged,
+    DeltacheckError,
+    StepNotFound,
+    StorageFailed,
+    UnsupportedFormat,
+)
 from deltacheck.leaf import tiles
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
@@ -45,6 +51,9 @@ def named(root: Root, manifest: Manifest) -> Iterator[None]:
         # collector runs.
         traceback.clear_frames(error.__traceback__)
         raise named_error from error
+    except StorageFailed as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:

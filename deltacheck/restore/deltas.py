@@ -1,12 +1,14 @@
-"""Apply the deltas of leaves: read their rows part by part and decode them."""
+"""Apply the deltas of leaves: read their rows and streams, and decode them."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U32, U64
@@ -14,31 +16,17 @@ from deltacheck.codec.extension import native
 from deltacheck.errors import Damaged, DamagedStream
 from deltacheck.leaf import limits
 from deltacheck.restore.buffers import Block, Filling
-from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.files.arrays import Reading, start_joined
+from deltacheck.store.files.arrays import NO_BYTES, Reading
+from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.files.native_files import JoinedRead
-from deltacheck.store.files.storage import Place
-from deltacheck.store.segment import PartReader, Segment
+from deltacheck.store.segment import PartReader, load_tables
 
-# Streams that are decoded together, and the files that are then open at the same time. Larger: more
-# work for all threads at a time; smaller: less memory, of which more stays in the cache.
-_BATCH_BYTES = 32 << 20
-# A read of few leaves, such as a part of a merge beside the training, takes less memory.
-_LEAST_BATCH_BYTES = 8 << 20
-_BATCH_FILES = 256
-
-
-class _Run(NamedTuple):
-    """Rows ``first`` to ``stop`` of a part, which belong to one leaf."""
-
-    item: Filling
-    first: int
-    stop: int
-
-
-# Runs of a part, ascending.
-_PartRuns: TypeAlias = "tuple[Segment, int, list[_Run]]"
+# Streams that are decoded together, and the parts whose files are then open at the same time.
+# Larger: more work for all threads at a time; smaller: less memory, of which more stays in the
+# cache.
+_BATCH_BYTES = 8 << 20
+_BATCH_PARTS = 64
 
 
 class Deltas:
@@ -49,12 +37,10 @@ class Deltas:
     """
 
     def __init__(self, items: Mapping[str, Filling]) -> None:
-        self._items = items
-        raw_bytes = sum(item.data.size for item in items.values())
-        batch_bytes = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, raw_bytes))
-        self._batches = _batches(_parts_of(items.values()), batch_bytes)
+        self._rows = _Rows(list(items.values()))
+        self._batches = self._rows.batches()
         self._started: deque[_Batch] = deque()
-        self._start(np.empty(0, np.uint8))
+        self._start(NO_BYTES)
 
     def __enter__(self) -> Deltas:
         return self
@@ -69,8 +55,7 @@ class Deltas:
         Raises:
             Damaged: Rows or streams cannot be read, or do not follow the format; names the leaf.
         """
-        memory_map = _MemoryMap.of(self._items.values())
-        unused = np.empty(0, np.uint8)
+        unused = NO_BYTES
         while self._started:
             limits.check_time()
             # Read while the batch before it is decoded.
@@ -82,235 +67,206 @@ class Deltas:
                 # Its traceback leads to this frame, and such a cycle keeps files open for the
                 # collector.
                 error.with_traceback(None)
-                _name_leaf(batch.parts)
+                self._rows.name_leaf(batch.first, batch.stop)
                 raise
-            _decode(batch.parts, batch.offsets, streams, memory_map)
+            _decode(self._rows, batch, streams)
             unused = batch.memory
 
     def _start(self, memory: U8) -> None:
         """Begin to read the next batch, if there is one."""
-        if (parts := next(self._batches, None)) is not None:
-            self._started.append(_start_batch(parts, memory))
-
-
-def _parts_of(items: Iterable[Filling]) -> list[_PartRuns]:
-    """Return the runs of leaves by part, in the order in which they are applied."""
-    by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
-    for item in items:
-        is_whole = item.is_whole
-        for segment, entry in item.chain.encoded:
-            for part, first, rows in entry.delta:
-                runs = by_part.setdefault((segment.id, part), (segment, []))[1]
-                if is_whole:
-                    runs.append(_Run(item, first, first + rows))
-                else:
-                    row_ranges = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
-                    runs += [_Run(item, begin, end) for begin, end in row_ranges]
-    # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
-    return [
-        (segment, part, sorted(runs, key=lambda run: run.first))
-        for (_, part), (segment, runs) in sorted(by_part.items(), key=lambda item: item[0])
-    ]
+        if (batch := next(self._batches, None)) is not None:
+            self._started.append(self._rows.start(*batch, memory))
 
 
 class _Batch(NamedTuple):
-    """Runs of parts whose streams are being read into ``memory``."""
+    """Rows ``first`` to ``stop`` of all rows, whose streams are being read into ``memory``."""
 
-    parts: list[_PartRuns]
+    first: int
+    stop: int
     offsets: U64
     memory: U8
     reading: Reading
 
 
-def _start_batch(parts: list[_PartRuns], memory: U8) -> _Batch:
-    """Begin to read a batch, into ``memory`` if it is large enough."""
-    read = JoinedRead(parts[0][0].path)
-    offsets = [_join(segment.part(part), runs, read) for segment, part, runs in parts]
-    # Fresh pages take as long as decoding into them, so batches share memory.
-    if memory.size < read.size:
-        memory = host_memory.empty(read.size)
-    reading = start_joined(read, memory[: read.size], parts[0][0].path)
-    return _Batch(parts, np.concatenate(offsets), memory, reading)
-
-
-def _batches(parts: Sequence[_PartRuns], batch_bytes: int) -> Iterator[list[_PartRuns]]:
-    """Group the runs of parts into batches of about ``batch_bytes`` of streams."""
-    batch: list[_PartRuns] = []
-    size = files = 0
-    for segment, number, runs in parts:
-        part = segment.part(number)
-        if batch and files + part.file_count > _BATCH_FILES:
-            yield batch
-            batch, size, files = [], 0, 0
-        files += part.file_count
-        part_runs: list[_Run] = []
-        for item, begin, stop in runs:
-            first = begin
-            while first < stop:
-                end = part.row_within(first, stop, batch_bytes - size)
-                if end == first and not (part_runs or batch):
-                    end += 1  # a single row may be larger than a batch
-                if end > first:
-                    part_runs.append(_Run(item, first, end))
-                    size += part.stream_bytes(first, end)
-                    first = end
-                if first < stop:
-                    yield [*batch, (segment, number, part_runs)] if part_runs else batch
-                    batch, part_runs, size, files = [], [], 0, part.file_count
-        if part_runs:
-            batch.append((segment, number, part_runs))
-    if batch:
-        yield batch
-
-
-def _join(part: PartReader, runs: Sequence[_Run], read: JoinedRead) -> U64:
-    """Add the streams of some runs to a joined read; return the offsets of their rows."""
-    stretches = np.array(_stretches(runs), np.int64)
-    return part.join(read, stretches[:, 0], stretches[:, 1])
-
-
-class _MemoryMap(NamedTuple):
-    """The chunks of all blocks, numbered in the order of blocks and of their memory.
+class _Rows:
+    """All rows to apply, in the order in which they are applied.
 
     Attributes:
+        index: Their rows of the indexes of their parts.
+        chunks: The number of each row's chunk among all chunks of the memory.
+        targets: For each row its block, first byte, words, and bytes of a word.
         blocks: The memory of the blocks.
-        first: The number of the first chunk of each item, by the item's path.
-        targets: For each chunk its block, first byte, words, and bytes of a word.
+        is_inside: False for a row whose chunk its leaf does not have.
     """
 
-    blocks: list[U8]
-    first: dict[str, int]
+    index: U32
+    chunks: NDArray[np.int64]
     targets: U64
+    blocks: list[U8]
+    is_inside: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, items: Iterable[Filling]) -> _MemoryMap:
-        """Number the chunks of some items."""
-        blocks: dict[int, tuple[int, int, Block]] = {}
-        first: dict[str, int] = {}
-        chunks = 0
-        targets = []
-        for item in items:
-            block = item.block
-            if id(block) not in blocks:
-                blocks[id(block)] = (len(blocks), chunks, block)
-                bounds, width = block.bounds, np.uint64(block.word_bytes)
-                table = np.empty((bounds.size - 1, 4), np.uint64)
-                table[:, 0] = len(blocks) - 1
-                table[:, 1] = bounds[:-1] * width
-                table[:, 2] = np.diff(bounds)
-                table[:, 3] = width
-                targets.append(table)
-                chunks += table.shape[0]
-            first[item.chain.spec.path] = blocks[id(block)][1] + item.first
-        empty = np.zeros((0, 4), np.uint64)
-        return cls(
-            [block.data for _, _, block in blocks.values()],
-            first,
-            np.concatenate([empty, *targets]),
+    def __init__(self, items: list[Filling]) -> None:
+        self._items = items
+        # For each run of rows of a part that belongs to an item: part, item, first row, rows.
+        runs: list[tuple[int, int, int, int]] = []
+        parts_of = {
+            (segment.id, number): segment
+            for item in items
+            for segment, entry in item.chain.encoded
+            for number, _, _ in entry.delta
+        }
+        # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
+        order = sorted(parts_of)
+        numbers = {key: position for position, key in enumerate(order)}
+        load_tables([(parts_of[key], (key[1],)) for key in order], digests=False)
+        self._parts: list[PartReader] = [parts_of[key].part(key[1]) for key in order]
+        for position, item in enumerate(items):
+            runs += [
+                (numbers[segment.id, part], position, first, rows)
+                for segment, entry in item.chain.encoded
+                for part, first, rows in entry.delta
+            ]
+        runs.sort(key=lambda run: (run[0], run[2]))
+        part_of, item_of, first_of, count_of = np.array(runs, np.int64).reshape(-1, 4).T
+        self._part = np.repeat(part_of, count_of)
+        self._item = np.repeat(item_of, count_of)
+        self._row = ranges(first_of, count_of)  # of its part
+        bases = np.cumsum([0, *(part.rows for part in self._parts)])
+        rows = self._row + bases[self._part]
+        # The empty tables stand for items without deltas: `concatenate` refuses an empty list.
+        no_rows = np.zeros((0, len(columns.INDEX)), np.uint32)
+        self.index = np.concatenate([no_rows, *(part.index for part in self._parts)])[rows]
+        ends = [part.table.ends for part in self._parts]
+        sizes = np.concatenate([np.zeros(0, np.int64), *map(np.diff, ends)])[rows]
+        self._place(sizes)
+
+    def _place(self, sizes: NDArray[np.int64]) -> None:
+        """Find the memory of each row's chunk, and leave out rows of chunks that nobody wants."""
+        local = self.index[:, columns.CHUNK].astype(np.int64)
+        is_wanted = np.ones(local.size, np.bool_)
+        for number, item in enumerate(self._items):
+            if not item.is_whole:
+                # Only some chunks are in memory, so the number of a chunk becomes its position.
+                rows = np.flatnonzero(self._item == number)
+                chunks = np.array(item.chunks, np.int64)
+                is_wanted[rows] = np.isin(local[rows], chunks)
+                local[rows] = np.searchsorted(chunks, local[rows])
+        self._part, self._item, self._row = (
+            column[is_wanted] for column in (self._part, self._item, self._row)
         )
+        self.index, local = self.index[is_wanted], local[is_wanted]
+        self._ends = np.cumsum(sizes[is_wanted])
+        self.blocks, first, targets = _numbered(self._items)
+        counts = np.array([len(item.chunks) for item in self._items], np.int64)
+        self.is_inside = local < counts[self._item]
+        self.chunks = np.where(self.is_inside, local, 0) + first[self._item]
+        self.targets = targets[self.chunks]
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of rows whose streams have about ``_BATCH_BYTES``."""
+        first, count = 0, self._row.size
+        while first < count:
+            before = int(self._ends[first - 1]) if first else 0
+            # A single row may be larger than a batch.
+            stop = max(first + 1, int(np.searchsorted(self._ends, before + _BATCH_BYTES, "right")))
+            last_part = self._part[first] + _BATCH_PARTS
+            stop = min(stop, int(np.searchsorted(self._part, last_part, "left")))
+            yield first, stop
+            first = stop
+
+    def start(self, first: int, stop: int, memory: U8) -> _Batch:
+        """Begin to read the streams of some rows, into ``memory`` if it is large enough."""
+        part, row = self._part[first:stop], self._row[first:stop]
+        place = self._parts[part[0]].path
+        read = JoinedRead(place)
+        # Neighbouring rows of a part are one range.
+        begins = np.flatnonzero(np.append(True, (np.diff(part) != 0) | (np.diff(row) != 1)))
+        ends = np.append(begins[1:], row.size)
+        offsets = [
+            self._parts[number].join(read, row[begins[ranged]], row[ends[ranged] - 1] + 1)
+            for number in np.unique(part).tolist()
+            for ranged in [part[begins] == number]
+        ]
+        # Fresh pages take as long as decoding into them, so batches share memory.
+        if memory.size < read.size:
+            memory = host_memory.empty(read.size)
+        reading = Reading(read, place, memory[: read.size])
+        return _Batch(first, stop, np.concatenate(offsets), memory, reading)
+
+    def owner_of(self, row: int) -> tuple[PartReader, str]:
+        """Return the part and the leaf of a row."""
+        return self._parts[self._part[row]], self._items[self._item[row]].chain.spec.path
+
+    def name_leaf(self, first: int, stop: int) -> None:
+        """Read some rows leaf by leaf, and raise the error of the first damage, with its leaf."""
+        changes = np.diff(self._item[first:stop]) | np.diff(self._part[first:stop])
+        edges = [first, *(np.flatnonzero(changes) + first + 1).tolist(), stop]
+        for begin, end in itertools.pairwise(edges):
+            try:
+                self.start(begin, end, NO_BYTES).reading.result()
+            except Damaged as error:
+                error.leaf = self.owner_of(begin)[1]
+                raise
 
 
-def _decode(
-    batch: Sequence[_PartRuns],
-    offsets: U64,
-    streams: U8,
-    memory_map: _MemoryMap,
-) -> None:
+def _numbered(items: list[Filling]) -> tuple[list[U8], NDArray[np.int64], U64]:
+    """Number the chunks of all blocks, in the order of blocks and of their memory.
+
+    Returns:
+        The memory of the blocks; the number of the first chunk of each item; and for each chunk
+        its block, first byte, words, and bytes of a word.
+    """
+    blocks: dict[int, tuple[int, Block]] = {}
+    first, tables, chunks = [], [np.zeros((0, 4), np.uint64)], 0
+    for item in items:
+        block = item.block
+        if id(block) not in blocks:
+            table = np.empty((block.bounds.size - 1, 4), np.uint64)
+            table[:, 0] = len(blocks)
+            table[:, 1] = block.bounds[:-1] * np.uint64(block.word_bytes)
+            table[:, 2] = np.diff(block.bounds)
+            table[:, 3] = block.word_bytes
+            tables.append(table)
+            blocks[id(block)] = chunks, block
+            chunks += table.shape[0]
+        first.append(blocks[id(block)][0] + item.first)
+    memory = [block.data for _, block in blocks.values()]
+    return memory, np.array(first, np.int64), np.concatenate(tables)
+
+
+def _decode(rows: _Rows, batch: _Batch, streams: U8) -> None:
     """Decode the rows of a batch, chunk by chunk, each chunk with all of its rows.
 
     Raises:
         Damaged: The index does not fit a leaf, or a stream does not follow the format.
     """
-    owners = [(segment, part, run) for segment, part, runs in batch for run in runs]
-    lengths = np.array([run.stop - run.first for _, _, run in owners])
-    rows = np.concatenate(
-        [
-            segment.part(part).index[first:stop]
-            for segment, part, runs in batch
-            for first, stop in _stretches(runs)
-        ]
-    )
-    local = rows[:, columns.CHUNK].astype(np.int64)
-    row = 0
-    for (_, _, run), length in zip(owners, lengths.tolist(), strict=True):
-        if not run.item.is_whole:
-            # Only some chunks are in memory, so the number of a chunk becomes its position.
-            local[row : row + length] = np.searchsorted(
-                np.asarray(run.item.chunks), local[row : row + length]
-            )
-        row += length
-    counts = np.array([len(run.item.chunks) for _, _, run in owners])
-    first_chunks = np.array([memory_map.first[run.item.chain.spec.path] for _, _, run in owners])
-    is_inside = local < np.repeat(counts, lengths)
-    chunks = np.where(is_inside, local, 0) + np.repeat(first_chunks, lengths)
-    targets = memory_map.targets[chunks]
+    numbers = slice(batch.first, batch.stop)
+    index, targets = rows.index[numbers], rows.targets[numbers]
     # The index has no digest of its own, so it is compared with the shapes before the decoder
     # relies on it.
     fits = (
-        is_inside
-        & (rows[:, columns.WORDS] == targets[:, 2])
-        & (rows[:, columns.WORD_BYTES] == targets[:, 3])
+        rows.is_inside[numbers]
+        & (index[:, columns.WORDS] == targets[:, 2])
+        & (index[:, columns.WORD_BYTES] == targets[:, 3])
     )
-    # A stable order: rows of one chunk stay in the order of the saves.
-    order = np.argsort(chunks, kind="stable")
 
-    def owner_of(row: int) -> tuple[str, str, str]:
-        segment, part, run = owners[int(np.searchsorted(np.cumsum(lengths), row, "right"))]
-        path, leaf = _path(segment, part), run.item.chain.spec.path
-        return f"leaf {leaf!r}: {path}", str(path), leaf
+    def error(kind: type[Damaged], row: int, reason: str) -> Damaged:
+        part, leaf = rows.owner_of(batch.first + row)
+        return kind(f"leaf {leaf!r}: {part.path}: {reason}", file=part.path, leaf=leaf)
 
     if not fits.all():
-        location, file, leaf = owner_of(int(np.argmin(fits)))
-        raise Damaged(
-            f"{location}: its index does not fit the leaf's shape and dtype", file=file, leaf=leaf
+        raise error(
+            Damaged, int(np.argmin(fits)), "its index does not fit the leaf's shape and dtype"
         )
+    # A stable order: rows of one chunk stay in the order of the saves.
+    order = np.argsort(rows.chunks[numbers], kind="stable")
     refusal = native.apply_rows(
-        np.ascontiguousarray(
-            np.concatenate([rows[:, [columns.CHUNK]], rows[:, columns.METHOD :]], axis=1)[order]
-        ),
+        np.concatenate([index[:, [columns.CHUNK]], index[:, columns.METHOD :]], axis=1)[order],
         targets[order],
-        offsets[order],
+        batch.offsets[order],
         streams,
-        memory_map.blocks,
+        rows.blocks,
     )
     if refusal is not None:
         number, reason = refusal
-        location, file, leaf = owner_of(int(order[number]))
-        raise DamagedStream(f"{location}: {reason}", file=file, leaf=leaf)
-
-
-def _name_leaf(parts: Sequence[_PartRuns]) -> None:
-    """Read a batch run by run, and raise the error of the first that is damaged, with its leaf."""
-    for segment, part, runs in parts:
-        for run in runs:
-            batch = _start_batch([(segment, part, [run])], np.empty(0, np.uint8))
-            try:
-                batch.reading.result()
-            except Damaged as error:
-                error.leaf = run.item.chain.spec.path
-                raise
-
-
-def _path(segment: Segment, part: int) -> Place:
-    """Return the directory of a part."""
-    return segment.path / layout.DELTA / str(part)
-
-
-def _rows_of_chunks(
-    index: U32, first: int, rows: int, chunks: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Yield the maximal runs of rows that belong to some chunks."""
-    matches = np.isin(index[first : first + rows, columns.CHUNK], chunks)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], matches, [False]]).astype(np.int8)))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        yield first + begin, first + end
-
-
-def _stretches(runs: Sequence[_Run]) -> list[tuple[int, int]]:
-    """Return the row ranges of some runs, adjacent ones as one range."""
-    stretches: list[tuple[int, int]] = []
-    for run in runs:
-        is_adjacent = bool(stretches) and stretches[-1][1] == run.first
-        first = stretches.pop()[0] if is_adjacent else run.first
-        stretches.append((first, run.stop))
-    return stretches
+        raise error(DamagedStream, int(order[number]), reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,25 +13,19 @@ from deltacheck.errors import Damaged
 from deltacheck.leaf import grid, limits
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore.buffers import (
-    Filling,
-    allocate_blocks,
-    chosen_bytes,
-    start_ahead,
-)
+from deltacheck.restore.buffers import Filling, allocate_blocks, extents_of
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import Deltas
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.files.arrays import Reading
+from deltacheck.store.files.arrays import NO_BYTES, Reading
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import KeyframeAt, LeafEntry
-from deltacheck.store.segment import Segment
+from deltacheck.store.segment import Segment, load_tables
 
 _HASH_THREADS = 4
-# A read of adjacent packed leaves takes no further leaf beyond this size.
-_PACKED_READ_BYTES = 4 << 20
 
 
 def read_chunks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> dict[str, U8]:
@@ -135,9 +128,8 @@ def follow_links(
     # Names of segments ascend with the saves, so the walk goes from the oldest link to the newest.
     for _, (segment, entries) in sorted(links.items()):
         limits.check_time()
-        segment.start_tables(
-            {run[0] for entry in entries.values() for run in entry.delta}, digests=verified
-        )
+        parts = {run[0] for entry in entries.values() for run in entry.delta}
+        load_tables([(segment, sorted(parts))], digests=verified)
         # Each link is read as a chain of its own, whose rows are applied to the current memory.
         link = {
             path: (
@@ -234,90 +226,51 @@ def _fill(items: Mapping[str, Filling]) -> None:
 
 def _read_keyframes(items: Mapping[str, Filling]) -> None:
     """Read the keyframes of leaves into their blocks, or copy content that the caller has."""
-    natural: list[Reading] = []
-    packed: dict[tuple[str, str], list[Filling]] = {}
+    if not items:
+        return
+    # Byte ranges of packed arrays, and the memory for each.
+    packed: dict[tuple[str, str], list[tuple[int, int, U8]]] = {}
+    segments: dict[str, Segment] = {}
+    place = next(iter(items.values())).chain.key[0].path
+    read = JoinedRead(place)
     for item in items.values():
         segment, entry = item.chain.key
         spec, keyframe, held_bytes = item.chain.spec, entry.key, item.chain.held
-        if not item.chunks:
+        if not item.data.size:
             continue
         if held_bytes is not None:
-            item.data[:] = chosen_bytes(item, held_bytes)
+            for first, stop, begin in extents_of(item):
+                item.data[begin : begin + stop - first] = held_bytes[first:stop]
             continue
         if keyframe is None:  # the keyframe is rows, which is applied like a delta
             continue
-        if not keyframe.array:
-            packed.setdefault((segment.id, keyframe.packed), []).append(item)
-        # These reads go straight into the block. They are awaited last, so that they go on while
-        # packed leaves are copied.
-        elif item.is_whole:
-            natural.append(segment.start_natural(spec, keyframe.array, item.data))
-        else:
-            for chunk, (begin, end) in zip(
-                item.chunks, byte_extents(spec, item.chunks), strict=True
-            ):
-                box = grid.box(spec.shape, spec.chunk, chunk)
-                natural.append(
-                    segment.start_natural(spec, keyframe.array, item.data[begin:end], box)
-                )
-    reads = [
-        read for (_, storage), group in packed.items() for read in _packed_reads(storage, group)
-    ]
-    for read, reading in start_ahead(reads, _PackedRead.start):
-        values = np.ascontiguousarray(reading.result()).view(np.uint8)
-        for item, begin in read.leaves:
-            item.data[:] = chosen_bytes(item, values[begin : begin + item.chain.spec.raw_bytes])
-    for reading in natural:
-        reading.result()
+        if keyframe.array:
+            for box, begin, end in _boxes(item):
+                segment.add_natural(read, spec, keyframe.array, item.data[begin:end], box)
+            continue
+        segments[segment.id] = segment
+        offset = keyframe.offset * spec.element.item_bytes
+        packed.setdefault((segment.id, keyframe.packed), []).extend(
+            (offset + first, stop - first, item.data[begin : begin + stop - first])
+            for first, stop, begin in extents_of(item)
+        )
+    for (name, storage), pieces in packed.items():
+        begins, sizes, outs = zip(*sorted(pieces, key=lambda piece: piece[0]), strict=True)
+        segments[name].add_packed(
+            read, storage, np.array(begins, np.uint64), np.array(sizes, np.uint64), outs
+        )
+    size = sum(item.data.size for item in items.values())
+    Reading(read, place, NO_BYTES, size).result()
 
 
-class _PackedRead(NamedTuple):
-    """A read of adjacent packed leaves, each with its byte offset in the read."""
-
-    segment: Segment
-    storage: str
-    offset: int
-    elements: int
-    leaves: list[tuple[Filling, int]]
-    size: int
-
-    def start(self) -> Reading:
-        """Start to read the elements."""
-        return self.segment.start_packed(self.storage, self.offset, self.elements)
-
-
-def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRead]:
-    """Group packed keyframes of one segment and storage type into reads of adjacent ones."""
-    segment = items[0].chain.key[0]
-    by_offset = sorted(
-        (
-            (keyframe.offset, item)
-            for item in items
-            if (keyframe := item.chain.key[1].key) is not None
-        ),
-        key=lambda item: item[0],
-    )
-    begin = end = 0
-    leaves: list[tuple[Filling, int]] = []
-    for offset, item in by_offset:
-        spec = item.chain.spec
-        width = spec.element.item_bytes
-        # A gap ends the read, since its bytes belong to leaves that nobody asked for.
-        if leaves and (offset != end or (end - begin) * width >= _PACKED_READ_BYTES):
-            yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * width)
-            leaves = []
-        if not leaves:
-            begin = offset
-        leaves.append((item, (offset - begin) * width))
-        end = offset + spec.raw_bytes // width
-    yield _PackedRead(
-        segment,
-        storage,
-        begin,
-        end - begin,
-        leaves,
-        (end - begin) * by_offset[0][1].chain.spec.element.item_bytes,
-    )
+def _boxes(item: Filling) -> Iterator[tuple[tuple[slice, ...], int, int]]:
+    """Yield boxes of a leaf that hold the chunks of an item, and their bytes in its memory."""
+    spec = item.chain.spec
+    if item.is_whole:
+        yield tuple(slice(0, size) for size in spec.shape), 0, item.data.size
+        return
+    for chunk, (begin, end) in zip(item.chunks, byte_extents(spec, item.chunks), strict=True):
+        yield grid.box(spec.shape, spec.chunk, chunk), begin, end
 
 
 def _verify(blocks: Sequence[Sequence[Filling]]) -> None:

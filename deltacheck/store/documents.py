@@ -34,6 +34,11 @@ _WRONG = (
     RecursionError,
 )
 
+
+class _TableGroup(msgspec.Struct):
+    attributes: dict[str, SegmentTable]
+
+
 Document = TypeVar("Document", SegmentTable, Manifest, Tag)
 Checked = TypeVar("Checked", Manifest, Brief)
 
@@ -45,6 +50,24 @@ def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
     else:
         body = msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
+
+
+def bound_table(content: bytes, source: str) -> SegmentTable:
+    """Return ``from_zarr_json`` of the table of a segment, whose file has a digest in a manifest.
+
+    That digest, which the caller has compared, stands for the checksum, so that one call decodes
+    the table into records.
+    """
+    try:
+        table = _TABLES.decode(content).attributes[layout.ATTRIBUTE]
+        is_known = set(table.must_understand) <= set(FEATURES)
+        if (table.format, table.version) == (layout.FORMAT, layout.VERSION) and is_known:
+            validation.check_segment(table)
+            return table
+    except _WRONG:
+        pass
+    # What is wrong is found, and said, by the checks of all documents.
+    return from_zarr_json(content, SegmentTable, source)
 
 
 def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Document:
@@ -240,3 +263,4 @@ _CHECKS: Mapping[type[Any], Any] = {
 
 # Here, before several threads decode documents.
 inspect_types(*_CHECKS)
+_TABLES = msgspec.json.Decoder(_TableGroup)

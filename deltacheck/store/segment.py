@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.files.chunk_files import Cells, ranges
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead
@@ -275,10 +276,7 @@ class SegmentWriter:
             must_understand=schema.segment_features(leaves, self._features),
         )
         content = layout.group_json(documents.to_attributes(table))
-        if (
-            documents.from_zarr_json(content, SegmentTable, "the table about to be written")
-            != table
-        ):
+        if documents.bound_table(content, "the table about to be written") != table:
             raise SaveFailed(
                 f"segment {self.id}: its table does not decode to itself; this is a defect, please"
                 " report it"
@@ -352,7 +350,7 @@ class Segment:
                 f" {document_digest(content)}, recorded {ref.digest}",
                 file=self.path / "zarr.json",
             )
-        self.table = documents.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
+        self.table = documents.bound_table(content, str(self.path / "zarr.json"))
         # Section 2 of the format requires this, although the digest has bound the content already.
         if self.table.id != ref.id:
             raise Damaged(
@@ -360,27 +358,18 @@ class Segment:
                 file=self.path / "zarr.json",
             )
         self._parts: dict[int, PartReader] = {}
+        self._digests: U64 | None = None
+        self._folders: dict[tuple[str, ...], Place] = {}
         # The pin lives as long as the segment and keeps its files from being removed.
         self.pin: object = None
 
-    def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
-        """Begin to read the indexes of some parts, and the chunk digests if asked.
-
-        ``part(number).index`` and ``digests`` wait for them.
-        """
-        if digests:
-            _ = self._digests
-        for number in parts:
-            self.part(number).start_index()
-
-    @cached_property
-    def _digests(self) -> Reading:
-        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests)).start()
-
-    @cached_property
+    @property
     def digests(self) -> U64:
         """Chunk digests, uint64 ``(rows, 2)``."""
-        return np.asarray(self._digests.result(), np.uint64)
+        if self._digests is None:
+            load_tables([(self, ())], digests=True)
+            assert self._digests is not None
+        return self._digests
 
     def has_digests(self) -> bool:
         """Return whether the array of chunk digests can be read."""
@@ -404,25 +393,20 @@ class Segment:
                 digests[first:stop] = array.read([slice(first, stop), slice(0, 2)])
         return digests
 
-    def start_natural(
-        self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()
-    ) -> Reading:
-        """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
-        shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec))
-        return array.start_into(out.view(spec.element.storage).reshape(shape), box)
+    def add_natural(
+        self, read: JoinedRead, spec: LeafSpec, name: str, out: U8, box: Sequence[slice]
+    ) -> None:
+        """Add a keyframe's box to a read into ``out`` (uint8, the box's bytes in C order)."""
+        cells = _natural_cells(spec.shape, spec.element.storage, spec.chunk)
+        read.add_box(_array(self._folder(layout.LEAVES), name), cells, "values", box, out)
 
-    @cached_property
-    def _packed(self) -> dict[str, ReadableArray]:
-        folder = self._folder(layout.PACKED)
-        return {
-            s: ReadableArray(folder / s, packed_spec(s, length))
-            for s, length in self.table.packed.items()
-        }
-
-    def start_packed(self, storage: str, offset: int, count: int) -> Reading:
-        """Begin to read elements of packed leaves."""
-        return self._packed[storage].start([slice(offset, offset + count)])
+    def add_packed(
+        self, read: JoinedRead, storage: str, begin: U64, size: U64, outs: Sequence[U8]
+    ) -> None:
+        """Add byte ranges of packed leaves, ascending, to a read."""
+        cells = packed_spec(storage, self.table.packed[storage]).cells
+        path = _array(self._folder(layout.PACKED), storage)
+        read.add(path, cells, "values", begin, size, outs)
 
     def part(self, number: int) -> PartReader:
         """Return the reader of a part."""
@@ -437,11 +421,11 @@ class Segment:
 
     def _folder(self, *names: str) -> Place:
         """Return a directory of the segment; ``Damaged`` if the way to it leaves the root."""
-        path = self.path
-        for name in names:
-            path = path / name
+        if names not in self._folders:
+            path = (self._folder(*names[:-1]) if names[1:] else self.path) / names[-1]
             storage_of(path).check_directory()
-        return path
+            self._folders[names] = path
+        return self._folders[names]
 
     def group_paths(self) -> list[Place]:
         """Return the groups below the segment's own."""
@@ -503,111 +487,167 @@ class Segment:
         return specs
 
 
-class _StreamPlace(NamedTuple):
-    """The array that has a stream, as ``JoinedRead.add`` takes it, and the stream's first byte."""
+def load_tables(requests: Sequence[tuple[Segment, Iterable[int]]], *, digests: bool) -> None:
+    """Read the indexes of some parts of segments, and the chunk digests of the segments if asked.
 
-    array: Place | str
-    spec: ArraySpec
-    begin: np.uint64
+    All that was not read yet is read by one call.
 
-    def add_to(self, read: JoinedRead, begin: U64, size: U64) -> U64:
-        """Add ranges of the stream to a joined read, as ``JoinedRead.add`` takes them."""
-        return read.add(self.array, self.spec.cells, self.spec.codec, self.begin + begin, size)
+    Raises:
+        Damaged: A table cannot be read, or a row of an index describes no chunk: sizes are
+            computed from all rows.
+    """
+    parts = [segment.part(number) for segment, numbers in requests for number in numbers]
+    _load([segment for segment, _ in requests if digests], parts)
+
+
+def _load(segments: Sequence[Segment], parts: Sequence[PartReader]) -> None:
+    segments = [segment for segment in segments if segment._digests is None]
+    parts = [part for part in parts if part.stored_table is None]
+    if not segments and not parts:
+        return
+    place = segments[0].path if segments else parts[0].path
+    read = JoinedRead(place)
+    digests = []
+    for segment in segments:
+        spec = digests_spec(segment.table.digests)
+        digests.append(np.empty(spec.shape, np.uint64))
+        _add_table(read, segment._folder(layout.DIGESTS), spec, digests[-1])
+    ends = np.cumsum([0, *(part.rows for part in parts)]).tolist()
+    index = np.empty((ends[-1], len(INDEX)), np.uint32)
+    for part, begin, end in zip(parts, ends, ends[1:], strict=False):
+        _add_table(read, _array(part.path, "index"), index_spec(part.rows), index[begin:end])
+    Reading(read, place, index).result()
+    for segment, values in zip(segments, digests, strict=True):
+        segment._digests = values
+    _check_indexes(parts, ends, index)
+    offsets = np.zeros((ends[-1] + 1, len(STREAMS)), np.uint64)
+    np.cumsum(_stream_size_table(index), axis=0, out=offsets[1:])
+    totals = offsets.sum(axis=1)
+    for part, begin, end in zip(parts, ends, ends[1:], strict=False):
+        of_part = slice(begin, end + 1)
+        table = _PartTable(
+            index[begin:end], offsets[of_part] - offsets[begin], totals[of_part].tolist()
+        )
+        part.check_lengths(table.offsets[-1])
+        part.stored_table = table
+
+
+def _add_table(read: JoinedRead, path: Place | str, spec: ArraySpec, out: NDArray[Any]) -> None:
+    box = [slice(0, size) for size in spec.shape]
+    read.add_box(path, spec.cells, spec.codec, box, out.reshape(-1).view(np.uint8))
+
+
+def _check_indexes(parts: Sequence[PartReader], ends: Sequence[int], index: U32) -> None:
+    """Raise ``Damaged`` if a row of an index describes no chunk."""
+    # Method 0, unchanged, is never stored.
+    is_known = (
+        np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
+        & (index[:, METHOD] > 0)
+        & (index[:, METHOD] < len(codec_format.METHOD_NAMES))
+    )
+    if not is_known.all():
+        row = int(np.argmin(is_known))
+        number = bisect.bisect_right(ends, row) - 1
+        raise Damaged(
+            f"{parts[number].path}: row {row - ends[number]} of its index has an unknown method"
+            " or word size"
+        )
+    needed = schema.method_features(index[:, METHOD])
+    for part, begin, end in zip(parts, ends, ends[1:], strict=False):
+        if needed <= part.features:
+            continue
+        if missing := schema.method_features(index[begin:end, METHOD]) - part.features:
+            raise Damaged(
+                f"{part.path}: its index has chunks of the feature {min(missing)!r}, which the"
+                " segment's table does not list"
+            )
+
+
+def _array(folder: Place, name: str) -> Place | str:
+    """Return an array's directory as ``JoinedRead`` takes it: as text if it is a local one."""
+    return f"{folder}/{name}" if isinstance(folder, Path) else folder / name
+
+
+@lru_cache(256)  # leaves have few shapes
+def _natural_cells(shape: tuple[int, ...], storage: str, chunk: tuple[int, ...]) -> Cells:
+    return ArraySpec.natural(shape, storage, chunk, {}).cells
+
+
+class _PartTable(NamedTuple):
+    """The rows of a part.
+
+    Attributes:
+        rows: uint32 ``(rows, 8)``, with the columns ``INDEX``.
+        offsets: The offsets of the rows' bytes in each of ``STREAMS``, uint64
+            ``(rows + 1, streams)``.
+        ends: Bytes of all streams before each row and after the last one.
+    """
+
+    rows: U32
+    offsets: U64
+    ends: list[int]
 
 
 class PartReader:
-    """The rows of one part and their streams."""
+    """The rows of one part and their streams.
+
+    Attributes:
+        path: The directory of the part.
+        features: Those that the table of the segment lists.
+        rows: The number of rows.
+        stored_table: The rows, once they were read.
+    """
 
     def __init__(self, path: Place, part: Part, features: frozenset[str]) -> None:
-        self._path = path
-        self._features = features
+        self.path = path
+        self.features = features
+        self.rows = part.rows
+        self.stored_table: _PartTable | None = None
         self._part = part
 
-    @cached_property
+    @property
     def index(self) -> U32:
         """The index of the part, uint32 ``(rows, 8)``, with the columns ``INDEX``.
 
-        ``Damaged`` if a row describes no chunk: sizes are computed from all rows.
+        ``Damaged`` if a row describes no chunk.
         """
-        index = np.asarray(self._index.result(), np.uint32)
-        # Method 0, unchanged, is never stored.
-        is_known = (
-            np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
-            & (index[:, METHOD] > 0)
-            & (index[:, METHOD] < len(codec_format.METHOD_NAMES))
-        )
-        if not is_known.all():
-            raise Damaged(
-                f"{self._path}: row {int(np.argmin(is_known))} of its index has an unknown method"
-                " or word size"
-            )
-        if missing := schema.method_features(index[:, METHOD]) - self._features:
-            raise Damaged(
-                f"{self._path}: its index has chunks of the feature {min(missing)!r}, which the"
-                " segment's table does not list"
-            )
-        return index
+        return self.table.rows
 
-    @cached_property
-    def _index(self) -> Reading:
-        return ReadableArray(self._path / "index", index_spec(self._part.rows)).start()
+    @property
+    def table(self) -> _PartTable:
+        """The rows of the part; ``Damaged`` as for ``index``."""
+        if self.stored_table is None:
+            _load((), (self,))
+            assert self.stored_table is not None
+        return self.stored_table
 
-    def start_index(self) -> None:
-        """Begin to read ``index``."""
-        _ = self._index
+    def check_lengths(self, sizes: U64) -> None:
+        """Raise ``Damaged`` unless the streams have the bytes that the index asks for.
 
-    @cached_property
-    def _stream_offsets(self) -> U64:
-        """The offsets of the rows' bytes in each of ``STREAMS``, uint64 ``(rows + 1, streams)``."""
-        sizes = _stream_size_table(self.index)
-        offsets = np.zeros((sizes.shape[0] + 1, len(STREAMS)), np.uint64)
-        np.cumsum(sizes, axis=0, out=offsets[1:])
-        for name, end in zip(STREAMS, offsets[-1].tolist(), strict=True):
+        From here on, offsets of the index cannot lead out of a stream.
+        """
+        for name, end in zip(STREAMS, sizes.tolist(), strict=True):
             length = self._part.streams[name].length if name in self._part.streams else 0
-            # From here on, offsets of the index cannot lead out of a stream.
             if end != length:
                 raise Damaged(
-                    f"{self._path}: stream {name} has {length} bytes, its index asks for {end}",
-                    file=self._path / "index",
+                    f"{self.path}: stream {name} has {length} bytes, its index asks for {end}",
+                    file=self.path / "index",
                 )
-        return offsets
 
     @cached_property
-    def _places(self) -> Mapping[str, _StreamPlace]:
-        """The place of each stream."""
-        path = self._path
-        places: dict[str, _StreamPlace] = {}
+    def _places(self) -> list[tuple[Place | str, ArraySpec, list[int], NDArray[np.int64]]]:
+        """Each array of streams, their columns of ``offsets``, and the first byte of each there."""
+        places = []
         for codec, lengths in stream_arrays(self._part).items():
-            array = f"{path}/{codec}" if isinstance(path, Path) else path / codec
-            spec, begin = stream_spec(codec, lengths), 0
-            for name, length in lengths.items():
-                places[name] = _StreamPlace(array, spec, np.uint64(begin))
-                begin += length
+            sizes = np.array(list(lengths.values()), np.int64)
+            columns = [STREAMS.index(name) for name in lengths]
+            spec = stream_spec(codec, lengths)
+            places.append((_array(self.path, codec), spec, columns, np.cumsum(sizes) - sizes))
         return places
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Bytes of all streams before each row and after the last one."""
-        # A list, because its items are taken one by one.
-        ends: list[int] = self._stream_offsets.sum(axis=1).tolist()
-        return ends
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
-        return self._ends[stop] - self._ends[first]
-
-    def row_within(self, first: int, stop: int, size: int) -> int:
-        """Return the last row, at most ``stop``, up to which the streams have ``size`` bytes."""
-        limit = self._ends[first] + max(0, size)
-        if self._ends[stop] <= limit:
-            return stop
-        return bisect.bisect_right(self._ends, limit, first, stop) - 1
-
-    @property
-    def file_count(self) -> int:
-        """The number of files of the streams."""
-        specs = {place.array: place.spec for place in self._places.values()}
-        return sum(spec.file_count for spec in specs.values())
+        return self.table.ends[stop] - self.table.ends[first]
 
     def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
         """Add the streams of ranges of rows to a joined read.
@@ -622,31 +662,36 @@ class PartReader:
             ``(rows of all ranges, streams)``; undefined if a row has no bytes in a stream.
         """
         lengths = stop - first
-        before = np.cumsum(lengths) - lengths
-        rows = np.arange(int(lengths.sum())) + np.repeat(first - before, lengths)
-        begin = self._stream_offsets[first]
-        sizes = self._stream_offsets[stop] - begin
+        begin = self.table.offsets[first]
+        sizes = self.table.offsets[stop] - begin
         shifts = np.zeros(sizes.shape, np.uint64)
-        for column in np.flatnonzero(sizes.any(axis=0)).tolist():
-            place, present = self._places[STREAMS[column]], np.flatnonzero(sizes[:, column])
-            begins = begin[present, column]
+        for array, spec, columns, starts in self._places:
+            # One stream after the other, and so ascending.
+            first_bytes = (begin[:, columns] + starts.astype(np.uint64)).T
+            counts = sizes[:, columns].T
+            present = counts > 0
+            memory = np.zeros(present.shape, np.uint64)
+            memory[present] = read.add(
+                array, spec.cells, spec.codec, first_bytes[present], counts[present]
+            )
             # Differences of unsigned numbers wrap, and so do the sums below.
-            shifts[present, column] = place.add_to(read, begins, sizes[present, column]) - begins
-        offsets: U64 = self._stream_offsets[rows] + np.repeat(shifts, lengths, axis=0)
+            shifts[:, columns] = memory.T - begin[:, columns]
+        rows = ranges(first, lengths)
+        offsets: U64 = self.table.offsets[rows] + np.repeat(shifts, lengths, axis=0)
         return offsets
 
     def streams(self, first: int, stop: int) -> Mapping[str, U8]:
         """Read the streams of rows ``first`` to ``stop``; those without bytes are left out."""
-        begin, end = self._stream_offsets[first], self._stream_offsets[stop]
-        read = JoinedRead(self._path)
-        ranges = {}
-        for column in np.flatnonzero(end > begin).tolist():
-            name, size = STREAMS[column], end[[column]] - begin[[column]]
-            (offset,) = self._places[name].add_to(read, begin[[column]], size).tolist()
-            ranges[name] = slice(offset, offset + int(size[0]))
+        read = JoinedRead(self.path)
+        begins = self.join(read, np.array([first]), np.array([stop]))[0].tolist()
+        sizes = (self.table.offsets[stop] - self.table.offsets[first]).tolist()
         data = np.empty(read.size, np.uint8)
-        arrays.start_joined(read, data, self._path).result()
-        return {name: data[part] for name, part in ranges.items()}
+        Reading(read, self.path, data).result()
+        return {
+            name: data[begin : begin + size]
+            for name, begin, size in zip(STREAMS, begins, sizes, strict=True)
+            if size
+        }
 
 
 def stream_sizes(index: U32) -> dict[str, U64]:

@@ -59,7 +59,7 @@ def check_manifest(manifest: Manifest) -> None:
         raise ValueError("its tree and its leaves do not match")
     _check_tiles(manifest)
     _check_absent(manifest)
-    specs = manifest.specs
+    specs = manifest.specs if manifest.derived else {}
     for path, derived in manifest.derived.items():
         owner = manifest.derived.get(derived.of)
         if derived.is_part and derived.of and (owner is None or not owner.is_part or owner.of):
@@ -333,34 +333,37 @@ def check_segment(table: SegmentTable) -> None:
     raw_bytes: dict[int, int] = {}
     for path, entry in table.leaves.items():
         form = _check_leaf(path, entry)
-        if (entry.key is None) == (not entry.delta):
+        key = entry.key
+        if (key is None) == (not entry.delta):
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
-        chunks = form.chunks
-        stored_rows = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
-        if stored_rows > chunks or (entry.is_whole and stored_rows != chunks):
-            raise ValueError(f"leaf {path!r} has {stored_rows} rows for {chunks} chunks")
-        if entry.since != -1 and not (entry.base and 0 <= entry.since <= seq):
-            raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
-        digests.append((entry.digests, stored_rows))
-        for part, first, count in entry.delta:
-            rows.setdefault(part, []).append((first, count))
-            raw_bytes[part] = raw_bytes.get(part, 0) + form.raw_bytes
-        if entry.key is not None and entry.key.array:
-            if entry.key.array in names or not layout.is_array_name(entry.key.array):
-                raise ValueError(f"{entry.key.array!r} is not an array name, or stands twice")
+        stored_rows = form.chunks
+        if key is None:
+            stored_rows = 0
+            for part, first, count in entry.delta:
+                rows.setdefault(part, []).append((first, count))
+                raw_bytes[part] = raw_bytes.get(part, 0) + form.raw_bytes
+                stored_rows += count
+            if stored_rows > form.chunks or (not entry.base and stored_rows != form.chunks):
+                raise ValueError(f"leaf {path!r} has {stored_rows} rows for {form.chunks} chunks")
+        elif key.array:
+            if key.array in names or not layout.is_array_name(key.array):
+                raise ValueError(f"{key.array!r} is not an array name, or stands twice")
             if len(entry.shape) > _MAX_ARRAY_RANK:
                 raise ValueError(
                     f"leaf {path!r} is an array of {len(entry.shape)} axes, more than"
                     f" {_MAX_ARRAY_RANK}"
                 )
-            names.add(entry.key.array)
-        elif entry.key is not None:
-            if entry.key.packed != form.storage:
+            names.add(key.array)
+        else:
+            if key.packed != form.storage:
                 raise ValueError(
-                    f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as"
+                    f"leaf {path!r} is packed as {key.packed!r}, but its type is stored as"
                     f" {form.storage!r}"
                 )
-            packed.setdefault(entry.key.packed, []).append((entry.key.offset, form.elements))
+            packed.setdefault(key.packed, []).append((key.offset, form.elements))
+        if entry.since != -1 and not (entry.base and 0 <= entry.since <= seq):
+            raise ValueError(f"leaf {path!r} cannot replace entries since {entry.since}")
+        digests.append((entry.digests, stored_rows))
     # In both directions: an older reader would take what is replaced for a part of the chain.
     # The index of a part shows which features its chunks need.
     if table.must_understand != segment_features(table.leaves, table.must_understand):

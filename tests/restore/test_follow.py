@@ -94,12 +94,12 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
     original = segment.PartReader.join
 
     def join(self: Any, *rows: Any) -> Any:
-        applied.append(str(self._path.parents[1].name))
+        applied.append(str(self.path.parents[1].name))
         return original(self, *rows)
 
     monkeypatch.setattr(segment.PartReader, "join", join)
     monkeypatch.setattr(
-        segment.Segment, "start_natural", lambda *_: pytest.fail("a keyframe was read")
+        segment.Segment, "add_natural", lambda *_: pytest.fail("a keyframe was read")
     )
     update = follower.poll()
     assert update is not None

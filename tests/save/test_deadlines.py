@@ -17,7 +17,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job import save_job, segment_builder
-from deltacheck.store.files import arrays, waiting
+from deltacheck.store.files import arrays, native_files, waiting
 from deltacheck.store.files.local_storage import LocalStorage
 from tests.support.waiting import wait_until
 
@@ -156,14 +156,14 @@ def test_a_read_that_hangs_is_told_with_its_file(
     with Engine(tmp_path) as engine:
         engine.save(0, {"p": torch.zeros(100_000)}).wait()
         monkeypatch.setattr(waiting, "TIMEOUT_SECONDS", 0.05)
-        original = arrays.ReadableArray.start_into
+        original = native_files.JoinedRead.start
         monkeypatch.setattr(
-            arrays.ReadableArray,
-            "start_into",
-            lambda self, out, *box: (
-                arrays.Reading(Hanging(), self._path, out, None)
-                if self._path.name == "p"
-                else original(self, out, *box)
+            native_files.JoinedRead,
+            "start",
+            lambda self, memory: (
+                [(Hanging(), file.path)]
+                if str((file := self._files[0]).path).endswith("/p")
+                else original(self, memory)
             ),
         )
         with pytest.raises(

@@ -20,13 +20,12 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from deltacheck.codec.base import U8
 from deltacheck.codec.extension import native
 from deltacheck.errors import Damaged, StorageFailed
 from deltacheck.leaf import grid
 from deltacheck.leaf.external_errors import unreadable
-from deltacheck.store.files import chunk_files, native_files
-from deltacheck.store.files.background import Background, Task
+from deltacheck.store.files import chunk_files
+from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.native_files import JoinedRead
@@ -43,6 +42,7 @@ _SCRATCH_BYTES = 4 << 20
 # Of streams, whose matches beyond runs hardly exist: level 7 takes two to three times the work for
 # 0.1 % less.
 _ZSTD_LEVEL = 1
+NO_BYTES = np.empty(0, np.uint8)
 
 
 class Pending(Protocol):
@@ -387,19 +387,11 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box, which is rows of chunks, one chunk, or the whole array."""
-        shape = [s.stop - s.start for s in self._checked(box)]
-        return self.start_into(np.empty(shape, self._spec.dtype), box)
-
-    def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
-        """Begin to read a box into ``out`` (same shape and dtype, contiguous)."""
-        if not out.flags.c_contiguous:
-            raise ValueError(f"array {self._path} can be read into contiguous memory only")
-        path, cells = self._path, self._spec.cells
-        pieces = cells.pieces(self._checked(box))
-        data = out.reshape(-1).view(np.uint8)
-        read = partial(native_files.read, path, cells, self._spec.codec, pieces, data)
-        patience = storage_of(path).patience(data.size)
-        return Reading(native_files.start(read), path, out, patience)
+        path, full_box = self._path, self._checked(box)
+        out = np.empty([s.stop - s.start for s in full_box], self._spec.dtype)
+        read, data = JoinedRead(path), out.reshape(-1).view(np.uint8)
+        read.add_box(path, self._spec.cells, self._spec.codec, full_box, data)
+        return Reading(read, path, out, data.size)
 
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
         """Return a box, by default the whole array; ``Damaged`` if it exceeds the array."""
@@ -414,43 +406,38 @@ class ReadableArray:
         return full_box
 
 
-def start_joined(read: JoinedRead, out: U8, path: Place) -> Reading:
-    """Begin a joined read into ``out``; errors name ``path`` if it takes too long."""
-    task = native_files.start(partial(read.read, out))
-    return Reading(task, path, out, storage_of(path).patience(read.size))
-
-
 class Reading:
-    """A read under way.
+    """A joined read under way.
 
     Args:
-        task: The read.
-        path: The array.
-        values: The memory that is read into.
-        patience: Seconds until the read is given up; ``None``: ``TIMEOUT_SECONDS``.
+        read: The read, which begins now.
+        path: A directory of the storage.
+        values: The result. Ranges without memory of their own are read into it.
+        size: The bytes of all parts.
     """
 
     def __init__(
-        self, task: Task, path: Place, values: NDArray[Any], patience: float | None
+        self, read: JoinedRead, path: Place, values: NDArray[Any], size: int | None = None
     ) -> None:
-        self._task = task
-        self._path = path
         self._values = values
-        self._patience = patience
+        self._patience = storage_of(path).patience(read.size if size is None else size)
+        self._tasks = read.start(values if read.size else NO_BYTES)
 
     def result(self) -> NDArray[Any]:
         """Return the values. Raises ``Damaged``, or ``StorageTimeout``."""
-        try:
-            wait_for(self._task, self._path, self._patience)
-        except (StorageFailed, Damaged):
-            raise
-        except OSError as error:
-            raise unreadable(self._path, error) from error
+        for task, path in self._tasks:
+            try:
+                wait_for(task, path, self._patience)
+            except (StorageFailed, Damaged):
+                raise
+            except OSError as error:
+                raise unreadable(path, error) from error
         return self._values
 
     def settle(self) -> None:
         """Wait until the read has ended, with or without an error."""
-        self._task.wait(self._patience or TIMEOUT_SECONDS)
+        for task, _ in self._tasks:
+            task.wait(self._patience or TIMEOUT_SECONDS)
 
 
 def create_file(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import grid
@@ -174,6 +175,18 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
             begin, size = pieces[-1].begin, pieces.pop().size + size
         pieces.append(Piece(name, begin, size))
     return tuple(pieces)
+
+
+def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of several ranges, one range after the other, as one array.
+
+    Args:
+        first: The first number of each range.
+        count: The length of each range.
+    """
+    before = np.cumsum(count) - count
+    numbers: NDArray[np.int64] = np.arange(int(count.sum())) + np.repeat(first - before, count)
+    return numbers
 
 
 def check_directory(path: Path | str) -> None:

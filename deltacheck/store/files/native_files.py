@@ -7,69 +7,35 @@ file, or of an anonymous one that has what a store sent of an object (``Storage.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck.codec.base import U8, U64
 from deltacheck.codec.extension import native
 from deltacheck.errors import Damaged
 from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import Background, Task, carried_out
-from deltacheck.store.files.chunk_files import ArrayFile, Cells, Piece
+from deltacheck.store.files.chunk_files import ArrayFile, Cells, ranges
 from deltacheck.store.files.storage import Place, storage_of
 
 _THREADS = 4  # larger: more reads wait for the storage at the same time
-# Files of one array that are open, and asked for, at the same time by each thread. More: an object
-# store is waited for less; fewer: less memory, of up to 32 MiB for each.
-_FILES_AT_ONCE = 4
+# Files that are open, and asked for, at the same time by each thread, and the bytes of them. More:
+# an object store is waited for less, and more chunks are decoded by one call; fewer: less memory.
+_FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 32 << 20
 # Ranges of one file that are farther apart are read as if they were of two. Larger: bytes between
 # them are asked for in vain; smaller: a chunk may be decoded for each of them.
 _APART_BYTES = 4 << 20
 
 
-def read(path: Place, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:
-    """Fill ``out`` with pieces of an array, one after the other.
-
-    Every chunk that they touch is compared with its checksum.
-
-    Args:
-        path: The array's directory.
-        cells: The cut of the array into files.
-        codec: That of ``ArraySpec``.
-        pieces: Byte ranges; together they have as many bytes as ``out``.
-        out: uint8, 1-D.
-
-    Raises:
-        ChainBroken: A file is missing.
-        Damaged: A file is not what the array's metadata implies.
-    """
-    position = 0
-    for first in range(0, len(pieces), _FILES_AT_ONCE):
-        group = pieces[first : first + _FILES_AT_ONCE]
-        files = [ArrayFile(path, name, begin, begin + size, cells) for name, begin, size in group]
-        with _opened(path, files) as descriptors:
-            for descriptor, (name, begin, size) in zip(descriptors, group, strict=True):
-                refusal = native.read_array_file(
-                    descriptor,
-                    cells.chunk_bytes,
-                    cells.chunks,
-                    cells.sharded,
-                    codec,
-                    begin,
-                    out[position : position + size],
-                )
-                if refusal:
-                    raise Damaged(f"array {path} is damaged: {name}: {refusal}", file=path)
-                position += size
-
-
 class JoinedRead:
-    """Ranges of flat arrays that one call reads into one memory, one after the other.
+    """Parts of arrays that are read together.
 
-    Each chunk is decoded once, whatever number of ranges lie in it.
+    Each chunk is decoded once, whatever number of ranges lie in it, and compared with its checksum.
 
     Args:
         place: The directory that the arrays lie below.
@@ -77,77 +43,145 @@ class JoinedRead:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._numbers: dict[tuple[Place | str, int], int] = {}
         self._files: list[ArrayFile] = []
         self._codecs: list[str] = []
-        self._pieces: list[tuple[int, int, int, int]] = []
+        # Tables with the columns file, first byte, bytes, block, and offset in the block.
+        self._pieces: list[NDArray[np.int64]] = []
+        # The first one is the memory of all ranges that have no memory of their own.
+        self._blocks: list[U8] = [np.empty(0, np.uint8)]
+        self._is_over = False
         self.size = 0
 
-    @property
-    def file_count(self) -> int:
-        """The number of files, which are open at the same time."""
-        return len(self._files)
-
-    def add(self, path: Place | str, cells: Cells, codec: str, begin: U64, size: U64) -> U64:
-        """Add byte ranges of a 1-D array.
+    def add_box(
+        self, path: Place | str, cells: Cells, codec: str, box: Sequence[slice], out: U8
+    ) -> None:
+        """Add a box of an array, which is rows of chunks, one chunk, or the whole array.
 
         Args:
-            path: The array's directory, as text if it is a local one: a read has hundreds of them,
-                and objects of paths take longer to make than small files take to read.
+            path: The directory of the array, as text if it is a local one: a read has hundreds of
+                them, and objects of paths take longer to make than small files take to read.
             cells: The cut of the array into files.
             codec: That of ``ArraySpec``.
+            box: The box, within the array.
+            out: The memory for it, uint8, 1-D.
+        """
+        rows, position = [], 0
+        for name, begin, size in cells.pieces(box):
+            rows.append((len(self._files), begin, size, len(self._blocks), position))
+            self._files.append(ArrayFile(path, name, begin, begin + size, cells))
+            self._codecs.append(codec)
+            position += size
+        self._blocks.append(out)
+        self._pieces.append(np.array(rows, np.int64).reshape(-1, 5))
+
+    def add(
+        self,
+        path: Place | str,
+        cells: Cells,
+        codec: str,
+        begin: U64,
+        size: U64,
+        outs: Sequence[U8] | None = None,
+    ) -> U64:
+        """Add byte ranges of a 1-D array. Add all ranges of one array at once.
+
+        Args:
+            path: As in ``add_box``.
+            cells: As in ``add_box``.
+            codec: As in ``add_box``.
             begin: The first byte of each range, ascending.
             size: The bytes of each range, at least 1.
+            outs: The memory for each range; ``None``: one after the other in one memory.
 
         Returns:
-            The offset of each range in the memory, uint64.
+            The offset of each range in that memory, uint64.
         """
+        first_byte, count = begin.astype(np.int64), size.astype(np.int64)
+        offsets = self.size + np.cumsum(count) - count
         per_file = cells.chunk_bytes * cells.chunks
-        offsets = []
-        for first_byte, count in zip(begin.tolist(), size.tolist(), strict=True):
-            offsets.append(self.size)
-            # A range that spans several files becomes a piece of each.
-            position, end = first_byte, first_byte + count
-            while position < end:
-                number, offset = divmod(position, per_file)
-                piece = min(per_file - offset, end - position)
-                file = self._numbers.get((path, number), len(self._files))
-                # Of one file, all between the first and the last byte is asked for.
-                if file < len(self._files) and offset > self._files[file].end + _APART_BYTES:
-                    file = len(self._files)
-                self._numbers[path, number] = file
-                if file == len(self._files):
-                    self._codecs.append(codec)
-                    name = chunk_files.name_of([number])
-                    self._files.append(ArrayFile(path, name, offset, offset + piece, cells))
-                else:
-                    first, last = self._files[file].begin, self._files[file].end
-                    self._files[file] = self._files[file]._replace(
-                        begin=min(first, offset), end=max(last, offset + piece)
-                    )
-                self._pieces.append((file, offset, piece, self.size))
-                self.size += piece
-                position += piece
-        return np.array(offsets, np.uint64)
+        first_file = first_byte // per_file
+        # A range that spans several files becomes a piece of each.
+        parts = (first_byte + count - 1) // per_file - first_file + 1
+        owner, number = np.repeat(np.arange(count.size), parts), ranges(first_file, parts)
+        low = np.maximum(first_byte[owner], number * per_file)
+        high = np.minimum((first_byte + count)[owner], (number + 1) * per_file)
+        shift = low - first_byte[owner]
+        if outs is None:
+            block, position = np.zeros_like(owner), offsets[owner] + shift
+            self.size += int(count.sum())
+        else:
+            block, position = len(self._blocks) + owner, shift
+            self._blocks += outs
+        # Of one file, all between the first and the last byte is asked for.
+        begins = np.ones(owner.size, np.bool_)
+        begins[1:] = (np.diff(number) != 0) | (low[1:] - high[:-1] > _APART_BYTES)
+        file = len(self._files) - 1 + np.cumsum(begins)
+        starts = np.flatnonzero(begins)
+        for start, stop in itertools.pairwise([*starts.tolist(), owner.size]):
+            base = int(number[start]) * per_file
+            self._files.append(
+                ArrayFile(
+                    path,
+                    chunk_files.name_of([int(number[start])]),
+                    int(low[start]) - base,
+                    int(high[stop - 1]) - base,
+                    cells,
+                )
+            )
+            self._codecs.append(codec)
+        self._pieces.append(
+            np.stack([file, low - number * per_file, high - low, block, position], axis=1)
+        )
+        return offsets.astype(np.uint64)
 
-    def read(self, out: U8) -> None:
-        """Fill ``out``, of ``size`` bytes.
+    def start(self, memory: U8) -> list[tuple[Task, Place | str]]:
+        """Begin to read on the reader threads; return the tasks, and the first array of each.
+
+        Args:
+            memory: Of ``size`` bytes, for the ranges that have no memory of their own.
 
         Raises:
-            ChainBroken, Damaged: As ``read`` raises them.
+            ChainBroken, Damaged: A task raises them. A file is missing, or is not what the
+                metadata of its array implies.
         """
-        with _opened(self._place, self._files) as descriptors:
-            arguments = [
-                (descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec)
-                for descriptor, (*_, cells), codec in zip(
-                    descriptors, self._files, self._codecs, strict=True
-                )
-            ]
-            pieces = np.array(self._pieces, np.uint64).reshape(-1, 4)
-            refusal = native.read_array_files(arguments, pieces, out)
-        if refusal is not None:
-            path, name, *_ = self._files[refusal[0]]
-            raise Damaged(f"array {path} is damaged: {name}: {refusal[1]}", file=path)
+        self._blocks[0] = memory
+        pieces = np.concatenate([np.zeros((0, 5), np.int64), *self._pieces])
+        ends = np.cumsum(np.bincount(pieces[:, 0], pieces[:, 2], len(self._files)))
+        first, tasks = 0, []
+        while first < len(self._files):
+            limit = (ends[first - 1] if first else 0) + _BYTES_AT_ONCE
+            stop = max(first + 1, int(np.searchsorted(ends, limit, "right")))
+            stop = min(stop, first + _FILES_AT_ONCE, len(self._files))
+            rows = pieces[slice(*np.searchsorted(pieces[:, 0], [first, stop]))]
+            tasks.append((start(partial(self._read, first, stop, rows)), self._files[first].path))
+            first = stop
+        return tasks
+
+    def _read(self, first: int, stop: int, rows: NDArray[np.int64]) -> None:
+        """Read the pieces ``rows`` of some files."""
+        if self._is_over:
+            return
+        blocks, block = np.unique(rows[:, 3], return_inverse=True)
+        pieces = np.column_stack([rows[:, 0] - first, rows[:, 1:3], block, rows[:, 4]])
+        pieces = pieces[np.lexsort((pieces[:, 4], pieces[:, 3]))].astype(np.uint64)
+        files = self._files[first:stop]
+        try:
+            with _opened(self._place, files) as descriptors:
+                arguments = [
+                    (descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec)
+                    for descriptor, (*_, cells), codec in zip(
+                        descriptors, files, self._codecs[first:stop], strict=True
+                    )
+                ]
+                memory = [self._blocks[number] for number in blocks.tolist()]
+                refusal = native.read_array_files(arguments, pieces, memory)
+            if refusal is not None:
+                path, name, *_ = files[refusal[0]]
+                raise Damaged(f"array {path} is damaged: {name}: {refusal[1]}", file=path)
+        except BaseException:
+            # The caller cannot use the rest.
+            self._is_over = True
+            raise
 
 
 @contextlib.contextmanager
