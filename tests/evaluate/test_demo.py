@@ -142,8 +142,8 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_too_few_steps_to_be_killed_between_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demonstration.main(quick=True, steps=8) == 2
-    assert "give at least 16" in _output(capsys)
+    assert demonstration.main(quick=True, steps=7) == 2
+    assert "give at least 8" in _output(capsys)
 
 
 def test_importing_the_demo_imports_no_framework() -> None:
