@@ -272,7 +272,8 @@ def test_a_schedule_warms_up_and_ends_at_zero(schedule: Any) -> None:
 
 
 def test_the_figures_of_a_schedule_are_those_of_the_smaller_policy_with_exact_weights() -> None:
-    course = schedules.Course("a run", lambda folder: None, 1, 3, limit=0.01)  # type: ignore
+    wholes = {2: 0.3, 8: 0.05}  # of fewer saves, and of more
+    course = schedules.Course("a run", lambda folder: None, 1, 3, 0.01, wholes)  # type: ignore
     saved = {
         schedules.STORED: schedules.Saved([0.5, 0.02, 0.01, 0.01], [False, True, True, True]),
         schedules.PROFILED: schedules.Saved([0.5, 0.02, 0.004, 0.014], [False, True, True, True]),
@@ -282,6 +283,10 @@ def test_the_figures_of_a_schedule_are_those_of_the_smaller_policy_with_exact_we
     assert figures["a run, auto, profile: later saves"].value == pytest.approx(0.009)
     assert figures["a run, auto, profile: later saves"].holds
     assert figures["a run, auto, profile: largest over the mean"].holds
+    assert figures["a run, auto, profile: mean of 2 saves"].value == pytest.approx(0.26)
+    whole = figures["a run, auto, profile: mean of 8 saves"]
+    assert whole.value == pytest.approx((0.538 + 4 * 0.009) / 8)
+    assert not whole.holds
     assert figures["a run, auto, profile, weights bounded: later saves"].limit == 0.005
 
 
