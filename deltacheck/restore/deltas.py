@@ -22,10 +22,11 @@ from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.segment import PartReader, load_tables
 
-# Streams that are decoded together, and the parts whose files are then open at the same time.
-# Larger: more work for all threads at a time; smaller: less memory, of which more stays in the
-# cache.
-_BATCH_BYTES = 8 << 20
+# Streams that are decoded together; a read of few leaves, such as a part of a merge beside the
+# training, takes less. Larger: more work for all threads at a time, and fewer chunks at the ends
+# of batches, which are decoded twice; smaller: less memory.
+_BATCH_BYTES, _LEAST_BATCH_BYTES = 32 << 20, 8 << 20
+# Parts whose files are open at the same time.
 _BATCH_PARTS = 64
 
 
@@ -164,13 +165,14 @@ class _Rows:
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of rows whose streams have about ``_BATCH_BYTES``."""
+        raw_bytes = sum(item.data.size for item in self._items)
+        size = min(_BATCH_BYTES, max(_LEAST_BATCH_BYTES, raw_bytes))
         first, count = 0, self._row.size
         while first < count:
             before = int(self._ends[first - 1]) if first else 0
             # A single row may be larger than a batch.
-            stop = max(first + 1, int(np.searchsorted(self._ends, before + _BATCH_BYTES, "right")))
-            last_part = self._part[first] + _BATCH_PARTS
-            stop = min(stop, int(np.searchsorted(self._part, last_part, "left")))
+            stop = max(first + 1, int(np.searchsorted(self._ends, before + size, "right")))
+            stop = min(stop, int(np.searchsorted(self._part, self._part[first] + _BATCH_PARTS)))
             yield first, stop
             first = stop
 
