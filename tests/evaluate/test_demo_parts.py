@@ -347,6 +347,9 @@ def test_recipe_survives_the_disk(tmp_path: Path) -> None:
     assert Recipe.read(tmp_path / "recipe.json") == recipe
 
 
-def test_the_demo_always_saves_the_last_step() -> None:
-    assert create_plan(seed=1, steps=5).checkpoints() == (2, 4, 5)
-    assert create_plan(seed=1, steps=4).checkpoints() == (2, 4)
+def test_the_last_step_is_always_saved() -> None:
+    def checkpoints(steps: int) -> tuple[int, ...]:
+        return replace(create_plan(seed=1, steps=steps), every=2).checkpoints()
+
+    assert checkpoints(5) == (2, 4, 5)
+    assert checkpoints(4) == (2, 4)

@@ -57,7 +57,7 @@ ROOTS = (
     "halved",
     "halved_int32",
     "derived",
-    "gradients",
+    "law",
     "manager",
     "tiled",
 )
