@@ -12,14 +12,14 @@ from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
 from deltacheck.leaf.external_errors import typed
-from deltacheck.maintain.tier_bond import identity, newest_checkpoint, read_bond, write_bond
+from deltacheck.maintain import tier_bond
 from deltacheck.maintain.transfer import transfer
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import storage_of, take_lease
+from deltacheck.store.files.storage import take_lease
 from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.root import Root
 
@@ -60,21 +60,19 @@ class Mirror:
                 f"{source} is a root of Orbax's CheckpointManager, of which there are no mirrors:"
                 " name the root of an engine"
             )
-        bond = read_bond(self._source.path)
+        bond = tier_bond.read_bond(self._source.path)
         self._is_memory = bond is not None
         if bond is None:
             path = storage.of(target).absolute()
-            storage_of(path).check_writable()
         else:
             path = storage.local(target, "a mirror of a memory root").absolute()
-        default = Durability.POWER if bond is None else Durability.PROCESS
-        kind = default if durability is None else Durability.of(durability)
-        self._target = Root(path, create_store(path, durability=kind))
+        durability = durability or ("power" if bond is None else "process")
+        self._target = Root(path, create_store(path, durability=Durability.of(durability)))
         # The lease is taken before the target is read, so nobody writes between the check and the
         # first copy.
         self._lease = take_lease(path)
         try:
-            self._run = identity(self._source) if bond is None else bond.root
+            self._run = tier_bond.identity(self._source) if bond is None else bond.root
             self._check_target()
         except BaseException:
             self._lease.release()
@@ -83,19 +81,20 @@ class Mirror:
     def _check_target(self) -> None:
         """Raise ``ForeignMemory`` if a copy would replace steps of another run, or newer ones."""
         source, target = self._source.path, self._target.path
-        is_new, bond = not self._target.manifest_paths(), read_bond(target)
+        is_new, bond = not self._target.manifest_paths(), tier_bond.read_bond(target)
         if self._is_memory:
-            is_ours = bond is not None and bond.root == self._run
+            is_ours = is_new or (bond is not None and bond.root == self._run)
         else:
-            is_ours = bond is None and (
-                identity(self._target, self._run if is_new else None) == self._run
-            )
-        if not is_ours and not (is_new and self._is_memory):
+            # A place that is refused gets no name.
+            is_ours = bond is None and (is_new or tier_bond.has_identity(self._target))
+            is_ours = is_ours and tier_bond.identity(self._target, self._run) == self._run
+        if not is_ours:
             raise ForeignMemory(
                 f"{target} cannot mirror {source}: it belongs to another run. Remove it, or name"
                 " another place"
             )
-        copied, saved = newest_checkpoint(self._target), newest_checkpoint(self._source)
+        copied = tier_bond.newest_checkpoint(self._target)
+        saved = tier_bond.newest_checkpoint(self._source)
         if not self._is_memory and copied is not None and saved is not None and copied > saved:
             raise ForeignMemory(
                 f"{target} cannot mirror {source}: it has checkpoint {copied[0]}, and the newest of"
@@ -163,7 +162,7 @@ class Mirror:
         This happens after steps are copied and before any are deleted. A step is deleted from
         memory only once it is on disk, so the copy must know of the newer durable step first.
         """
-        bond = read_bond(self._source.path) if self._is_memory else None
+        bond = tier_bond.read_bond(self._source.path) if self._is_memory else None
         if bond is None:
             return
         if bond.root != self._run:
@@ -171,10 +170,10 @@ class Mirror:
                 f"{self._source.path} is now the memory of another run, {bond.path}; end this"
                 " mirror"
             )
-        target_bond = read_bond(self._target.path)
+        target_bond = tier_bond.read_bond(self._target.path)
         # ``boot`` is that of the machine that wrote the document, so it may differ between copies.
         if target_bond is None or bond._replace(boot="") != target_bond._replace(boot=""):
-            write_bond(self._target.path, bond)
+            tier_bond.write_bond(self._target.path, bond)
 
     def run(self, *, poll_seconds: float = 0.2, timeout: float | None = None) -> int:
         """Poll until no new step has come for some time.

@@ -219,6 +219,11 @@ def newest_checkpoint(root: Root) -> tuple[int, str] | None:
     return max(checkpoints, default=None)
 
 
+def has_identity(durable: Root) -> bool:
+    """Return True if a durable root has a name."""
+    return (durable.store.path / layout.CONTROL / BOND / "zarr.json").is_file()
+
+
 def identity(durable: Root, name: str | None = None) -> str:
     """Return the random name of a durable root, and give it one if it has none.
 

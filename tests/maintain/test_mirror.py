@@ -91,6 +91,14 @@ def test_a_mirror_does_not_replace_another_run(tmp_path: Path, target: str) -> N
     check(target, 0)
 
 
+def test_a_root_without_a_name_is_refused_and_gets_none(tmp_path: Path) -> None:
+    save(tmp_path / "run", 0)
+    save(tmp_path / "other", 0)
+    with pytest.raises(errors.ForeignMemory, match="belongs to another run"):
+        Mirror(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "other" / "control" / "tier").exists()
+
+
 def test_nothing_is_deleted_in_the_copy_of_a_root_that_is_gone(tmp_path: Path) -> None:
     save(tmp_path / "run", 0, 1)
     with Mirror(tmp_path / "run", tmp_path / "copy") as mirror:
