@@ -637,6 +637,47 @@ def test_a_lease_that_another_thread_is_taking_is_not_taken_over(
     lease.release()
 
 
+def test_a_lease_that_another_thread_is_giving_back_is_waited_for(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place.of(address, ObjectStore(lease_seconds=3000))
+    lease = take_lease(root)
+    swap, wait_until_free = ObjectPath.swap, ObjectLease._wait_until_free
+    has_looked = threading.Event()
+    next_lease: Future[Any] = Future()
+
+    class Released(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            has_looked.set()
+            return super().wait(240)
+
+    released = lease.holding.released = Released()
+
+    def look(taken: ObjectLease) -> tuple[bytes, int]:
+        found = wait_until_free(taken)
+        # Nothing is left to wait for if the opener has waited for the release.
+        has_looked.set()
+        assert threading.Event.wait(released, 240)
+        return found
+
+    def take() -> None:
+        try:
+            next_lease.set_result(take_lease(root))
+        except BaseException as error:
+            next_lease.set_exception(error)
+
+    def look_and_swap(path: ObjectPath, *args: Any, **options: Any) -> bytes | None:
+        monkeypatch.setattr(ObjectPath, "swap", swap)
+        threading.Thread(target=take).start()
+        assert has_looked.wait(240)
+        return swap(path, *args, **options)
+
+    monkeypatch.setattr(ObjectPath, "swap", look_and_swap)
+    monkeypatch.setattr(ObjectLease, "_wait_until_free", look)
+    lease.release()
+    next_lease.result(240).release()
+
+
 @pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
 def test_a_lease_is_kept_through_a_fault_of_its_renewal(
     address: str, s3_server: S3, kind: str

@@ -37,7 +37,8 @@ class Holding:
 
     Attributes:
         opened_at: The line of the program that took the lease.
-        is_abandoned: Nobody refers to the owner: the lease is given back after the saves under way.
+        is_abandoned: Nobody refers to the owner, or it is being closed: the lease is given back
+            after the saves under way.
         released: Set once the lease is given back.
     """
 
@@ -51,6 +52,8 @@ class Holding:
         Args:
             root: The root, for the log.
         """
+        if self.released.is_set():
+            return True
         if not self.is_abandoned:
             # Owners that refer to each other in a cycle, or that only such objects refer to.
             gc.collect()

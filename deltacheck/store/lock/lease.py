@@ -83,8 +83,10 @@ class LocalLease:
     def _take(self, root: Path) -> None:
         if not self._is_locked():
             own = self._own_holding()
-            # Another owner of this process may have been dropped without being closed.
-            if own is None or not own.await_release(root) or not self._is_locked():
+            # Another owner of this process may have been dropped without being closed. If there is
+            # none, it may have been released since the look at the lock.
+            is_free = own is None or own.await_release(root)
+            if not (is_free and self._is_locked()):
                 content = os.pread(self._descriptor, 4096, 0)
                 holder = _holder(content) if own is None or own.released.is_set() else own
                 raise RootBusy(

@@ -64,7 +64,8 @@ class ObjectLease:
         self._lost = ""
         self._released = threading.Event()
         lease = _held.get(str(root))
-        own = None if lease is None or not lease.holds() else lease.holding
+        # Also of one whose release is under way: its last write would meet the first of this lease.
+        own = None if lease is None or not lease._is_own() else lease.holding
         del lease
         # Without this check, the process would wait for a sign of life from itself.
         if own is not None and not own.await_release(root):
@@ -105,7 +106,11 @@ class ObjectLease:
 
     def holds(self) -> bool:
         """Return whether the lease is neither released nor known as lost."""
-        return not (self._released.is_set() or self._lost or os.getpid() != self._owner)
+        return self._is_own() and not self._released.is_set()
+
+    def _is_own(self) -> bool:
+        """Return whether no other process has taken the lease over, and it is not a parent's."""
+        return not self._lost and os.getpid() == self._owner
 
     def check(self) -> None:
         """Raise ``RootBusy`` if the right has been lost. Raises what ``seconds_left`` raises."""
@@ -170,14 +175,15 @@ class ObjectLease:
             self.holding.released.set()
             return
         with postponed(), self._lock:
+            self.holding.is_abandoned = True
             self._released.set()
             # Marked and not deleted, so that the epochs go on counting.
-            with contextlib.suppress(StorageFailed):
-                self._object.swap(
-                    layout.group_json({layout.ATTRIBUTE: {**self._claim, "released": True}}),
-                    self._generation,
-                )
-        self.holding.released.set()
+            content = layout.group_json({layout.ATTRIBUTE: {**self._claim, "released": True}})
+            try:
+                with contextlib.suppress(StorageFailed):
+                    self._object.swap(content, self._generation)
+            finally:
+                self.holding.released.set()
 
     def _settle(self) -> bytes | None:
         """Resolve a renewal that met other content.

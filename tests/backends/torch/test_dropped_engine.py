@@ -234,5 +234,20 @@ def test_a_lease_that_nobody_refers_to_is_given_back(tmp_path: Path) -> None:
     LocalLease(tmp_path).release()
 
 
+def test_a_lease_that_is_given_back_while_its_owner_is_looked_for_can_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(tmp_path).close()
+    lease = LocalLease(tmp_path)
+    own_holding = LocalLease._own_holding
+
+    def look(taken: LocalLease) -> holding.Holding | None:
+        lease.release()
+        return own_holding(taken)
+
+    monkeypatch.setattr(LocalLease, "_own_holding", look)
+    LocalLease(tmp_path).release()
+
+
 def test_a_holding_names_the_program_and_not_this_package() -> None:
     assert holding.Holding().opened_at.startswith(__file__)
