@@ -55,7 +55,7 @@ demo: $(VENV)/.stamp-install  ## train, save in six ways, kill, resume each, com
 test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
 
-test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, and what is compiled for a test
+test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, the rest of the codec matrix, trainings under `deltacheck run`, and what is compiled for a test
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
 
 coverage: $(VENV)/.stamp-install build/coverage/.stamp  ## run `make test` and print the share of the product's lines that it executes in its own processes (a quarter of an hour)

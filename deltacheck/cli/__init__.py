@@ -57,7 +57,7 @@ def _run(words: list[str]) -> int:
     # interrupt or a closed pipe during these imports also ends in an exit code of ours.
     import typer
 
-    from deltacheck.cli.app import app
+    from deltacheck.cli.app import root_command
 
     # Errors of parsing must be JSON as well, so the option is looked up before the line is parsed.
     # What follows "--" is a command that ``run`` starts.
@@ -69,7 +69,7 @@ def _run(words: list[str]) -> int:
         base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
     )
     try:
-        code = _invoke(typer.main.get_command(app), words)
+        code = _invoke(root_command, words)
         # A closed pipe or a full disk must be noticed here: errors of the flush at exit have no
         # exit code of ours.
         sys.stdout.flush()

@@ -117,3 +117,7 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+# What ``main`` runs. Typer takes 50 ms to make it of the signatures, so a process does so once.
+root_command = typer.main.get_command(app)

@@ -338,6 +338,9 @@ def uninterrupted(kind: str, *more: object) -> Any:
         return result(Path(folder), "whole")
 
 
+# Each trains for up to half a minute, once it has imported its framework: one is enough for
+# `make test`.
+long = pytest.mark.tools
 needs_transformers = pytest.mark.skipif(
     not (find_spec("transformers") and find_spec("accelerate")),
     reason="transformers is not installed",
@@ -369,6 +372,7 @@ def test_a_killed_trainer_continues_without_an_edit(tmp_path: Path) -> None:
 
 
 @needs_transformers
+@long
 @pytest.mark.timeout(600)
 def test_a_trainer_saves_on_a_signal_and_ends_by_it(tmp_path: Path) -> None:
     ended = train("hf", tmp_path, "parts", more=[1], KILL_AT="2", KILL_BY="SIGUSR1")
@@ -383,6 +387,7 @@ def test_a_trainer_saves_on_a_signal_and_ends_by_it(tmp_path: Path) -> None:
 
 
 @needs_transformers
+@long
 @pytest.mark.timeout(600)
 def test_a_signal_reaches_a_trainer_behind_a_wrapper_that_dies_of_it(tmp_path: Path) -> None:
     script = [PYTHON, "-m", "tests.support.unmodified.hf_script", "run", "run.json", "1"]
@@ -404,6 +409,7 @@ def test_a_signal_reaches_a_trainer_behind_a_wrapper_that_dies_of_it(tmp_path: P
 
 
 @needs_transformers
+@long
 @pytest.mark.timeout(600)
 def test_what_is_not_saved_is_told(tmp_path: Path) -> None:
     program = """
@@ -429,6 +435,7 @@ trainer(Path("none"), max_steps=1, save_strategy="no").train()
 
 
 @needs_transformers
+@long
 @pytest.mark.timeout(600)
 def test_options_reach_the_trainer(tmp_path: Path) -> None:
     root = tmp_path / "root"
@@ -453,6 +460,7 @@ def test_options_reach_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+@long
 @pytest.mark.timeout(600)
 def test_a_killed_lightning_trainer_continues_without_an_edit(tmp_path: Path) -> None:
     parts = train("lightning", tmp_path, "parts", "--restarts", 1, KILL_AT="7")
@@ -464,6 +472,7 @@ def test_a_killed_lightning_trainer_continues_without_an_edit(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed")
+@long
 @pytest.mark.timeout(600)
 def test_lightning_saves_every_so_many_steps_and_scripts_load_the_files(tmp_path: Path) -> None:
     options = ["--root", tmp_path / "root", "--every", 2, "--keep", 2, "--restarts", 1]
@@ -479,6 +488,7 @@ def test_lightning_saves_every_so_many_steps_and_scripts_load_the_files(tmp_path
 
 
 @needs_transformers
+@long
 @pytest.mark.timeout(600)
 def test_a_killed_accelerate_loop_continues_without_an_edit(tmp_path: Path) -> None:
     parts = train("accelerate", tmp_path, "parts", "--restarts", 1, KILL_AT="5")
@@ -497,6 +507,7 @@ def test_a_killed_accelerate_loop_continues_without_an_edit(tmp_path: Path) -> N
     ("kind", "package", "more", "kill_at"),
     [("hf", "transformers", [1], "5"), ("lightning", "lightning", [], "7")],
 )
+@long
 @pytest.mark.timeout(600)
 def test_another_machine_continues_from_a_bucket(
     tmp_path: Path, s3: S3, kind: str, package: str, more: list[object], kill_at: str
