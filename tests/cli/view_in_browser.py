@@ -301,6 +301,9 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
         complete = "document.querySelectorAll('section[data-drawn]').length === 4"
         page = browser.dom(complete)
         assert page.text.count("6000 of 150000 elements changed (4 %)") == 3
+        # A map of one colour is not drawn: all elements of the noise have changed.
+        assert browser.evaluate("document.querySelectorAll('section canvas').length") == 3
+        assert page.text.count("the same share in all parts of the leaf") == 1
         picture = browser.picture(pictures / "diff.png")
         # The colour of cells that have changed altogether: a block of each map.
         dark = (np.abs(picture[..., :3].astype(int) - (8, 29, 88)) <= 2).all(axis=2)

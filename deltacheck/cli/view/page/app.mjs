@@ -282,7 +282,7 @@ async function viewDiff({ before, after }) {
 
 // A changed leaf. Its content is read when it comes into sight.
 function change({ path, dtype, shape: sizes }, before, after) {
-  const text = element("div", {}, link(name(path), "leaf", { step: after, leaf: path }), element("p", {}, dtype === null ? "stored as gradients" : `${dtype} ${shape(sizes)}`));
+  const text = element("div", {}, link(name(path), "leaf", { step: after, leaf: path }), element("p", {}, `${dtype} ${shape(sizes)}`));
   const picture = element("div", {}, element("p", { class: "quiet" }, "reading ..."));
   const row = element("section", { class: "change" }, text, picture);
   const observer = new IntersectionObserver(async (entries) => {
@@ -295,7 +295,11 @@ function change({ path, dtype, shape: sizes }, before, after) {
         element("p", {}, `relative L2 ${number(data.relative_l2)}, largest difference ${number(data.max_abs)}`),
         data.nonfinite_before || data.nonfinite_after ? element("p", {}, `not finite: ${data.nonfinite_before} before, ${data.nonfinite_after} after`) : "",
       );
-      picture.replaceChildren(heatMap(data.map, `${share(data.density)} of the elements of ${path} changed`));
+      // A map of one colour says no more than the share beside it.
+      const isUniform = data.map.shares.every((cell) => cell === data.map.shares[0]);
+      picture.replaceChildren(isUniform
+        ? element("p", { class: "quiet" }, "the same share in all parts of the leaf")
+        : heatMap(data.map, `${share(data.density)} of the elements of ${path} changed`));
     } catch (error) {
       picture.replaceChildren(failure(error));
     }
@@ -328,8 +332,7 @@ async function viewCheck({ step, deep }) {
     return [...head, failure(error)];
   }
   const columns = [["step", (row) => number(row.step)], ["leaf", (row) => (row.leaf === null ? "-" : name(row.leaf)), true], ["problem", (row) => row.problem, true]];
-  const skipped = result.skipped ? `; ${count(result.skipped, "leaf is", "leaves are")} stored as gradients and not computed` : "";
-  const read = (result.deep ? `; ${size(result.checked_bytes)} of content read` : "") + skipped;
+  const read = result.deep ? `; ${size(result.checked_bytes)} of content read` : "";
   return [
     ...head,
     result.ok
