@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -52,8 +53,9 @@ def draw(outcome: DemoOutcome) -> tuple[Drawing, ...]:
 
 
 def _overview(outcome: DemoOutcome) -> Drawing:
-    """Draw bytes, waits and restore of each way as bars beside each other."""
-    figure = Figure(figsize=(12.0, 2.9), layout="constrained", facecolor="white")
+    """Draw bytes, waits and restore of each way as bars, and below them bytes by layout."""
+    figure = Figure(figsize=(12.0, 4.6), layout="constrained", facecolor="white")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(2.9, 1.7))
     peer = outcome.peer
     parts: tuple[tuple[str, Callable[[Way], float], Callable[[float], str]], ...] = (
         (
@@ -79,29 +81,48 @@ def _overview(outcome: DemoOutcome) -> Drawing:
     )
     names = [way.method.title for way in outcome.ways]
     colours = [_COLOURS[way.method.key] for way in outcome.ways]
-    panels = figure.subplots(1, len(parts), sharey=True)
+    panels = upper.subplots(1, len(parts), sharey=True)
     for axes, (title, value_of, text_of) in zip(panels, parts, strict=True):
         values = [value_of(way) for way in outcome.ways]
-        axes.barh(range(len(values)), values, 0.62, color=colours)
-        for place, value in enumerate(values):
-            axes.annotate(
-                text_of(value), (value, place), (4, 0), textcoords="offset points",
-                va="center", fontsize=8, color=INK,
-            )  # fmt: skip
-        axes.set_title(title, fontsize=9, loc="left", color=INK)
-        axes.set_xlim(0, max(values) * 1.7)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_xticks([])
+        _bars(axes, title, values, colours, text_of)
         axes.set_yticks(range(len(names)), names, fontsize=8)
+    panels[0].invert_yaxis()
+    by_layout = results.shares_by_layout(outcome)
+    panels = lower.subplots(1, len(by_layout), sharey=True)
+    for axes, (name, shares) in zip(panels, by_layout.items(), strict=True):
+        title = f"{name}: of torch.save, mean"
+        _bars(axes, title, list(shares.values()), [_COLOURS[key] for key in shares], _share)
+        titles = [way.method.title for way in outcome.ways if way.method.key in shares]
+        axes.set_yticks(range(len(titles)), titles, fontsize=8)
     panels[0].invert_yaxis()
     caption = (
         "One training, saved in each way at every checkpoint. Bytes: of all files of"
         " the checkpoints. Waits: the median of the saves beside which training went on. Restore:"
-        " into a new process, with files in memory."
+        " into a new process, with files in memory. Below: the same bytes in three layouts of the"
+        " state, the first save included; the second and third are short trainings of their own."
     )
     columns = ("way", *results.COSTS[1:])
     rows = tuple(results.costs(outcome))
     return Drawing("overview", "Cost of a checkpoint", caption, figure, (), columns, rows)
+
+
+def _bars(
+    axes: Axes,
+    title: str,
+    values: list[float],
+    colours: list[str],
+    text_of: Callable[[float], str],
+) -> None:
+    axes.barh(range(len(values)), values, 0.62, color=colours)
+    for place, value in enumerate(values):
+        axes.annotate(
+            text_of(value), (value, place), (4, 0), textcoords="offset points",
+            va="center", fontsize=8, color=INK,
+        )  # fmt: skip
+    axes.set_title(title, fontsize=9, loc="left", color=INK)
+    axes.set_xlim(0, max(values) * 1.7)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_xticks([])
 
 
 def _share(value: float) -> str:

@@ -108,7 +108,7 @@ def main(
         return 2
     try:
         with _folder(keep) as folder:
-            outcome = perform(plan, folder, console)
+            outcome = perform(plan, folder, console, quick=quick)
     except DeltacheckError as error:
         # Messages may contain paths in brackets, which Rich would read as markup.
         console.print(f"[bold red]The demo failed.[/] {escape(str(error))}")
@@ -121,9 +121,12 @@ def main(
     return 0 if outcome.holds else 1
 
 
-def perform(plan: EvaluationPlan, folder: Path, console: Console) -> DemoOutcome:
+def perform(
+    plan: EvaluationPlan, folder: Path, console: Console, *, quick: bool = False
+) -> DemoOutcome:
     """Evaluate the ways of saving in ``folder``, and compare the ends of the runs."""
-    # Not at the top: it imports TensorStore, which the command line does not wait for.
+    # Not at the top: they import TensorStore, which the command line does not wait for.
+    from benchmarks.demo import layout_bytes
     from deltacheck.evaluate.run import evaluate, show_progress
 
     start_time = time.perf_counter()
@@ -134,7 +137,8 @@ def perform(plan: EvaluationPlan, folder: Path, console: Console) -> DemoOutcome
     if all(errors):
         raise DemoFailed(errors[0])
     states = tuple(_compare_states(evidence, folder))
-    return DemoOutcome(evidence, states, time.perf_counter() - start_time)
+    layouts = layout_bytes.measure(plan.every, folder, quick=quick)
+    return DemoOutcome(evidence, states, layouts, time.perf_counter() - start_time)
 
 
 def _compare_states(evidence: Evidence, folder: Path) -> Iterator[EqualityVerdict]:

@@ -42,3 +42,4 @@ METHODS = (
     Method(LAW, "Policy.exact(law=True)", "every bit; optimizer state predicted by Adam's law"),
 )
 PEER = METHODS[0]  # ratios refer to it
+OWN_LAYOUT = "bfloat16 weights, float32 masters"  # of the demo's training

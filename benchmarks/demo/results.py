@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median, stdev
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.demo.methods import METHODS, PEER, Method
+from benchmarks.demo.methods import METHODS, OWN_LAYOUT, PEER, Method
 from benchmarks.workloads.equality import EqualityVerdict
 from benchmarks.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.judge import correctness
@@ -46,11 +46,13 @@ class Way:
 class DemoOutcome:
     """All results of a demo.
 
-    ``states``: the comparisons of the final state. ``seconds``: of the whole demo.
+    ``states``: the comparisons of the final state. ``layouts``: the bytes of a save in other
+    layouts, as ``layout_bytes.measure`` returns them. ``seconds``: of the whole demo.
     """
 
     evidence: Evidence
     states: tuple[EqualityVerdict, ...]
+    layouts: Mapping[str, Mapping[str, float]]
     seconds: float
 
     @cached_property
@@ -137,8 +139,19 @@ def document(outcome: DemoOutcome) -> dict[str, Any]:
         "problems": problems(outcome),
         "ways": rows,
         "states": [asdict(state) for state in outcome.states],
+        "layouts": shares_by_layout(outcome),
         **evidence,
     }
+
+
+def shares_by_layout(outcome: DemoOutcome) -> dict[str, dict[str, float]]:
+    """Return the mean bytes of a save, of those of ``torch.save``, by layout and key of the way."""
+    own = {
+        way.method.key: way.saved.mean_bytes / outcome.peer.saved.mean_bytes
+        for way in outcome.ways
+        if all(way.method.key in shares for shares in outcome.layouts.values())
+    }
+    return {OWN_LAYOUT: own} | {name: dict(shares) for name, shares in outcome.layouts.items()}
 
 
 def kept(recovery: Recovery) -> str:
@@ -152,7 +165,7 @@ def kept(recovery: Recovery) -> str:
 
 def show(outcome: DemoOutcome, console: Console) -> None:
     """Print all tables and the verdict."""
-    for table in (_costs(outcome), _leaves(outcome), _promises(outcome)):
+    for table in (_costs(outcome), _layouts(outcome), _leaves(outcome), _promises(outcome)):
         console.print(table)
     for state in outcome.states:
         console.print(f"{state.claim}: {state.detail}")
@@ -194,6 +207,18 @@ def _costs(outcome: DemoOutcome) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     for row in costs(outcome):
         table.add_row(*row)
+    return table
+
+
+def _layouts(outcome: DemoOutcome) -> Table:
+    table = Table(title="bytes of a save by layout, mean, the first included, of torch.save")
+    table.add_column("layout")
+    by_layout = shares_by_layout(outcome)
+    for method in METHODS:
+        if method.key in by_layout[OWN_LAYOUT]:
+            table.add_column(method.title, justify="right")
+    for name, shares in by_layout.items():
+        table.add_row(name, *(f"{share:.1%}" for share in shares.values()))
     return table
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.demo import demonstration
 from benchmarks.demo.demonstration import create_plan
-from benchmarks.demo.methods import METHODS
+from benchmarks.demo.layout_bytes import OTHER_LAYOUTS
+from benchmarks.demo.methods import AUTO, EXACT, LAW, METHODS, OWN_LAYOUT, TORCH_SAVE
 from benchmarks.demo.results import DemoOutcome, problems
 from benchmarks.workloads import equality
 from deltacheck.evaluate.records import (
@@ -69,6 +70,15 @@ def test_quick_demo_is_saved_in_every_way_killed_and_resumed_as_promised(
         assert bool(recovery["inexact"]) != method.is_exact
         assert (way["difference"] == 0) or not method.is_exact
 
+    layouts = figures["layouts"]
+    assert list(layouts) == [OWN_LAYOUT, *OTHER_LAYOUTS]
+    own = {way["key"]: way["mean_bytes"] for way in figures["ways"]}
+    for key, share in layouts[OWN_LAYOUT].items():
+        assert share == pytest.approx(own[key] / own[TORCH_SAVE])
+    for shares in layouts.values():
+        assert list(shares) == [EXACT, AUTO, LAW]
+        assert all(0 < share < 2 for share in shares.values())
+
     page = (tmp_path / "demo.html").read_text()
     for method in METHODS:
         assert method.title in page
@@ -95,7 +105,7 @@ def test_a_resumed_run_is_judged_by_its_promise(
         replace(recovery, **changes) if recovery.way == key else recovery
         for recovery in EVIDENCE.recoveries
     )
-    outcome = DemoOutcome(replace(EVIDENCE, recoveries=recoveries), (), 1.0)
+    outcome = DemoOutcome(replace(EVIDENCE, recoveries=recoveries), (), {}, 1.0)
     reasons = problems(outcome)
     assert len(reasons) == bool(problem)
     assert problem in "".join(reasons)
@@ -115,9 +125,9 @@ def test_the_kill_falls_into_a_late_checkpoint_and_is_that_of_the_seed() -> None
 def test_a_comparison_that_fails_is_named_and_gives_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def perform(plan: object, folder: Path, console: object) -> object:
+    def perform(plan: object, folder: Path, console: object, *, quick: bool) -> object:
         states = (equality.EqualityVerdict("final state", False, "1 of 2 leaves differ"),)
-        return DemoOutcome(EVIDENCE, states, 1.0)
+        return DemoOutcome(EVIDENCE, states, {}, 1.0)
 
     monkeypatch.setattr(demonstration, "perform", perform)
     assert demonstration.main(seed=1, quick=True) == 1
