@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -644,7 +644,8 @@ def test_a_lease_that_another_thread_is_giving_back_is_waited_for(
     lease = take_lease(root)
     swap, wait_until_free = ObjectPath.swap, ObjectLease._wait_until_free
     has_looked = threading.Event()
-    next_lease: Future[Any] = Future()
+    taker = ThreadPoolExecutor(1)
+    taken: list[Future[Any]] = []
 
     class Released(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -653,29 +654,24 @@ def test_a_lease_that_another_thread_is_giving_back_is_waited_for(
 
     released = lease.holding.released = Released()
 
-    def look(taken: ObjectLease) -> tuple[bytes, int]:
-        found = wait_until_free(taken)
+    def look(lease: ObjectLease) -> tuple[bytes, int]:
+        found = wait_until_free(lease)
         # Nothing is left to wait for if the opener has waited for the release.
         has_looked.set()
         assert threading.Event.wait(released, 240)
         return found
 
-    def take() -> None:
-        try:
-            next_lease.set_result(take_lease(root))
-        except BaseException as error:
-            next_lease.set_exception(error)
-
     def look_and_swap(path: ObjectPath, *args: Any, **options: Any) -> bytes | None:
         monkeypatch.setattr(ObjectPath, "swap", swap)
-        threading.Thread(target=take).start()
+        taken.append(taker.submit(take_lease, root))
         assert has_looked.wait(240)
         return swap(path, *args, **options)
 
     monkeypatch.setattr(ObjectPath, "swap", look_and_swap)
     monkeypatch.setattr(ObjectLease, "_wait_until_free", look)
     lease.release()
-    next_lease.result(240).release()
+    taken[0].result(240).release()
+    taker.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
