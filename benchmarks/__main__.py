@@ -40,7 +40,6 @@ BENCHMARKS = {
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
     "law": "benchmarks.law",
-    "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "schedules": "benchmarks.schedules",

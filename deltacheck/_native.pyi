@@ -45,15 +45,6 @@ def check(
     bounds: NDArray[np.uint64],
     word_bytes: int,
 ) -> tuple[str | None, NDArray[np.uint64] | None]: ...
-def statistics(
-    current: NDArray[np.uint8], base: NDArray[np.uint8], bounds: NDArray[np.uint64], elements: str
-) -> tuple[
-    NDArray[np.uint64],
-    NDArray[np.uint64],
-    NDArray[np.float64],
-    NDArray[np.float64],
-    NDArray[np.float64],
-]: ...
 def lattice_codes(
     values: NDArray[np.float32],
     weights: NDArray[np.uint16] | None,

@@ -290,37 +290,6 @@ nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
   return nb::make_tuple(nb::none(), array_of(std::move(offsets)));
 }
 
-nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
-                            const Array<const uint64_t>& bounds, const std::string& elements) {
-  // Element types are passed by name, so that their numbers are no interface.
-  const auto* name = std::find(kElementNames, kElementNames + kElementTypes, elements);
-  if (name == kElementNames + kElementTypes)
-    throw std::invalid_argument("no elements are called '" + elements + "'");
-  const Elements kind = static_cast<Elements>(name - kElementNames);
-  const Run run = run_of(bounds, current.size(), word_bytes_of(kind));
-  if (base.size() != current.size())
-    throw std::invalid_argument("base and current must have the same size");
-  const uint8_t* now = current.data();
-  const uint8_t* shadow = base.data();
-  std::vector<Statistics> chunks;
-  {
-    nb::gil_scoped_release released;
-    chunks = statistics(run, kind, now, shadow);
-  }
-  std::vector<uint64_t> changed, nonfinite;
-  std::vector<double> squared_difference, squared_base, largest_difference;
-  for (const Statistics& chunk : chunks) {
-    changed.push_back(chunk.changed);
-    nonfinite.push_back(chunk.nonfinite);
-    squared_difference.push_back(chunk.squared_difference);
-    squared_base.push_back(chunk.squared_base);
-    largest_difference.push_back(chunk.largest_difference);
-  }
-  return nb::make_tuple(array_of(std::move(changed)), array_of(std::move(nonfinite)),
-                        array_of(std::move(squared_difference)), array_of(std::move(squared_base)),
-                        array_of(std::move(largest_difference)));
-}
-
 // Returns the address of the weights, or null without any.
 const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, uint64_t count) {
   if (!weights) return nullptr;
@@ -557,11 +526,6 @@ NB_MODULE(_native, m) {
         nb::arg("bytes"), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         "Return (the refusal of apply, None), or (None, the offset of each row in every stream: "
         "uint64 (rows * streams)).");
-  m.def("statistics", statistics_arrays, nb::arg("current").noconvert(),
-        nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("elements"),
-        "Return (changed, nonfinite, squared_difference, squared_base, largest_difference), each "
-        "with "
-        "a number for every chunk.");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),

@@ -225,17 +225,6 @@ def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() 
             encode.plain_read(current, base, 1, pool)
 
 
-def test_detection_is_compared_with_a_read_and_with_torch(
-    results: dict[str, dict[str, Any]],
-) -> None:
-    by_key = rows(results["detection"])
-    assert [(row["dtype"], row["changed"]) for row in by_key] == [
-        (d, c) for d in ("float32", "bfloat16") for c in (0.0, 0.01, 1.0)
-    ]
-    assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in by_key)
-    assert len(results["detection"]["figures"]) == 4
-
-
 def test_each_call_of_the_codes_is_compared_with_numpy(
     results: dict[str, dict[str, Any]],
 ) -> None:

@@ -60,7 +60,6 @@ class TestEmulated:
             ("emulator_test", None),
             ("encode_test", "encode"),
             ("decode_apply", "apply"),
-            ("decode_statistics", "statistics"),
         ],
     )
     def test_the_device_gives_the_bits_of_the_host(

@@ -22,7 +22,7 @@ Codes = NDArray[Any]  # uint8 or uint16
 
 MOST = float(np.finfo(np.float32).max)
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-# The order in which squared errors are added: as in ``statistics``, but in parts of 65536 elements.
+# The order in which squared errors are added: in parts of 65536 elements.
 LANES, PART = 32, 65536
 
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
-#include "encoder/elements.h"
 #include "encoder/format.h"
 
 namespace deltacheck {
@@ -69,16 +68,6 @@ cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t*
 // Writes digests[i] = xxh3_128 (high, low) of the base of the table's entry i, or of its current if
 // it has no base.
 cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream);
-
-// Writes the statistics of each entry i of the table, whose words are elements[i]. The bits equal
-// those of the host. REQUIRES: every entry has a base.
-cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks,
-                       Statistics* results, cudaStream_t stream);
-
-// Separates statistics into columns: counts (chunks, 2), and the other three fields as (chunks, 3)
-// doubles, or floats without `wide`.
-cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values,
-                     bool wide, cudaStream_t stream);
 
 }  // namespace device
 }  // namespace deltacheck

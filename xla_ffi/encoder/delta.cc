@@ -647,14 +647,6 @@ void for_each_part(uint64_t count, const Work& work) {
   });
 }
 
-void add(const Statistics& part, Statistics* sum) {
-  sum->changed += part.changed;
-  sum->nonfinite += part.nonfinite;
-  sum->squared_difference += part.squared_difference;
-  sum->squared_base += part.squared_base;
-  sum->largest_difference = std::max(sum->largest_difference, part.largest_difference);
-}
-
 }  // namespace
 
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method, bool ordered,
@@ -715,31 +707,6 @@ std::string apply(const Run& run, const Row* rows, uint64_t row_count, const Str
 std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   std::vector<uint64_t>* offsets) {
   return check_rows(run, rows, row_count, streams, nullptr, offsets);
-}
-
-std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current,
-                                   const uint8_t* base) {
-  const uint64_t span_words =
-      uint64_t{kSpanTiles} * kTileBytes / static_cast<uint64_t>(run.word_bytes);
-  struct Span {
-    uint64_t chunk, start, words;
-  };
-  std::vector<Span> spans;
-  for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
-    for (uint64_t start = run.bounds[chunk]; start < run.bounds[chunk + 1]; start += span_words) {
-      spans.push_back({chunk, start, std::min(span_words, run.bounds[chunk + 1] - start)});
-    }
-  }
-  const Kernels& kernels = *chosen().load();
-  std::vector<Statistics> parts(spans.size());
-  for_each(spans.size(), [&](uint64_t i) {
-    const uint64_t at = spans[i].start * static_cast<uint64_t>(run.word_bytes);
-    parts[i] = kernels.span_statistics(elements, current + at, base + at,
-                                       static_cast<uint32_t>(spans[i].words));
-  });
-  std::vector<Statistics> sums(run.chunks);
-  for (uint64_t i = 0; i < spans.size(); ++i) add(parts[i], &sums[spans[i].chunk]);
-  return sums;
 }
 
 namespace {

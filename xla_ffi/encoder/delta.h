@@ -1,4 +1,4 @@
-// Encodes, applies and measures runs of chunks on the host, on several threads. The entry points
+// Encodes and applies runs of chunks on the host, on several threads. The entry points
 // for module.cc and the CPU handlers. No result depends on the number of threads. Rows and streams
 // are defined in docs/reference/format.md, section 4.
 
@@ -11,7 +11,6 @@
 
 #include "adam.h"
 #include "blocks.h"
-#include "elements.h"
 #include "format.h"
 #include "lattice.h"
 #include "octaves.h"
@@ -78,11 +77,6 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
 // `offsets` receives, for each row, the kStreams offsets at which its parts of the streams begin.
 std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   std::vector<uint64_t>* offsets);
-
-// Returns the statistics of every chunk. REQUIRES: the words of the run have the size of
-// `elements`.
-std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current,
-                                   const uint8_t* base);
 
 // Writes the codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or
 // null. `step`: after the halvings. REQUIRES: `step` is finite and at least 2^-149, halvings is at

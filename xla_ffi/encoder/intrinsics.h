@@ -1,7 +1,6 @@
-// Comparison of words to bit masks, and conversion of floats to doubles, with processor intrinsics.
-// Only this file, compact.h and order.h use intrinsics: no compiler was found to produce bit masks
-// from comparisons, nor to widen a whole vector in one instruction. Included by segment.h,
-// compact.h and statistics.h. All functions have internal linkage, see format.h.
+// Comparison of words to bit masks, with processor intrinsics. Only this file, compact.h and order.h
+// use intrinsics: no compiler was found to produce bit masks from comparisons. Included by segment.h
+// and compact.h. All functions have internal linkage, see format.h.
 
 #pragma once
 
@@ -157,42 +156,6 @@ inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   uint8_t any = 0;
   for (; at < bytes; ++at) any |= a[at] ^ b[at];
   return any == 0;
-}
-
-// Vectors of the width of a register.
-#if defined(__AVX512F__)
-constexpr uint32_t kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr uint32_t kVectorBytes = 32;
-#else
-constexpr uint32_t kVectorBytes = 16;
-#endif
-typedef double Doubles __attribute__((vector_size(kVectorBytes)));
-typedef float Floats __attribute__((vector_size(kVectorBytes)));
-
-// Widens the lower or the upper half of the values.
-template <int kHalf>
-inline Doubles widened(Floats values) {
-#if defined(__AVX512F__)
-  // All lanes are selected. Without a mask, compilers warn of undefined values in the others.
-  return _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, values, kHalf));
-#elif defined(__AVX2__)
-  return _mm256_cvtps_pd(_mm256_extractf128_ps(values, kHalf));
-#else
-  return Doubles{values[2 * kHalf], values[2 * kHalf + 1]};
-#endif
-}
-
-// Returns sum + value * value. REQUIRES: the square is exact, so that it makes no difference if it
-// is rounded before the sum or not (fused multiply-add).
-inline Doubles with_square(Doubles sum, Doubles value) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_pd(value, value, sum);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_pd(value, value, sum);
-#else
-  return sum + value * value;
-#endif
 }
 
 }  // namespace

@@ -25,7 +25,6 @@
 
 #include "kernels.h"
 #include "segment.h"
-#include "statistics.h"
 
 namespace deltacheck {
 namespace {
@@ -69,28 +68,6 @@ Refusal
 void apply_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base,
                      uint64_t words){DELTACHECK_FOR_WORD(apply_chunk, row, streams, base, words)}
 
-Statistics span_statistics_any(Elements elements, const uint8_t* current, const uint8_t* base,
-                               uint32_t words) {
-  switch (elements) {
-    case Elements::kBits8:
-      return span_statistics<Elements::kBits8>(current, base, words);
-    case Elements::kBits16:
-      return span_statistics<Elements::kBits16>(current, base, words);
-    case Elements::kBits32:
-      return span_statistics<Elements::kBits32>(current, base, words);
-    case Elements::kBits64:
-      return span_statistics<Elements::kBits64>(current, base, words);
-    case Elements::kFloat16:
-      return span_statistics<Elements::kFloat16>(current, base, words);
-    case Elements::kBfloat16:
-      return span_statistics<Elements::kBfloat16>(current, base, words);
-    case Elements::kFloat32:
-      return span_statistics<Elements::kFloat32>(current, base, words);
-    default:
-      return span_statistics<Elements::kFloat64>(current, base, words);
-  }
-}
-
 }  // namespace
 
 const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET,
@@ -100,7 +77,6 @@ const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET,
                                     encode_dense_any,
                                     check_chunk_any,
                                     apply_chunk_any,
-                                    span_statistics_any,
                                     lattice_codes_part,
                                     lattice_values_part,
                                     lattice_cast_part,

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "adam.h"
-#include "elements.h"
 #include "format.h"
 #include "lattice.h"
 #include "nested.h"
@@ -70,9 +69,8 @@ struct Refusal {
   uint64_t actual = 0, declared = 0;
 };
 
-// The kernels of one instruction set. segment.h, statistics.h, lattice.h, nested.h,
-// octaves.h, ratios.h and adam.h document the functions, with `word_bytes` or `elements` as their
-// template argument.
+// The kernels of one instruction set. segment.h, lattice.h, nested.h, octaves.h, ratios.h and
+// adam.h document the functions, with `word_bytes` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,
@@ -88,8 +86,6 @@ struct Kernels {
                          uint64_t words);
   void (*apply_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base,
                       uint64_t words);
-  Statistics (*span_statistics)(Elements elements, const uint8_t* current, const uint8_t* base,
-                                uint32_t words);
   LatticeErrors (*lattice_codes_part)(const uint8_t* values, const uint8_t* weights, uint64_t count,
                                       double step, uint64_t seed, uint32_t halvings,
                                       uint32_t spare_bits, uint8_t* codes);

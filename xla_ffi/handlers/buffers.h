@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "encoder/elements.h"
 #include "encoder/format.h"
 #include "encoder/run.h"
 #include "xla/ffi/api/ffi.h"
@@ -71,60 +70,6 @@ inline uint64_t number_at(const uint32_t* pairs, int64_t i) {
 inline void set_number(uint32_t* pairs, int64_t i, uint64_t number) {
   pairs[2 * i] = static_cast<uint32_t>(number);
   pairs[2 * i + 1] = static_cast<uint32_t>(number >> 32);
-}
-
-// Returns the kind of statistics of an element type, which also determines the bytes of its words.
-inline Elements elements_of(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F16:
-      return Elements::kFloat16;
-    case ffi::DataType::BF16:
-      return Elements::kBfloat16;
-    case ffi::DataType::F32:
-      return Elements::kFloat32;
-    case ffi::DataType::F64:
-      return Elements::kFloat64;
-    default:
-      break;
-  }
-  switch (ffi::ByteWidth(type)) {
-    case 1:
-      return Elements::kBits8;
-    case 2:
-      return Elements::kBits16;
-    case 4:
-      return Elements::kBits32;
-    default:
-      return Elements::kBits64;
-  }
-}
-
-// Checks the operands of statistics. `values` may be double, or float for a JAX with 32 bits only.
-// Returns the first problem, or an empty string.
-inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer& base,
-                            ffi::Span<const int64_t> bounds, const ffi::AnyBuffer& counts,
-                            const ffi::AnyBuffer& values, Run* run, Elements* elements,
-                            bool* wide) {
-  uint64_t bytes = 0;
-  if (!bytes_of(current, &bytes)) return "current has an element type that the encoder cannot take";
-  if (base.element_type() != current.element_type() || shape_of(base) != shape_of(current)) {
-    return "base has shape " + shape_of(base) + ", current has " + shape_of(current) +
-           "; they must agree in shape and element type";
-  }
-  if (bounds.size() == 0) return "bounds must have at least one entry";
-  *elements = elements_of(current.element_type());
-  *run = Run{reinterpret_cast<const uint64_t*>(bounds.begin()), bounds.size() - 1,
-             word_bytes_of(*elements)};
-  std::string problem = problem_with(*run, bytes);
-  const int64_t chunks = static_cast<int64_t>(run->chunks);
-  *wide = values.element_type() == ffi::DataType::F64;
-  if (problem.empty())
-    problem = mismatch("counts", counts, ffi::DataType::U32, "uint32", chunks, 2);
-  if (problem.empty()) {
-    problem = *wide ? mismatch("values", values, ffi::DataType::F64, "float64", chunks, 3)
-                    : mismatch("values", values, ffi::DataType::F32, "float32", chunks, 3);
-  }
-  return problem;
 }
 
 // A leaf of a call. The operands are n current arrays followed by their n bases. The first n

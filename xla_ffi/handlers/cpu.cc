@@ -133,43 +133,6 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base,
-                             ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> counts,
-                             ffi::Result<ffi::AnyBuffer> values) {
-  constexpr const char* kName = "deltacheck_statistics_cpu";
-  Run run{};
-  Elements elements{};
-  bool wide = false;
-  const std::string problem =
-      measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
-  if (!problem.empty()) return wrong(kName, problem);
-  try {
-    const std::vector<Statistics> measured_chunks =
-        statistics(run, elements, static_cast<const uint8_t*>(current.untyped_data()),
-                   static_cast<const uint8_t*>(base.untyped_data()));
-    uint32_t* numbers = counts->typed_data<uint32_t>();
-    for (size_t i = 0; i < measured_chunks.size(); ++i) {
-      *numbers++ = static_cast<uint32_t>(measured_chunks[i].changed);
-      *numbers++ = static_cast<uint32_t>(measured_chunks[i].nonfinite);
-      const double sums[3] = {measured_chunks[i].squared_difference,
-                              measured_chunks[i].squared_base,
-                              measured_chunks[i].largest_difference};
-      for (size_t k = 0; k < 3; ++k) {
-        if (wide)
-          values->typed_data<double>()[3 * i + k] = sums[k];
-        else
-          values->typed_data<float>()[3 * i + k] = static_cast<float>(sums[k]);
-      }
-    }
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(kName) + ": out of host memory");
-  } catch (const std::exception& error) {
-    return wrong(kName, error.what());
-  }
-  return ffi::Error::Success();
-}
-
 // The order of operands and results below is an interface: deltacheck/backends/orbax relies on it.
 XLA_FFI_DEFINE_HANDLER(kEncodeOnCpu, encode_on_cpu,
                        ffi::Ffi::Bind()
@@ -190,21 +153,12 @@ XLA_FFI_DEFINE_HANDLER(kApplyOnCpu, apply_on_cpu,
                            .Attr<int64_t>("word_bytes")
                            .Ret<ffi::AnyBuffer>());
 
-XLA_FFI_DEFINE_HANDLER(kStatisticsOnCpu, statistics_on_cpu,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Attr<ffi::Span<const int64_t>>("bounds")
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
-
 }  // namespace
 
 const Handler* handlers(int* count) {
   static const Handler all[] = {
       {"deltacheck_encode_cpu", "cpu", reinterpret_cast<void*>(kEncodeOnCpu)},
       {"deltacheck_apply_cpu", "cpu", reinterpret_cast<void*>(kApplyOnCpu)},
-      {"deltacheck_statistics_cpu", "cpu", reinterpret_cast<void*>(kStatisticsOnCpu)},
   };
   *count = static_cast<int>(sizeof all / sizeof all[0]);
   return all;

@@ -137,51 +137,6 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }
 
-ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::AnyBuffer base,
-                              ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> counts,
-                              ffi::Result<ffi::AnyBuffer> values,
-                              ffi::Result<ffi::AnyBuffer> workspace) {
-  constexpr const char* kName = "deltacheck_statistics_cuda";
-  Run run{};
-  Elements elements{};
-  bool wide = false;
-  std::string problem = measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
-  if (!problem.empty()) return wrong(kName, problem);
-  std::vector<device::Chunk> table;
-  // The base is only read. The table has no constant pointer for it.
-  add_chunks(run, static_cast<const uint8_t*>(current.untyped_data()),
-             static_cast<uint8_t*>(base.untyped_data()), &table);
-  const std::vector<Elements> kinds(table.size(), elements);
-  const size_t table_bytes = table.size() * sizeof(device::Chunk),
-               kinds_bytes = table.size() * sizeof(Elements);
-  // Workspace: the statistics, the table, the element types.
-  const size_t results_bytes = table.size() * sizeof(Statistics);
-  problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
-                     static_cast<int64_t>(results_bytes + table_bytes + kinds_bytes));
-  if (!problem.empty()) return wrong(kName, problem);
-  uint8_t* const device_memory = static_cast<uint8_t*>(workspace->untyped_data());
-  Statistics* const results = reinterpret_cast<Statistics*>(device_memory);
-  uint8_t *const device_table = device_memory + results_bytes, *const device_kinds =
-                                                                   device_table + table_bytes;
-  const uint32_t chunks = static_cast<uint32_t>(table.size());
-  cudaError_t error =
-      cudaMemcpyAsync(device_table, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
-  if (error == cudaSuccess) {
-    error =
-        cudaMemcpyAsync(device_kinds, kinds.data(), kinds_bytes, cudaMemcpyHostToDevice, stream);
-  }
-  if (error == cudaSuccess) {
-    error = device::statistics(reinterpret_cast<const device::Chunk*>(device_table),
-                               reinterpret_cast<const Elements*>(device_kinds), chunks, results,
-                               stream);
-  }
-  if (error == cudaSuccess) {
-    error = device::separate(results, chunks, counts->typed_data<uint32_t>(),
-                             values->untyped_data(), wide, stream);
-  }
-  return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
-}
-
 // The order of operands and results below is an interface: deltacheck/backends/orbax relies on it.
 DELTACHECK_HANDLER(kEncodeOnCuda, encode_on_cuda,
                    .RemainingArgs()
@@ -200,21 +155,12 @@ DELTACHECK_HANDLER(kApplyOnCuda, apply_on_cuda,
                        .Ret<ffi::AnyBuffer>()
                        .Ret<ffi::AnyBuffer>());
 
-DELTACHECK_HANDLER(kStatisticsOnCuda, statistics_on_cuda,
-                   .Arg<ffi::AnyBuffer>()
-                       .Arg<ffi::AnyBuffer>()
-                       .Attr<ffi::Span<const int64_t>>("bounds")
-                       .Ret<ffi::AnyBuffer>()
-                       .Ret<ffi::AnyBuffer>()
-                       .Ret<ffi::AnyBuffer>());
-
 }  // namespace
 
 const Handler* handlers(int* count) {
   static const Handler all[] = {
       {"deltacheck_encode_cuda", kPlatform, reinterpret_cast<void*>(kEncodeOnCuda)},
       {"deltacheck_apply_cuda", kPlatform, reinterpret_cast<void*>(kApplyOnCuda)},
-      {"deltacheck_statistics_cuda", kPlatform, reinterpret_cast<void*>(kStatisticsOnCuda)},
   };
   *count = static_cast<int>(sizeof all / sizeof all[0]);
   return all;

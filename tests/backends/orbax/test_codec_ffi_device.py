@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from deltacheck.codec import GroupJob, NativeCodec
-from deltacheck.codec.statistics import statistics
 from deltacheck.errors import DamagedStream
 from deltacheck.leaf.digest import chunk_digests
 from tests.codec.test_codec_contract import VectorContract
@@ -115,16 +114,3 @@ def test_decode_refuses_damage(damage: Damage, device: Any) -> None:
             damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes
         )
     assert damage.says in str(refusal.value)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_statistics_are_the_hosts(dtype: str, device: Any) -> None:
-    random = np.random.default_rng(0)
-    before = jax.numpy.array(random.standard_normal(50_000) * 100).astype(dtype)
-    after = (before * jax.numpy.array(random.choice([1.0, 1.1], 50_000))).astype(dtype)
-    bounds = np.array([0, 20_000, 20_000, 50_000], np.uint64)
-    measure = partial(ffi._measured, platform="CUDA", edges=bounds.astype(np.int64))
-    counts, values = jax.jit(measure)(placed(after, device), placed(before, device))
-    expected = statistics(np.asarray(after), np.asarray(before), bounds, dtype)
-    assert np.array_equal(counts, np.stack(expected[:2], axis=1))
-    assert np.array_equal(values, np.stack(expected[2:], axis=1).astype(np.float32))

@@ -37,7 +37,6 @@ _HEAD = 2 + len(STREAMS)
 # The smallest size of a payload. Larger ones are powers of two, because XLA compiles a program for
 # each size.
 _LEAST_PAYLOAD_BYTES = 4096
-_STATISTICS_BYTES = 40  # of a chunk, see xla_ffi/encoder/elements.h
 # XLA may store several of these in a byte, while NumPy and the format use a byte for each. float6
 # is unknown to older FFI headers.
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
@@ -199,62 +198,6 @@ class FfiCodec:
             raise DamagedStream(reason) from error
 
 
-class Statistics(NamedTuple):
-    """Statistics of each chunk, as ``deltacheck.codec.statistics`` returns them.
-
-    ``changed`` and ``nonfinite`` are uint32 ``(chunks,)``. The others are float64 ``(chunks,)`` if
-    JAX has 64 bits (``jax_enable_x64``), else rounded to float32, in which a sum may overflow to
-    infinity.
-    """
-
-    changed: jax.Array
-    nonfinite: jax.Array
-    squared_difference: jax.Array
-    squared_base: jax.Array
-    largest_difference: jax.Array
-
-
-def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -> Statistics:
-    """Return statistics of the change from ``base`` to ``current``, in one pass over both.
-
-    The arrays are read on their devices and not changed. The function may be traced under
-    ``jax.jit``, and on sharded arrays under ``jax.shard_map(..., check_vma=False)``. Each device
-    then returns the rows of its own part, and nothing is gathered.
-
-    Args:
-        current: The array now, with elements of whole bytes.
-        base: The array before, of the same shape and dtype.
-        bounds: Offsets of the chunks in the array that the call sees, uint64 ``(chunks + 1,)``,
-            ascending from 0, in words (elements of up to 8 bytes; complex128 has two words);
-            ``None``: one chunk.
-
-    Returns:
-        One entry for each chunk.
-
-    Raises:
-        ValueError: The arguments do not fit.
-        RuntimeError: This build has no XLA handlers.
-    """
-    item = _checked_element("current", current)
-    if base.shape != current.shape or base.dtype != current.dtype:
-        raise ValueError(
-            f"base is {base.dtype}{base.shape}, current is {current.dtype}{current.shape}"
-        )
-    word_bytes, total = min(item, 8), prod(current.shape) * item
-    if bounds is None:
-        bounds = np.array([0, total // word_bytes], np.uint64)
-    bounds = memory.checked_bounds(bounds, total, word_bytes)
-    # JAX chooses the program when it lowers the call, because a traced array has no device yet.
-    programs = {
-        platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64))
-        for platform in _registered()
-    }
-    if not programs:
-        _require_handlers("cpu")
-    counts, numbers = jax.lax.platform_dependent(current, base, **programs)
-    return Statistics(*counts.T, *numbers.T)
-
-
 # --- the programs ---------------------------------------------------------------------------------
 
 
@@ -395,24 +338,6 @@ def _apply_on_device(
     results = (_shaped(base.shape, base.dtype), _shaped((workspace,), np.uint8))
     call: Any = jax.ffi.ffi_call("deltacheck_apply_cuda", results, input_output_aliases={0: 0})
     return call(base, rows, offsets, payload, word_bytes=np.int64(word_bytes), bounds=edges)[0]
-
-
-def _measured(
-    current: jax.Array, base: jax.Array, platform: str, edges: np.ndarray[Any, np.dtype[np.int64]]
-) -> Any:
-    chunks = edges.size - 1
-    results = [
-        _shaped((chunks, 2), np.uint32),
-        # Without ``jax_enable_x64``, JAX has no 64-bit results.
-        _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64)),
-    ]
-    if platform == "CUDA":
-        # The results in the layout of the device, the table of chunks, the kinds of their words.
-        results.append(
-            _shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8)
-        )
-    call: Any = jax.ffi.ffi_call(f"deltacheck_statistics_{platform.lower()}", results)
-    return tuple(call(current, base, bounds=edges)[:2])
 
 
 @partial(jax.jit, donate_argnames="out")
