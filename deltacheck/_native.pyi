@@ -38,13 +38,6 @@ def apply_rows(
     streams: NDArray[np.uint8],
     blocks: list[NDArray[np.uint8]],
 ) -> tuple[int, str] | None: ...
-def check(
-    rows: NDArray[np.uint32],
-    streams: list[NDArray[np.uint8] | None],
-    bytes: int,
-    bounds: NDArray[np.uint64],
-    word_bytes: int,
-) -> tuple[str | None, NDArray[np.uint64] | None]: ...
 def lattice_codes(
     values: NDArray[np.float32],
     weights: NDArray[np.uint16] | None,

@@ -37,7 +37,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 12;
+constexpr int kInterface = 13;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -274,22 +274,6 @@ std::optional<std::pair<uint64_t, std::string>> read_files(
   return std::make_pair(refusal.file, refusal.why);
 }
 
-nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
-                       const Array<const uint64_t>& bounds, int word_bytes) {
-  const Run run = run_of(bounds, bytes, word_bytes);
-  const std::vector<StreamView> views = views_of(streams);
-  const Row* first = reinterpret_cast<const Row*>(rows.data());
-  const uint64_t row_count = rows.shape(0);
-  std::vector<uint64_t> offsets;
-  std::string refusal;
-  {
-    nb::gil_scoped_release released;
-    refusal = check(run, first, row_count, views.data(), &offsets);
-  }
-  if (!refusal.empty()) return nb::make_tuple(refusal, nb::none());
-  return nb::make_tuple(nb::none(), array_of(std::move(offsets)));
-}
-
 // Returns the address of the weights, or null without any.
 const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, uint64_t count) {
   if (!weights) return nullptr;
@@ -522,10 +506,6 @@ NB_MODULE(_native, m) {
         "Apply rows of several deltas. targets: block, first byte, words and bytes of a word of "
         "each row, ascending; rows of one chunk are applied in order. offsets: of each row's parts "
         "in streams. Return None, or the number of a row and the reason why it was refused.");
-  m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
-        nb::arg("bytes"), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        "Return (the refusal of apply, None), or (None, the offset of each row in every stream: "
-        "uint64 (rows * streams)).");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),

@@ -23,7 +23,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/backends/torch/capture/windows.py whenever a
 // function here changes.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 // Throws std::runtime_error with the message of CUDA, which nanobind turns into RuntimeError.
 void must_succeed(cudaError_t error) {
@@ -73,18 +73,6 @@ void digest_table(uint64_t table, uint32_t chunks, uint64_t digests, uint64_t st
                               reinterpret_cast<cudaStream_t>(stream)));
 }
 
-void apply_table(uint64_t table, uint64_t rows, uint32_t row_count, uint64_t streams,
-                 uint64_t offsets, uint64_t stream) {
-  device::ApplyArguments call{};
-  call.table = at<device::Chunk>(table);
-  call.rows = at<Row>(rows);
-  call.row_count = row_count;
-  call.streams = at<const uint8_t* const>(streams);
-  call.offsets = at<uint64_t>(offsets);
-  nb::gil_scoped_release released;
-  must_succeed(device::apply(call, reinterpret_cast<cudaStream_t>(stream)));
-}
-
 }  // namespace
 }  // namespace deltacheck
 
@@ -101,8 +89,5 @@ NB_MODULE(DELTACHECK_MODULE, m) {
         "Enqueue device::encode of cuda/device.h. Only table is host memory.");
   m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"),
         nb::arg("stream"), "Enqueue device::digest. All addresses are device memory.");
-  m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"),
-        nb::arg("streams"), nb::arg("offsets"), nb::arg("stream"),
-        "Enqueue device::apply. All addresses are device memory.");
   m.def("registrations", registrations, "Return the handlers, as deltacheck._native does.");
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from deltacheck.codec.base import (
     BITMAP,
@@ -68,6 +67,6 @@ __all__ = [
 
 
 @cache
-def default_codec() -> Codec[Any]:
+def default_codec() -> NativeCodec:
     """Return the codec of leaves in host memory."""
     return NativeCodec()

@@ -1,4 +1,4 @@
-"""The interface of a codec: it turns (current, base) into rows and streams, and back.
+"""The interface of a codec: it turns (current, base) into rows and streams.
 
 ``docs/reference/format.md``, section 4, defines the bytes. Every implementation (native extension,
 XLA FFI, CUDA) gives those of the executable form, ``tests/reference/codec.py``, and must pass the
@@ -58,11 +58,6 @@ def has_law(methods: U32) -> bool:
     return bool(np.isin(methods, LAWS).any())
 
 
-def needs_host(methods: U32) -> bool:
-    """Return whether some chunks are decoded by the processor only, also for a device."""
-    return has_ordered(methods) or has_law(methods)
-
-
 # Permanent names, in the order in which streams are listed everywhere.
 # The native module gives and takes streams by their position here.
 STREAMS = (
@@ -100,7 +95,7 @@ Base = TypeVar("Base")
 
 
 class Codec(Protocol[Base]):
-    """An encoder and decoder of leaves.
+    """An encoder of leaves.
 
     ``Base`` is the codec's own holder of a shadow: a NumPy array for host codecs, a device array
     for device codecs.
@@ -150,24 +145,6 @@ class Codec(Protocol[Base]):
 
         Raises:
             ValueError: Another word size, bounds that do not fit, or lengths that differ.
-        """
-        ...
-
-    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Turn ``base`` into the encoded content, in place.
-
-        All checks of format.md 4.3 are made chunk by chunk, before the chunk is written. After an
-        error ``base`` may hold earlier chunks of this call: callers decode into memory of their own
-        and publish it after the digest is verified.
-
-        Args:
-            encoded: Rows and streams.
-            base: uint8, 1-D, writable host memory.
-            bounds: As for ``encode``.
-            word_bytes: As for ``encode``.
-
-        Raises:
-            DamagedStream: A check failed; the message names the chunk and the check.
         """
         ...
 

@@ -58,6 +58,20 @@ class NativeCodec:
         ), base
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
+        """Turn ``base`` into the encoded content, in place.
+
+        All checks of format.md 4.3 are made chunk by chunk, before the chunk is written. After an
+        error ``base`` may hold earlier chunks of this call.
+
+        Args:
+            encoded: Rows and streams.
+            base: uint8, 1-D, writable.
+            bounds: As for ``encode``.
+            word_bytes: As for ``encode``.
+
+        Raises:
+            DamagedStream: A check failed; the message names the chunk and the check.
+        """
         shadow = memory.checked_base(base, base.nbytes)
         bounds = memory.checked_bounds(bounds, shadow.size, word_bytes)
         # Streams are passed by position below, where an unknown one would be dropped silently.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Codec, Encoded
+from deltacheck.codec import NativeCodec, default_codec
+from deltacheck.codec.base import U8, U64, Encoded
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.profile.planner import Machine
 from deltacheck.store.files.arrays import bytes_on_disk
@@ -120,7 +120,7 @@ def _index(encoded: Encoded, bounds: U64) -> np.ndarray[tuple[int, ...], np.dtyp
 
 
 def _apply_seconds(
-    codec: Codec[U8],
+    codec: NativeCodec,
     encoded: Encoded,
     before: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
     bounds: U64,

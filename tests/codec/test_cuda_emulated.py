@@ -59,7 +59,6 @@ class TestEmulated:
         [
             ("emulator_test", None),
             ("encode_test", "encode"),
-            ("decode_apply", "apply"),
         ],
     )
     def test_the_device_gives_the_bits_of_the_host(

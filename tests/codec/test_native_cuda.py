@@ -35,7 +35,7 @@ def test_its_handlers_are_for_cuda() -> None:
     found = {name: platform for name, _, platform in cuda.registrations()}
     assert set(found.values()) <= {"CUDA"}
     if found:
-        assert set(found) == {"deltacheck_encode_cuda", "deltacheck_apply_cuda"}
+        assert set(found) == {"deltacheck_encode_cuda"}
 
 
 @pytest.mark.skipif(bool(GPUS), reason="there is a GPU")

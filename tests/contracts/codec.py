@@ -561,6 +561,19 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
 DAMAGES = tuple(damages())
 
 
+# Bounds and bytes of a word that do not fit 64 bytes, and a part of the error.
+MISFITS = [
+    (_bounds(0, 16), 3, "word_bytes"),
+    (_bounds(0, 16), 0, "word_bytes"),
+    (_bounds(0, 15), 4, "bounds end at 15"),
+    (_bounds(0, 17), 4, "bounds end at 17"),
+    (_bounds(1, 16), 4, "ascend from 0"),
+    (_bounds(0, 12, 8, 16), 4, "ascend from 0"),
+    (np.array([0, 16], np.int64), 4, "uint64"),
+    (np.empty(0, np.uint64), 4, "bounds"),
+]
+
+
 class CodecContract:
     """Tests that every codec must pass."""
 
@@ -597,7 +610,7 @@ class CodecContract:
         base = None if case.base is None else self.held(case.base)
         return codec.encode(self.held(case.current), base, case.bounds, case.word_bytes)
 
-    # --- encode and apply -------------------------------------------------------------------------
+    # --- encode -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_the_bytes_are_those_of_the_reference(self, codec: Codec[Any], case: Case) -> None:
@@ -608,13 +621,6 @@ class CodecContract:
             case.word_bytes,
         )
         assert same(self.encoded(codec, case)[0], expected)
-
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_apply_gives_back_every_bit(self, codec: Codec[Any], case: Case) -> None:
-        encoded, _ = self.encoded(codec, case)
-        decoded = np.zeros_like(case.current) if case.base is None else case.base.copy()
-        codec.apply(encoded, decoded, case.bounds, case.word_bytes)
-        assert np.array_equal(decoded, case.current)
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_the_new_base_is_current_bit_for_bit(self, codec: Codec[Any], case: Case) -> None:
@@ -703,19 +709,7 @@ class CodecContract:
 
     # --- misuse -----------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize(
-        ("bounds", "word_bytes", "says"),
-        [
-            (_bounds(0, 16), 3, "word_bytes"),
-            (_bounds(0, 16), 0, "word_bytes"),
-            (_bounds(0, 15), 4, "bounds end at 15"),
-            (_bounds(0, 17), 4, "bounds end at 17"),
-            (_bounds(1, 16), 4, "ascend from 0"),
-            (_bounds(0, 12, 8, 16), 4, "ascend from 0"),
-            (np.array([0, 16], np.int64), 4, "uint64"),
-            (np.empty(0, np.uint64), 4, "bounds"),
-        ],
-    )
+    @pytest.mark.parametrize(("bounds", "word_bytes", "says"), MISFITS)
     def test_misuse_is_refused_before_anything_is_touched(
         self, codec: Codec[Any], bounds: U64, word_bytes: int, says: str
     ) -> None:
@@ -723,13 +717,6 @@ class CodecContract:
         with pytest.raises(ValueError, match=says):
             codec.encode(self.held(np.ones(64, np.uint8)), base, bounds, word_bytes)
         assert not codec.host(base).any()
-        with pytest.raises(ValueError, match=says):
-            codec.apply(
-                Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}),
-                np.zeros(64, np.uint8),
-                bounds,
-                word_bytes,
-            )
 
     def test_a_base_of_another_length_is_refused(self, codec: Codec[Any]) -> None:
         with pytest.raises(ValueError, match="base"):
@@ -740,11 +727,28 @@ class CodecContract:
                 4,
             )
 
-    # --- damage -----------------------------------------------------------------------------------
+
+class DecoderContract(CodecContract):
+    """Tests that a codec must pass which also decodes: it has ``apply``."""
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_apply_gives_back_every_bit(self, codec: Any, case: Case) -> None:
+        encoded, _ = self.encoded(codec, case)
+        decoded = np.zeros_like(case.current) if case.base is None else case.base.copy()
+        codec.apply(encoded, decoded, case.bounds, case.word_bytes)
+        assert np.array_equal(decoded, case.current)
+
+    @pytest.mark.parametrize(("bounds", "word_bytes", "says"), MISFITS)
+    def test_misuse_of_apply_is_refused(
+        self, codec: Any, bounds: U64, word_bytes: int, says: str
+    ) -> None:
+        nothing = Encoded(np.empty((0, ROW_WIDTH), np.uint32), {})
+        with pytest.raises(ValueError, match=says):
+            codec.apply(nothing, np.zeros(64, np.uint8), bounds, word_bytes)
 
     @pytest.mark.parametrize("damage", DAMAGES, ids=str)
     def test_damage_is_refused_before_its_chunk_is_written(
-        self, codec: Codec[Any], damage: Damage
+        self, codec: Any, damage: Damage
     ) -> None:
         # A margin on both sides shows writes outside of the base.
         guarded = np.full(damage.base.size + 256, 0xA5, np.uint8)

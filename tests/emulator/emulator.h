@@ -638,9 +638,6 @@ inline int __clzll(uint64_t x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
-  return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (by % 32));
-}
 
 template <typename T>
 T __ldg(const T* from) {

@@ -56,7 +56,7 @@ def through_torch(context: Context) -> int:
 
 
 def through_jax(context: Context) -> int:
-    """Encode and apply through the XLA handlers, and return the number of calls."""
+    """Encode through the XLA handlers, and return the number of calls."""
     import jax
 
     from deltacheck.backends.orbax.capture import ffi
@@ -70,10 +70,7 @@ def through_jax(context: Context) -> int:
         encoded, _ = codec.encode(placed, base, bounds, word_bytes)
         expected, _ = default_codec().encode(current, before.copy(), bounds, word_bytes)
         assert same(encoded, expected)
-        base = jax.device_put(before.copy(), device)
-        decoded = codec.decode(encoded, base, bounds, word_bytes)
-        assert np.array_equal(np.asarray(decoded), current)
-        calls += 2
+        calls += 1
     return calls
 
 

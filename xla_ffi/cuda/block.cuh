@@ -79,19 +79,5 @@ __device__ inline T block_sum(T value, BlockScratch& scratch) {
   return all;
 }
 
-template <typename T>
-__device__ inline T block_max(T value, BlockScratch& scratch) {
-  value = warp_max(value);
-  __syncthreads();
-  if (lane_of_thread() == 0) scratch.warps[warp_of_thread()] = value;
-  __syncthreads();
-  T most = 0;
-  for (uint32_t warp = 0; warp < kBlockWarps; ++warp) {
-    const T candidate = static_cast<T>(scratch.warps[warp]);
-    most = candidate > most ? candidate : most;
-  }
-  return most;
-}
-
 }  // namespace device
 }  // namespace deltacheck

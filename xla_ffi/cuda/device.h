@@ -20,7 +20,7 @@ namespace device {
 // A chunk of a group. A group holds the chunks of any number of leaves, so that small leaves share
 // a kernel launch.
 struct Chunk {
-  const uint8_t* current;  // null if there is only a base (apply, digest)
+  const uint8_t* current;  // null if there is only a base (digest)
   uint8_t* base;           // null: the chunk is encoded by itself
   uint32_t words;
   uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to this
@@ -46,19 +46,6 @@ size_t scratch_bytes(uint32_t chunks, uint64_t bytes);
 
 // Encodes every chunk against its base, which becomes equal to it even if the payload overflows.
 cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream);
-
-struct ApplyArguments {
-  const Chunk* table;
-  // REQUIRES: `check` of encoder/delta.h accepted the rows and streams. Rows of unchanged chunks
-  // may follow.
-  const Row* rows;
-  uint32_t row_count;
-  const uint8_t* const* streams;  // kStreams pointers; null where empty
-  const uint64_t* offsets;        // (row_count, kStreams): start of each row's part of a stream
-};
-
-// Applies the rows to the bases of the table.
-cudaError_t apply(const ApplyArguments& arguments, cudaStream_t stream);
 
 // A part of encode: writes digests[i] = xxh3_128 (high, low) of the current content of chunk
 // rows[i].chunk of the table, for i < *count. REQUIRES: *count <= most.

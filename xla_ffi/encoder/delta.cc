@@ -533,7 +533,7 @@ void apply_law(const Kernels& kernels, const Row& row, const ChunkStreams& parts
   std::memcpy(base, next, kLawWordBytes * words);
 }
 
-// Checks the streams of a chunk and, if there is a base and they passed, applies them to it.
+// Checks the streams of a chunk and, if they passed, applies them to it.
 // `adder` belongs to the calling thread, and to the chunk.
 Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStreams& parts,
                         uint8_t* base, uint64_t words, int word_bytes, OrderedAdder* adder,
@@ -548,16 +548,14 @@ Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStrea
       const Refusal refusal = kernels.check_chunk(word_bytes, sparse, parts, words);
       if (refusal.check != Check::kPassed) return refusal;
     }
-    if (base != nullptr) {
-      apply_law(kernels, row, parts, base, words, law, memory);
-      adder->forget();
-    }
+    apply_law(kernels, row, parts, base, words, law, memory);
+    adder->forget();
     return {};
   }
   Row plain = row;
   plain.method = unordered(row.method);
   const Refusal result = kernels.check_chunk(word_bytes, plain, parts, words);
-  if (result.check != Check::kPassed || base == nullptr) return result;
+  if (result.check != Check::kPassed) return result;
   if (plain.method == row.method) {
     kernels.apply_chunk(word_bytes, plain, parts, base, words);
     adder->forget();
@@ -567,45 +565,6 @@ Refusal check_and_apply(const Kernels& kernels, const Row& row, const ChunkStrea
   kernels.apply_chunk(word_bytes, plain, parts, adder->zeros(words), words);
   adder->add(base, words, row.changed);
   return result;
-}
-
-// Checks every row and, if there is a base, applies each row that passed.
-std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
-                       const StreamView* streams, uint8_t* base, std::vector<uint64_t>* offsets) {
-  const std::string problem = place(run, rows, row_count, streams, offsets);
-  if (!problem.empty()) return problem;
-  const Kernels& kernels = *chosen().load();
-  std::atomic<uint64_t> next_row{0}, bad_row{row_count};
-  std::mutex mutex;
-  Refusal refusal;  // of bad_row; guarded by the mutex
-  const auto work = [&] {
-    OrderedAdder adder;
-    Bytes memory;
-    for (;;) {
-      const uint64_t i = next_row.fetch_add(1);
-      // All rows before a bad one have been distributed by now, and each thread completes its own.
-      // So the first bad row is found with any number of threads.
-      if (i >= bad_row.load()) return;
-      const Row& row = rows[i];
-      const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
-      const ChunkStreams parts =
-          streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
-      uint8_t* const chunk =
-          base == nullptr ? nullptr : base + run.bounds[row.chunk] * run.word_bytes;
-      adder.forget();
-      const Refusal result =
-          check_and_apply(kernels, row, parts, chunk, words, run.word_bytes, &adder, &memory);
-      if (result.check == Check::kPassed) continue;
-      std::lock_guard lock(mutex);
-      if (i < bad_row.load()) {
-        bad_row = i;
-        refusal = result;
-      }
-    }
-  };
-  run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
-                 work);
-  return bad_row < row_count ? text_of(rows[bad_row], refusal) : "";
 }
 
 // Returns the defect of a row that is placed by itself, or an empty string.
@@ -654,6 +613,44 @@ Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method met
   return Encoder(run, current, base, method, ordered, law).encode();
 }
 
+std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
+                  uint8_t* base) {
+  std::vector<uint64_t> offsets;
+  const std::string problem = place(run, rows, row_count, streams, &offsets);
+  if (!problem.empty()) return problem;
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> next_row{0}, bad_row{row_count};
+  std::mutex mutex;
+  Refusal refusal;  // of bad_row; guarded by the mutex
+  const auto work = [&] {
+    OrderedAdder adder;
+    Bytes memory;
+    for (;;) {
+      const uint64_t i = next_row.fetch_add(1);
+      // All rows before a bad one have been distributed by now, and each thread completes its own.
+      // So the first bad row is found with any number of threads.
+      if (i >= bad_row.load()) return;
+      const Row& row = rows[i];
+      const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
+      const ChunkStreams parts =
+          streams_of(row, words, run.word_bytes, streams, offsets.data() + i * kStreams);
+      uint8_t* const chunk = base + run.bounds[row.chunk] * run.word_bytes;
+      adder.forget();
+      const Refusal result =
+          check_and_apply(kernels, row, parts, chunk, words, run.word_bytes, &adder, &memory);
+      if (result.check == Check::kPassed) continue;
+      std::lock_guard lock(mutex);
+      if (i < bad_row.load()) {
+        bad_row = i;
+        refusal = result;
+      }
+    }
+  };
+  run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
+                 work);
+  return bad_row < row_count ? text_of(rows[bad_row], refusal) : "";
+}
+
 std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
                        uint64_t* bad_row) {
   std::vector<uint64_t> starts;  // of the rows of each chunk
@@ -696,17 +693,6 @@ std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& str
                  work);
   *bad_row = bad;
   return refusal;
-}
-
-std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
-                  uint8_t* base) {
-  std::vector<uint64_t> offsets;
-  return check_rows(run, rows, row_count, streams, base, &offsets);
-}
-
-std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
-                  std::vector<uint64_t>* offsets) {
-  return check_rows(run, rows, row_count, streams, nullptr, offsets);
 }
 
 namespace {

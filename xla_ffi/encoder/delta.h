@@ -73,11 +73,6 @@ struct PlacedRow {
 std::string apply_rows(const std::vector<PlacedRow>& rows, const StreamView& streams,
                        uint64_t* bad_row);
 
-// Returns the refusal of `apply` without a base: it performs all checks of format.md, 4.3.
-// `offsets` receives, for each row, the kStreams offsets at which its parts of the streams begin.
-std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
-                  std::vector<uint64_t>* offsets);
-
 // Writes the codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or
 // null. `step`: after the halvings. REQUIRES: `step` is finite and at least 2^-149, halvings is at
 // most 31, and spare_bits at most 7.

@@ -63,10 +63,6 @@ inline std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, f
 
 // 64-bit numbers are passed as pairs of uint32, low half first, because JAX has no uint64 unless
 // jax_enable_x64 is set.
-inline uint64_t number_at(const uint32_t* pairs, int64_t i) {
-  return pairs[2 * i] | uint64_t{pairs[2 * i + 1]} << 32;
-}
-
 inline void set_number(uint32_t* pairs, int64_t i, uint64_t number) {
   pairs[2 * i] = static_cast<uint32_t>(number);
   pairs[2 * i + 1] = static_cast<uint32_t>(number >> 32);

@@ -1,14 +1,11 @@
 """The codec whose bases are JAX arrays."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
-from deltacheck.codec import METHOD, ORDERED_SPARSE, Encoded, GroupJob, NativeCodec
-from deltacheck.errors import DamagedStream
+from deltacheck.codec import Encoded, GroupJob, NativeCodec
 from tests.codec.test_codec_contract import VectorContract
-from tests.contracts.codec import DAMAGES, CodecContract, moved, same, words
+from tests.contracts.codec import CodecContract, moved, same, words
 
 jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
@@ -110,40 +107,6 @@ def test_leaves_of_one_shape_share_a_program():
     for seed in range(4):
         codec.encode(jnp.array(floats(seed)), jnp.array(floats(9)), BOUNDS, 4)
     assert ffi._encode._cache_size() == 1
-
-
-def test_decode_on_the_device_gives_back_every_bit():
-    codec = ffi.FfiCodec()
-    base = words(5000, 4)
-    for density, most in ((0.0, 1), (0.01, 3), (0.3, 70000), (1.0, 70000)):
-        current = moved(base, density, most)
-        encoded, _ = NativeCodec().encode(current, base.copy(), BOUNDS, 4)
-        decoded = codec.decode(encoded, jnp.array(base.view(np.float32)), BOUNDS, 4)
-        assert np.array_equal(codec.host(decoded), current.view(np.uint8))
-
-
-@pytest.mark.parametrize("platform", ["cpu", "CUDA"])
-def test_ordered_chunks_are_decoded_on_the_processor(platform, monkeypatch):
-    base = words(5000, 2)
-    current = moved(base, 0.01, 3)
-    encoded, _ = NativeCodec().encode(current, base.copy(), BOUNDS, 2, ordered=True)
-    assert set(encoded.rows[:, METHOD]) == {ORDERED_SPARSE}
-    # No handler of an accelerator may be called, and there is none here.
-    monkeypatch.setattr(ffi, "_platform_of", lambda array: platform)
-    monkeypatch.setattr(ffi, "_require_handlers", lambda name: None)
-    before = jnp.array(base.view(jnp.bfloat16))
-    decoded = ffi.FfiCodec().decode(encoded, before, BOUNDS, 2)
-    assert decoded.dtype == jnp.bfloat16
-    assert np.array_equal(ffi.FfiCodec().host(decoded), current.view(np.uint8))
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=str)
-def test_decode_on_the_device_refuses_damage(damage):
-    with pytest.raises(DamagedStream) as refusal:
-        ffi.FfiCodec().decode(
-            damage.encoded, jnp.array(damage.base), damage.bounds, damage.word_bytes
-        )
-    assert damage.says in str(refusal.value)
 
 
 def test_an_array_on_several_devices_is_refused():

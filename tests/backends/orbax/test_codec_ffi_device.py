@@ -4,17 +4,15 @@ the emulator.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from deltacheck.codec import GroupJob, NativeCodec
-from deltacheck.errors import DamagedStream
 from deltacheck.leaf.digest import chunk_digests
 from tests.codec.test_codec_contract import VectorContract
-from tests.contracts.codec import DAMAGES, CodecContract, Damage, moved, same, words
+from tests.contracts.codec import CodecContract, moved, same, words
 
 jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
@@ -88,29 +86,3 @@ def test_only_what_is_in_use_of_the_payload_is_fetched(
     assert used <= fetched[0] < 2 * used
     expected, _ = NativeCodec().encode(after, before.copy(), job.bounds, 2)
     assert same(made.encoded, expected)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_decode_gives_back_every_bit_in_an_array_that_may_be_donated(
-    width: int, device: Any
-) -> None:
-    before = words(40_000, width)
-    bounds = np.array([0, 10_000, 10_000, 39_999, 40_000], np.uint64)
-    for share, most in ((0.0, 1), (0.003, 3), (0.1, 100), (0.5, 3), (1.0, 100)):
-        after = moved(before, share, most)
-        encoded, _ = NativeCodec().encode(after, before.copy(), bounds, width)
-        decoded = ffi.FfiCodec().decode(encoded, placed(before, device), bounds, width)
-        assert np.array_equal(np.asarray(decoded), after)
-        address = decoded.unsafe_buffer_pointer()
-        doubled = jax.jit(lambda x: x + x, donate_argnums=0)(decoded)
-        assert decoded.is_deleted()
-        assert doubled.unsafe_buffer_pointer() == address
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=str)
-def test_decode_refuses_damage(damage: Damage, device: Any) -> None:
-    with pytest.raises(DamagedStream) as refusal:
-        ffi.FfiCodec().decode(
-            damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes
-        )
-    assert damage.says in str(refusal.value)

@@ -200,10 +200,6 @@ class LeafCodec:
                     new_bases[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
             yield EncodedGroup(spans, group.encoded, new_bases, group.digests)
 
-    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Apply in host memory, as the protocol defines it."""
-        self._host.apply(encoded, base, bounds, word_bytes)
-
     def _for_xla(self, leaf: Any) -> bool:
         """Return ``True`` if the handlers support this leaf on its devices."""
         if (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,20 +17,16 @@ from numpy.typing import NDArray
 
 from deltacheck.codec import memory
 from deltacheck.codec.base import (
-    METHOD,
     ROW_WIDTH,
     STREAMS,
     U8,
-    U32,
     U64,
     Encoded,
     EncodedGroup,
     GroupJob,
     GroupSpan,
-    needs_host,
 )
 from deltacheck.codec.native import NativeCodec
-from deltacheck.errors import DamagedStream
 
 # Number of rows, 1 if the payload was too small, then the bytes of each stream.
 _HEAD = 2 + len(STREAMS)
@@ -51,7 +47,7 @@ def available() -> bool:
 class FfiCodec:
     """A codec whose bases are single-device arrays of any shape and dtype.
 
-    ``encode``, ``encode_group`` and ``decode`` consume their bases. A program is compiled once for
+    ``encode`` and ``encode_group`` consume their bases. A program is compiled once for
     each list of shapes, dtypes and bounds in a group. On the CPU neither array is copied, but until
     the call returns the output takes address space for as many bytes as the group has. On a GPU it
     takes twice that in device memory. A NumPy view of a base that still exists makes JAX copy the
@@ -146,56 +142,6 @@ class FfiCodec:
             if first == len(jobs):
                 all_read()
             yield group
-
-    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Apply in host memory, as the protocol defines it; ``decode`` does it on the device."""
-        NativeCodec().apply(encoded, base, bounds, word_bytes)
-
-    def decode(self, encoded: Encoded, base: jax.Array, bounds: U64, word_bytes: int) -> jax.Array:
-        """Return ``base`` with the chunks of ``encoded`` applied. Consumes ``base``.
-
-        Raises:
-            DamagedStream: The streams are not valid. The content of ``base`` is then lost.
-        """
-        total = _checked_device_array("base", base)
-        bounds = memory.checked_bounds(bounds, total, word_bytes)
-        # Checked here and not in the handler, because the rows are padded to one for each chunk.
-        if encoded.rows.shape[0] > bounds.size - 1:
-            raise DamagedStream(f"{encoded.rows.shape[0]} rows for {bounds.size - 1} chunks")
-        for name in encoded.streams:
-            if name not in STREAMS:
-                raise DamagedStream(f"there is no stream {name!r}")
-        if total == 0:
-            return base
-        platform = _platform_of(base)
-        _require_handlers(platform)
-        if platform != "cpu" and needs_host(encoded.rows[:, METHOD]):
-            content = np.array(base)  # a copy
-            self.apply(encoded, content.reshape(-1).view(np.uint8), bounds, word_bytes)
-            placed: jax.Array = jax.device_put(content, base.device)
-            return placed
-        rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
-        # The CUDA handler trusts its operands. The host makes all checks of format.md, section 4.3.
-        if platform != "cpu":
-            offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
-            operands = jax.device_put(
-                (rows, _pairs(offsets).reshape(rows.shape[0], -1), _payload(encoded, sizes)),
-                base.device,
-            )
-            applied: jax.Array = _apply_on_device(base, *operands, bounds.tobytes(), word_bytes)
-            return applied.block_until_ready()
-        head = _pairs(np.array([encoded.rows.shape[0], 0, *sizes], np.uint64))
-        try:
-            decoded: jax.Array = _apply(
-                base, rows, head, _payload(encoded, sizes), _pairs(bounds), word_bytes
-            )
-            return decoded.block_until_ready()
-        # The type of the error depends on the dispatch.
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            _, is_refusal, reason = str(error).partition("DATA_LOSS: ")
-            if not is_refusal:
-                raise
-            raise DamagedStream(reason) from error
 
 
 # --- the programs ---------------------------------------------------------------------------------
@@ -308,38 +254,6 @@ def _fetched(payload: jax.Array, used: int) -> U8:
     return np.asarray(payload)
 
 
-# On the processor the bounds are an operand, so that leaves of one shape share a program.
-@partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
-def _apply(
-    base: jax.Array,
-    rows: jax.Array,
-    head: jax.Array,
-    payload: jax.Array,
-    bounds: jax.Array,
-    word_bytes: int,
-) -> Any:
-    result = _shaped(base.shape, base.dtype)
-    call: Any = jax.ffi.ffi_call("deltacheck_apply_cpu", result, input_output_aliases={0: 0})
-    return call(base, rows, head, payload, bounds, word_bytes=np.int64(word_bytes))
-
-
-@partial(jax.jit, static_argnames=("bounds", "word_bytes"), donate_argnames="base")
-def _apply_on_device(
-    base: jax.Array,
-    rows: jax.Array,
-    offsets: jax.Array,
-    payload: jax.Array,
-    bounds: bytes,
-    word_bytes: int,
-) -> Any:
-    edges = np.frombuffer(bounds, np.int64)
-    # The workspace holds the table of chunks, and a pointer for each stream.
-    workspace = (edges.size - 1) * _device().CHUNK_BYTES + 8 * len(STREAMS)
-    results = (_shaped(base.shape, base.dtype), _shaped((workspace,), np.uint8))
-    call: Any = jax.ffi.ffi_call("deltacheck_apply_cuda", results, input_output_aliases={0: 0})
-    return call(base, rows, offsets, payload, word_bytes=np.int64(word_bytes), bounds=edges)[0]
-
-
 @partial(jax.jit, donate_argnames="out")
 def _copy_into(current: jax.Array, out: jax.Array) -> jax.Array:
     # Update all of `out`. Returning `current` would copy nothing and leave `out` unused.
@@ -447,73 +361,6 @@ def _checked_element(name: str, array: jax.Array) -> int:
             " host codec"
         )
     return int(array.dtype.itemsize)
-
-
-def _size(encoded: Encoded, name: str) -> int:
-    return encoded.streams[name].size if name in encoded.streams else 0
-
-
-def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
-    """Return one row for each chunk, so that one program is compiled for a leaf.
-
-    Unused rows are marked as unchanged.
-    """
-    # A row of zeros has method 0, unchanged (format.md, section 4.1).
-    rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
-    rows[: encoded.rows.shape[0]] = encoded.rows
-    return rows
-
-
-def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
-    """Return the streams one after the other.
-
-    The size is rounded up to a power of two, so that few programs are compiled.
-    """
-    total = sum(sizes)
-    payload = np.zeros(
-        max(_LEAST_PAYLOAD_BYTES, 1 << (total - 1).bit_length() if total else 0), np.uint8
-    )
-    offset = 0
-    for name, size in zip(STREAMS, sizes, strict=True):
-        if size:
-            payload[offset : offset + size] = encoded.streams[name]
-            offset += size
-    return payload
-
-
-def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int, rows: int) -> U64:
-    """Return the offset of each row's part of every stream in the payload.
-
-    All checks of a decoder are made first.
-
-    Raises:
-        DamagedStream: The streams are not valid.
-    """
-    from deltacheck import _native
-
-    streams = [
-        memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None
-        for name in STREAMS
-    ]
-    refusal, checked = _native.check(
-        np.ascontiguousarray(encoded.rows, np.uint32), streams, total, bounds, word_bytes
-    )
-    if refusal is not None or checked is None:
-        raise DamagedStream(refusal or "")
-    # The checked offsets count from the start of each stream; the streams follow one another in the
-    # payload.
-    starts = np.cumsum([0] + [_size(encoded, name) for name in STREAMS[:-1]]).astype(np.uint64)
-    offsets = np.zeros((rows, len(STREAMS)), np.uint64)
-    offsets[: encoded.rows.shape[0]] = checked.reshape(-1, len(STREAMS)) + starts
-    return offsets
-
-
-def _pairs(numbers: U64) -> U32:
-    """Return 64-bit numbers as ``(n, 2)`` 32-bit words, low half first.
-
-    JAX may be limited to 32 bits.
-    """
-    return numbers.astype("<u8").view(np.uint32).reshape(-1, 2)
 
 
 def _streams(payload: NDArray[np.uint8], sizes: U64) -> dict[str, U8]:

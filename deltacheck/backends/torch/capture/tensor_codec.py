@@ -81,10 +81,6 @@ class TorchCodec:
             ordered=ordered,
         )
 
-    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """Apply in host memory, as the protocol defines it."""
-        self._host.apply(encoded, base, bounds, word_bytes)
-
     def grouped(self, current: Base, base: Base) -> bool:
         """Return ``True`` if the leaf lies on an accelerator."""
         return isinstance(current, torch.Tensor)

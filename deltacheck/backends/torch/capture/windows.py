@@ -21,7 +21,7 @@ from deltacheck.leaf.digest import chunk_digests
 
 # The struct Chunk of the extension.
 CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
-INTERFACE = 1  # of the extension, see module_cuda.cc
+INTERFACE = 2  # of the extension, see module_cuda.cc
 # Number of rows, 1 if the payload was too small, then the bytes of each stream.
 HEAD_ENTRIES = 2 + len(STREAMS)
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
