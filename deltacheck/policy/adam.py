@@ -50,24 +50,12 @@ def memory_steps(step: int, beta2: float) -> float:
     return min(float(step), 1 / (1 - beta2))
 
 
-def expected_drift(step: int, steps_apart: int, beta2: float) -> float:
-    """Return the drift of v to expect of a stationary run, in octaves.
-
-    The drift is the median ``|log2(v_t / v_(t-K))|``, and the estimate 0.72 K / min(t, 1 / (1 -
-    b2)). It was measured on fine-tuning runs and holds for K well below the memory of v.
-
-    Args:
-        step: The step t, at least 1.
-        steps_apart: The distance K of the two moments, in steps.
-        beta2: The decay rate of v.
-    """
-    return DRIFT_OCTAVES * steps_apart / memory_steps(step, beta2)
-
-
 def permitted_staleness(tolerance: float, step: int, beta2: float) -> int:
     """Return the number of steps for which the median drift of v stays within ``tolerance``.
 
-    This inverts ``expected_drift``: 1.4 tau min(t, 1 / (1 - b2)), rounded down.
+    The drift of v over K steps is the median ``|log2(v_t / v_(t-K))|``. In a stationary run it is
+    0.72 K / min(t, 1 / (1 - b2)) octaves, measured on fine-tuning runs, for K well below the memory
+    of v. So the number is 1.4 tau min(t, 1 / (1 - b2)), rounded down.
 
     Args:
         tolerance: tau, in octaves. Larger: v is written less often, and a restored run gets an

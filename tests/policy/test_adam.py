@@ -109,21 +109,19 @@ def test_a_pair_from_one_step_obeys_the_law_however_old_it_is() -> None:
 
 
 @pytest.mark.parametrize("step", [100, 300, 900])
-def test_v_drifts_no_more_than_the_formula_says_where_training_is_stationary(step: int) -> None:
+def test_v_drifts_within_the_tolerance_where_training_is_stationary(step: int) -> None:
     """Test law 7: the drift follows from the memory of v, not from convergence."""
     _, v = simulated(gradients("noise", step, elements=400))
-    for steps_apart in (10, 20):
+    for tolerance in (0.08, 0.15):
+        steps_apart = adam.permitted_staleness(tolerance, step, BETAS[1])
         older = v[-1 - steps_apart] * np.float32(
             adam.bias_rescale(step, step - steps_apart, BETAS[1])
         )
         drift = float(np.median(np.abs(np.log2(v[-1] / older))))
-        expected = adam.expected_drift(step, steps_apart, BETAS[1])
-        assert 0.1 * expected < drift < 1.2 * expected
+        assert 0.1 * tolerance < drift < 1.2 * tolerance
 
 
 def test_the_formula_reads_as_it_was_measured() -> None:
-    assert adam.expected_drift(72, 10, 0.999) == pytest.approx(0.1)
-    assert adam.expected_drift(10_000, 10, 0.999) == adam.expected_drift(1000, 10, 0.999)
     assert adam.permitted_staleness(0.1, 10_000, 0.999) == 138
     assert adam.permitted_staleness(0.1, 100, 0.999) == 13
 
