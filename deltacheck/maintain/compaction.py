@@ -60,9 +60,7 @@ class Compacted:
     stored_bytes: int
 
 
-def compact(
-    root: Root, *, merge: bool = False, io_timeout_seconds: float = 600.0
-) -> Compacted | None:
+def compact(root: Root, *, merge: bool = False) -> Compacted | None:
     """Replace the newest step by one with shorter chains.
 
     Every step restores as before, bit for bit. Until the new manifest is committed nothing has
@@ -74,7 +72,6 @@ def compact(
         merge: If true, the deltas of each leaf become one: about the bytes of what has changed
             since the keyframe are written. If false, leaves are written whole: more bytes, and a
             restore applies no delta.
-        io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
         The result, or ``None`` if no chain can be shorter.
@@ -88,11 +85,7 @@ def compact(
     before = root.manifest()
     chains = proven_chains(root, before, before.stored)
     seq = root.next_seq()
-    rewritten = (
-        _merge(root, before, chains, seq, io_timeout_seconds)
-        if merge
-        else _write_whole(root, chains, seq, io_timeout_seconds)
-    )
+    rewritten = _merge(root, before, chains, seq) if merge else _write_whole(root, chains, seq)
     if rewritten.ref is None:
         return None
     # A leaf that was not written again needs the segments of its chain.
@@ -133,29 +126,21 @@ class _NewSegment(NamedTuple):
     paths: frozenset[str]
 
 
-def _write_whole(
-    root: Root, chains: Mapping[str, Chain], seq: int, io_timeout_seconds: float
-) -> _NewSegment:
+def _write_whole(root: Root, chains: Mapping[str, Chain], seq: int) -> _NewSegment:
     with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
     if not with_deltas:
         return _NewSegment(None, frozenset())
-    ref = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
+    ref = write_whole(root.store.writer(seq), with_deltas)
     return _NewSegment(ref, frozenset(with_deltas))
 
 
-def _merge(
-    root: Root,
-    manifest: Manifest,
-    chains: Mapping[str, Chain],
-    seq: int,
-    io_timeout_seconds: float,
-) -> _NewSegment:
+def _merge(root: Root, manifest: Manifest, chains: Mapping[str, Chain], seq: int) -> _NewSegment:
     long_chains = {path: leaf for path, leaf in chains.items() if len(leaf.deltas) > 1}
     if not long_chains:
         return _NewSegment(None, frozenset())
     before = chains_before(root, manifest, long_chains, dict.fromkeys(long_chains, 0))
     runs = {path: Run(before[path], leaf) for path, leaf in long_chains.items()}
-    merged = write_merged(root.store.writer(seq), runs, io_timeout_seconds)
+    merged = write_merged(root.store.writer(seq), runs)
     return _NewSegment(merged.ref, frozenset(merged.decoded_bytes))
 
 
@@ -202,9 +187,7 @@ class Need:
         return len({tiles.leaf_of(path) for path in self.leaves})
 
 
-def reclaim(
-    root: Root, *, below: float = _SHARE, dry_run: bool = False, io_timeout_seconds: float = 600.0
-) -> tuple[Rewritten, ...]:
+def reclaim(root: Root, *, below: float = _SHARE, dry_run: bool = False) -> tuple[Rewritten, ...]:
     """Rewrite segments of which only a few leaves are needed, so that the old ones can be removed.
 
     The new segment has the old one's sequence number, so every chain keeps its order. Deltas are
@@ -217,7 +200,6 @@ def reclaim(
         below: Rewrite a segment if its needed leaves take at most this share of its size. Larger:
             more space is freed; smaller: fewer bytes are read and written.
         dry_run: If true, change nothing.
-        io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
         The segments that were rewritten, or would be.
@@ -236,15 +218,11 @@ def reclaim(
             Rewritten(need.ref.id, "", need.leaf_count, need.ref.stored_bytes, need.needed_bytes)
             for need in sparse
         )
-    return _replace(root, manifests, sparse, io_timeout_seconds)
+    return _replace(root, manifests, sparse)
 
 
 def reclaim_history(
-    root: Root,
-    protected: Collection[str],
-    examined: set[str],
-    *,
-    io_timeout_seconds: float = 600.0,
+    root: Root, protected: Collection[str], examined: set[str]
 ) -> tuple[Rewritten, ...]:
     """Do what ``reclaim`` does for the segments that only steps with removed leaves need.
 
@@ -255,7 +233,6 @@ def reclaim_history(
         root: An engine root. The caller holds its lease, and no step is committed meanwhile.
         protected: Segments to leave alone.
         examined: Segments that were looked at before; those of this call are added.
-        io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
         The segments that were rewritten.
@@ -285,7 +262,7 @@ def reclaim_history(
         for need in needs(root, concerned.values())
         if need.ref.id in candidates and _is_sparse(need, _SHARE)
     ]
-    rewritten = _replace(root, concerned, sparse, io_timeout_seconds)
+    rewritten = _replace(root, concerned, sparse)
     examined |= candidates | {segment.new for segment in rewritten}
     return rewritten
 
@@ -306,15 +283,12 @@ def _is_sparse(need: Need, share: float) -> bool:
 
 
 def _replace(
-    root: Root,
-    manifests: Mapping[Place, Manifest],
-    sparse: Sequence[Need],
-    io_timeout_seconds: float,
+    root: Root, manifests: Mapping[Place, Manifest], sparse: Sequence[Need]
 ) -> tuple[Rewritten, ...]:
     """Rewrite segments, and let all manifests that name them name the new ones."""
     replacements: dict[str, SegmentRef] = {}
     for need in sparse:
-        replacements[need.ref.id] = _rewritten(root, need, io_timeout_seconds)
+        replacements[need.ref.id] = _rewritten(root, need)
     # All manifests are checked against the new segments before the first one is replaced.
     renewals = {
         path: _with_replacements(root, manifest, replacements)
@@ -380,7 +354,7 @@ def _need(
     return Need(ref, leaves, is_all and not is_whole, is_whole, whole if is_whole else copied)
 
 
-def _rewritten(root: Root, need: Need, io_timeout_seconds: float) -> SegmentRef:
+def _rewritten(root: Root, need: Need) -> SegmentRef:
     """Write the needed leaves of a segment again.
 
     The new segment has the same sequence number with another nonce: chains are ordered by it
@@ -388,10 +362,10 @@ def _rewritten(root: Root, need: Need, io_timeout_seconds: float) -> SegmentRef:
     """
     seq = layout.seq_of(need.ref.id)
     if need.is_whole:
-        return write_whole(root.store.writer(seq), _chains_up_to(root, need), io_timeout_seconds)
+        return write_whole(root.store.writer(seq), _chains_up_to(root, need))
     deltas = {path: entry for path, (_, entry) in need.leaves.items() if entry.key is None}
     segment = root.store.segment(need.ref)
-    return write_kept(root.store, segment, seq, deltas, _keyframes(root, need), io_timeout_seconds)
+    return write_kept(root.store, segment, seq, deltas, _keyframes(root, need))
 
 
 def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:

@@ -132,7 +132,6 @@ def repair(
     dry_run: bool = False,
     lossy: bool = False,
     result: Repaired | None = None,
-    io_timeout_seconds: float = 600.0,
 ) -> Repaired:
     """Repair the steps of a root as far as other data allows.
 
@@ -147,7 +146,6 @@ def repair(
             manifests that cannot be read are set aside: the newest step restores and ``gc`` works
             again, but the sound leaves of these steps are set aside too.
         result: A result to add to. Default: a new one.
-        io_timeout_seconds: Longest time for one write to the storage.
 
     Returns:
         The leaves that were repaired, and what is lost.
@@ -220,7 +218,7 @@ def repair(
         result.lost += [Lost(manifest.step, None, (), problem) for manifest in repairable.values()]
         result.healed, result.steps = [], []
     elif repairable and not dry_run:
-        _write(root, manifests, repairable, reconstructor, backup, result, io_timeout_seconds)
+        _write(root, manifests, repairable, reconstructor, backup, result)
     return result
 
 
@@ -373,7 +371,6 @@ def _write(
     reconstructor: Reconstructor,
     backup: _Backup,
     result: Repaired,
-    io_timeout_seconds: float,
 ) -> None:
     """Write the reconstructed leaves, and commit new manifests.
 
@@ -394,7 +391,7 @@ def _write(
             needed_ids = reconstructor.needed_segments(manifest, lost)
             segments = tuple(ref for ref in manifest.segments if ref.id in needed_ids)
             if lost:
-                segment = _write_leaves(root, seq, manifest, reconstructor, io_timeout_seconds)
+                segment = _write_leaves(root, seq, manifest, reconstructor)
                 segments = (*segments, segment)
                 result.stored_bytes += segment.stored_bytes
         renewals.append((path, manifest, manifest_on(root, manifest, seq, segments, "repairing")))
@@ -411,16 +408,12 @@ def _write(
 
 
 def _write_leaves(
-    root: Root,
-    seq: int,
-    manifest: Manifest,
-    reconstructor: Reconstructor,
-    io_timeout_seconds: float,
+    root: Root, seq: int, manifest: Manifest, reconstructor: Reconstructor
 ) -> SegmentRef:
     """Write the lost leaves of a step to a new segment, one leaf at a time."""
     leaves = sorted(reconstructor.damage.leaves[manifest.seq])
     specs = [manifest.stored[leaf].spec(leaf) for leaf in leaves]
-    writer = RewrittenLeaves(root.store.writer(seq), specs, io_timeout_seconds)
+    writer = RewrittenLeaves(root.store.writer(seq), specs)
     for leaf, spec in zip(leaves, specs, strict=True):
         # Reconstructed a second time: all leaves together may not fit the memory.
         content = reconstructor.reconstruct(manifest, leaf)

@@ -13,18 +13,16 @@ import numpy as np
 
 from deltacheck.codec.base import U8, U32
 from deltacheck.errors import SaveFailed
-from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
-from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
-from deltacheck.save.chains.whole_leaves import RewrittenLeaves
+from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, SegmentRef
 from deltacheck.store.roots.store import Store
 from deltacheck.store.segment import Segment
 
-# Bytes of streams and of whole leaves in memory. Larger: fewer files; smaller: less memory.
+# Bytes of streams in memory. Larger: fewer files; smaller: less memory.
 _BATCH_BYTES = 16 << 20
 
 
@@ -61,7 +59,6 @@ def write_kept(
     seq: int,
     entries: Mapping[str, LeafEntry],
     keyframes: Mapping[str, Chain],
-    io_timeout_seconds: float,
 ) -> SegmentRef:
     """Write leaves of a segment as a new segment, durably.
 
@@ -71,23 +68,14 @@ def write_kept(
         seq: The sequence number of the new one.
         entries: The entries of the deltas to copy, by path.
         keyframes: The chains of the leaves to write whole, by path.
-        io_timeout_seconds: The longest wait for the storage.
 
     Raises:
         Damaged: The old segment is damaged.
         SaveFailed: The copy differs from the original, or the storage hangs.
     """
     writer = store.writer(seq)
-    specs = [chain.spec for chain in keyframes.values()]
-    rewritten = RewrittenLeaves(writer, specs, io_timeout_seconds)
-    for paths in batches(
-        sorted(keyframes), lambda path: keyframes[path].spec.raw_bytes, _BATCH_BYTES
-    ):
-        batch = {path: keyframes[path] for path in paths}
-        all_chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
-        data = read.read_chunks(batch, all_chunks)
-        for path, chain in batch.items():
-            rewritten.add_whole(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
+    rewritten = RewrittenLeaves(writer, [chain.spec for chain in keyframes.values()])
+    rewritten.add_chains(keyframes)
     runs = [
         _Rows(number, path, part, first, first + count, size)
         for number, (path, entry) in enumerate(sorted(entries.items()))
@@ -103,7 +91,7 @@ def write_kept(
             places[run.path].append((number, row, run.stop - run.first))
             row += run.stop - run.first
         for write in writer.put_part(index, {name: [data] for name, data in streams.items()}):
-            await_write(write, io_timeout_seconds)
+            await_write(write, IO_TIMEOUT_SECONDS)
     for path, entry in sorted(entries.items()):
         count = sum(rows for _, _, rows in entry.delta)
         rewritten.add_delta(

@@ -22,7 +22,7 @@ from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain, resolve_chains
-from deltacheck.save.chains.whole_leaves import RewrittenLeaves
+from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.progress import Progress
@@ -135,7 +135,7 @@ class _Window(NamedTuple):
 def write_merged(
     writer: SegmentWriter,
     runs: Mapping[str, Run],
-    io_timeout_seconds: float,
+    io_timeout_seconds: float = IO_TIMEOUT_SECONDS,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Merged:
     """Write merged deltas into a new segment, durably; hold a few chunks in memory at a time.

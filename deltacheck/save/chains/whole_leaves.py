@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from deltacheck.codec.base import U8, U64
-from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
 from deltacheck.save.job.leaf_state import await_write
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root
@@ -27,6 +27,8 @@ from deltacheck.store.segment import SegmentWriter, is_packed
 
 # Bytes of leaves that are read together, so that many small leaves cost few calls.
 _BATCH_BYTES = 16 << 20
+# The longest wait of a command for one write to the storage, as a save has it by default.
+IO_TIMEOUT_SECONDS = SaveOptions().io_timeout_seconds
 
 
 class RewrittenLeaves:
@@ -39,7 +41,10 @@ class RewrittenLeaves:
     """
 
     def __init__(
-        self, writer: SegmentWriter, specs: Sequence[LeafSpec], io_timeout_seconds: float
+        self,
+        writer: SegmentWriter,
+        specs: Sequence[LeafSpec],
+        io_timeout_seconds: float = IO_TIMEOUT_SECONDS,
     ) -> None:
         self._writer = writer
         self._names = layout.array_names([spec.path for spec in specs if not is_packed(spec)])
@@ -69,6 +74,25 @@ class RewrittenLeaves:
             LeafEntry(spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key),
             digests,
         )
+
+    def add_chains(self, chains: Mapping[str, Chain]) -> None:
+        """Write leaves of other segments; hold a few of them in memory at a time.
+
+        Args:
+            chains: The chains of the leaves, by path.
+
+        Raises:
+            Damaged: A stored leaf is damaged.
+            ChainBroken: A segment of a chain is missing.
+        """
+        paths = sorted(chains)
+        for batch_paths in batches(paths, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
+            batch = {path: chains[path] for path in batch_paths}
+            data = read.read_chunks(
+                batch, {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
+            )
+            for path, chain in batch.items():
+                self.add_whole(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
 
     def add_delta(
         self,
@@ -105,34 +129,20 @@ class RewrittenLeaves:
         return self._writer.finish(self._entries, np.concatenate(self._tables), deadline)
 
 
-def write_whole(
-    writer: SegmentWriter,
-    chains: Mapping[str, Chain],
-    io_timeout_seconds: float,
-    give_up: Callable[[], bool] = lambda: False,
-) -> SegmentRef:
-    """Write leaves as keyframes of a new segment, durably; hold a few of them in memory at a time.
+def write_whole(writer: SegmentWriter, chains: Mapping[str, Chain]) -> SegmentRef:
+    """Write leaves as keyframes of a new segment, durably.
 
     Args:
         writer: The segment.
         chains: The chains of the leaves, by path.
-        io_timeout_seconds: The longest wait for the storage.
-        give_up: Return true to stop between two batches.
 
     Raises:
         Damaged: A stored leaf is damaged.
         ChainBroken: A segment of a chain is missing.
-        SaveFailed: The storage hangs, or ``give_up`` returned true.
+        SaveFailed: The storage hangs.
     """
-    segment = RewrittenLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
-    for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
-        if give_up():
-            raise SaveFailed("the compaction was given up")
-        batch = {path: chains[path] for path in paths}
-        all_chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
-        data = read.read_chunks(batch, all_chunks)
-        for path, chain in batch.items():
-            segment.add_whole(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
+    segment = RewrittenLeaves(writer, [chain.spec for chain in chains.values()])
+    segment.add_chains(chains)
     return segment.finish()
 
 
