@@ -208,6 +208,35 @@ def parse_step(word: str) -> int | str | None:
     return word.removeprefix(TAG) if word.startswith(TAG) else int(word)
 
 
+@contextmanager
+def as_misuse() -> Iterator[None]:
+    """Report a ``ValueError`` as wrong usage.
+
+    Refusals of deltacheck are subclasses with exit codes of their own, and stay what they are.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def needing(package: str, purpose: str) -> Iterator[None]:
+    """Name the packages to install if an import fails.
+
+    Args:
+        package: The arguments of ``pip install``.
+        purpose: What needs them.
+    """
+    try:
+        yield
+    except ImportError as error:
+        message = f"{purpose} needs packages that cannot be imported ({error}): pip install"
+        raise type(error)(f"{message} {package}") from error
+
+
 def require_new(out: Path, force: bool) -> None:
     """Raise ``FileExistsError`` if the file of ``--out`` exists, unless it is to be replaced."""
     if out.exists() and not force:

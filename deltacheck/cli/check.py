@@ -18,6 +18,7 @@ from deltacheck.cli.arguments import (
     MaxSeconds,
     RootMaybeStep,
     RootOnly,
+    as_misuse,
     parse,
 )
 from deltacheck.cli.output import Column, Row
@@ -75,7 +76,7 @@ def verify(  # noqa: PLR0913 - one argument per option
     root = open_root(selection.root, item)
     # Each of these options reads data, so ``--subset`` and ``--resume`` imply a deep check.
     reads_data = deep or subset is not None or resume is not None
-    try:
+    with as_misuse():  # the file of ``--resume`` may be another one
         result = verification.check(
             root,
             _step_to_check(root, selection.steps),
@@ -85,11 +86,6 @@ def verify(  # noqa: PLR0913 - one argument per option
             resume=resume,
             display=partial(output.progress, "reading"),
         )
-    except ValueError as error:
-        # The file of ``--resume`` is another one. Errors of deltacheck are of subclasses.
-        if type(error) is not ValueError:
-            raise
-        raise typer.BadParameter(str(error)) from error
     # A script must not take the check of nothing for the check of a run.
     if not result.manifests and not result.findings:
         raise StepNotFound(

@@ -21,7 +21,9 @@ from deltacheck.cli.arguments import (
     MaxSeconds,
     RootNewestStep,
     RootStep,
+    as_misuse,
     checked_root,
+    needing,
     open_step,
     parse,
 )
@@ -170,11 +172,9 @@ def export(  # noqa: PLR0913 - one argument per option
     # Of patterns, whatever the step has is written.
     names = None if leaves is None else [name for name in leaves if not set(name) & set("*?[")]
     require_leaves(root, manifest, names)
-    try:
+    # Two leaves might get one key, or a key be empty: the prefix of ``--strip`` is wrong then.
+    with as_misuse():
         keys = select(manifest, leaves or (), strip)
-    except ValueError as error:
-        # Two leaves would get one key, or a key would be empty: the prefix of ``--strip`` is wrong.
-        raise typer.BadParameter(str(error)) from error
     suffix = next(suffix for suffix, candidate in _SUFFIXES.items() if candidate is form)
     path = out or Path(f"step-{manifest.step}{suffix}")
     # This is checked before anything is written, and for folders of Orbax too.
@@ -237,14 +237,9 @@ def _export_model(
     """Write a folder that ``from_pretrained`` loads, and print the result."""
     from deltacheck.backends.hugging_face import model_export
 
-    try:
+    with as_misuse():
         shard_size = model_export.shard_bytes(model.shard_size)
         keys = model_export.model_keys(manifest, leaves, strip)
-    except ValueError as error:
-        # Refusals of deltacheck are subclasses of ValueError with exit codes of their own.
-        if type(error) is not ValueError:
-            raise
-        raise typer.BadParameter(str(error)) from error
     _refuse_inside(root, model.path)
     raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.weights.values())
     with output.progress("writing", raw_bytes) as advance:
@@ -354,22 +349,14 @@ def _write_npz(file: BinaryIO, job: _Export, progress: Progress) -> None:
 
 
 def _write_torch(file: BinaryIO, job: _Export, progress: Progress) -> bool:
-    try:
+    with needing("torch", "--to torch"):
         from deltacheck.backends.torch.files.torch_export import write_torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--to torch needs PyTorch ({error}): pip install torch"
-        ) from error
     return write_torch(file, job.root, job.manifest, None if job.nested else job.keys, progress)
 
 
 def _write_orbax(job: _Export, path: Path, force: bool) -> None:
-    try:
+    with needing("jax orbax-checkpoint", "--to orbax"):
         from deltacheck.backends.orbax.files.orbax_import import write_orbax
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"--to orbax needs JAX ({error}): pip install jax orbax-checkpoint"
-        ) from error
     # A checkpoint of Orbax is a tree of files that cannot be replaced in one rename. A failure
     # halfway would have destroyed the old one.
     if force:
@@ -431,8 +418,8 @@ def import_files(
             f" {len(files)} were given"
         )
     rows: list[output.Row] = []
-    try:
-        sources = _sources_of_orbax(folders[0], step) if folders else _sources_of(files, step)
+    with as_misuse():
+        sources = _sources_of(files, step, is_orbax=bool(folders))
         kind = "orbax" if folders else "torch"
         for path, number in _ingest(kind, target, sources, item):
             # The root is opened anew for each step: the import commits steps through a writer of
@@ -456,11 +443,6 @@ def import_files(
                     f"step {number}: {len(manifest.specs)} leaves from {path}"
                     f" ({output.size(manifest.raw_bytes)}, {output.size(stored_size)} stored)"
                 )
-    except ValueError as error:
-        # Refusals of deltacheck are subclasses of ValueError with exit codes of their own.
-        if type(error) is not ValueError:
-            raise
-        raise typer.BadParameter(str(error)) from error
     if as_json:
         output.print_json({"root": root, "steps": rows})
 
@@ -493,24 +475,15 @@ def _is_root(path: Path) -> bool:
     return (path / "zarr.json").exists() or (path / MANAGER_STORE).is_dir()
 
 
-def _sources_of(files: list[Path], step: int | None) -> list[tuple[int, Path]]:
-    try:
+def _sources_of(files: list[Path], step: int | None, *, is_orbax: bool) -> list[tuple[int, Path]]:
+    """Return the steps of an import, and their files."""
+    if is_orbax:
+        with needing("jax orbax-checkpoint", f"importing {files[0]}"):
+            from deltacheck.backends.orbax.files.orbax_import import sources_of
+        return sources_of(files[0], step)
+    with needing("torch", "importing files"):
         from deltacheck.backends.torch.files.torch_import import steps_of
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"importing files needs PyTorch ({error}): pip install torch"
-        ) from error
     return steps_of(files, step)
-
-
-def _sources_of_orbax(folder: Path, step: int | None) -> list[tuple[int, Path]]:
-    try:
-        from deltacheck.backends.orbax.files.orbax_import import sources_of
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"importing {folder} needs JAX ({error}): pip install jax orbax-checkpoint"
-        ) from error
-    return sources_of(folder, step)
 
 
 def _ingest(

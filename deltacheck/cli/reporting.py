@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Item, Json, RootOnly, parse, require_new
+from deltacheck.cli.arguments import Item, Json, RootOnly, needing, parse, require_new
 
 if TYPE_CHECKING:
     from deltacheck.report.data import Record
@@ -38,12 +38,8 @@ def report(
     from deltacheck.report.data import collect
 
     require_new(out, force)
-    try:
+    with needing("matplotlib", "a report"):
         from deltacheck.report import conclusion, figures, page
-    except ImportError as error:
-        raise ImportError(
-            f"a report needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
-        ) from error
     record = collect(parse(words).root, item, profile)
     drawings = figures.draw(record)
     for problem in record.problems:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.arguments import Json, working_folder
+from deltacheck.cli.arguments import Json, as_misuse, needing, working_folder
 from deltacheck.cli.evaluation.evaluation_tables import print_evaluation
 from deltacheck.cli.output import Row
 
@@ -133,10 +133,8 @@ def evaluate(  # noqa: PLR0913 - one argument per option
     from deltacheck.evaluate.run import show_progress
     from deltacheck.policy.presets import policy_of
 
-    try:
+    with as_misuse():
         is_lossless = policy_of(policy).hidden is None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if profile is not None and is_lossless:
         raise typer.BadParameter("--profile goes with --policy auto")
     plan = EvaluationPlan(
@@ -245,13 +243,9 @@ def _write_page(
     file: Path, evidence: Evidence, judgement: Judgement, machine: dict[str, Any], command: str
 ) -> None:
     """Write the page of an evaluation."""
-    try:
+    with needing("matplotlib", "a page"):
         from deltacheck.evaluate import drawings
         from deltacheck.report import page
-    except ImportError as error:
-        raise ImportError(
-            f"a page needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
-        ) from error
     final = judgement.quality.final
     facts = {
         "verdict": "holds"
