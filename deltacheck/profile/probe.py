@@ -68,8 +68,7 @@ def _write(path: Path, content: U8) -> None:
 
 def _read(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while file.read(8 << 20):
             pass
 

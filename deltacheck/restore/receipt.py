@@ -131,7 +131,7 @@ def _forget_file(path: str) -> None:
         return  # the read that follows reports it
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    except (OSError, AttributeError):
+    except OSError:
         pass  # not supported here: cached pages are compared instead of the disk
     finally:
         os.close(descriptor)

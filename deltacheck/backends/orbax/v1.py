@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 from deltacheck.backends.orbax.handler import (
@@ -44,13 +43,6 @@ from deltacheck.store.lock.interrupts import Flag, Lock
 __all__ = ["context"]
 
 log = logging.getLogger("deltacheck")
-
-if not hasattr(ocp.Context, "checkpointables"):
-    raise ImportError(
-        f"deltacheck.backends.orbax.v1 needs orbax-checkpoint 0.12.5 or newer, not"
-        f" {orbax.checkpoint.__version__}; its v1 interface has changed since. Upgrade it, or use"
-        " deltacheck.backends.orbax.manager"
-    )
 
 
 @contextlib.contextmanager

@@ -74,8 +74,6 @@ class ShadowFile:
 
 def _mapped(size: int) -> U8:
     """Return the memory of a new file. Raises ``OSError`` if the disk has no space for it."""
-    if not hasattr(os, "posix_fallocate"):
-        raise OSError("this system cannot reserve space in a file")
     with tempfile.TemporaryFile(prefix="deltacheck-shadow-") as file:
         # Not `truncate`, which reserves nothing.
         os.posix_fallocate(file.fileno(), 0, size)
