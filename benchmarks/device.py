@@ -19,7 +19,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import tensor_codec, windows
-from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, GroupJob
+from deltacheck.codec.base import METHOD, METHOD_NAMES, STREAMS, GroupJob
 
 REPETITIONS = 9
 CHUNK_BYTES = 1 << 20

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import _native
-from deltacheck.codec import METHOD, METHOD_NAMES, NativeCodec, memory
+from deltacheck.codec import NativeCodec, memory
+from deltacheck.codec.base import METHOD, METHOD_NAMES
 
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 1.0)
 CHUNK_BYTES = 1 << 20

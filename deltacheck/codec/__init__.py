@@ -4,66 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from deltacheck.codec.base import (
-    BITMAP,
-    CHANGED,
-    CHUNK,
-    DIFF,
-    GAP_BYTES,
-    METHOD,
-    METHOD_NAMES,
-    ORDERED_BITMAP,
-    ORDERED_SPARSE,
-    PLANES,
-    RAW,
-    ROW_WIDTH,
-    SPARSE,
-    STREAMS,
-    TILE_BYTES,
-    U8,
-    U32,
-    U64,
-    UNCHANGED,
-    WIDE_COUNT,
-    Codec,
-    Encoded,
-    EncodedGroup,
-    GroupCodec,
-    GroupJob,
-    GroupSpan,
-)
 from deltacheck.codec.native import NativeCodec
 
-__all__ = [
-    "BITMAP",
-    "CHANGED",
-    "CHUNK",
-    "DIFF",
-    "GAP_BYTES",
-    "METHOD",
-    "METHOD_NAMES",
-    "ORDERED_BITMAP",
-    "ORDERED_SPARSE",
-    "PLANES",
-    "RAW",
-    "ROW_WIDTH",
-    "SPARSE",
-    "STREAMS",
-    "TILE_BYTES",
-    "U8",
-    "U32",
-    "U64",
-    "UNCHANGED",
-    "WIDE_COUNT",
-    "Codec",
-    "Encoded",
-    "EncodedGroup",
-    "GroupCodec",
-    "GroupJob",
-    "GroupSpan",
-    "NativeCodec",
-    "default_codec",
-]
+__all__ = ["NativeCodec", "default_codec"]
 
 
 @cache

@@ -101,12 +101,10 @@ class Codec(Protocol[Base]):
     for device codecs.
 
     Attributes:
-        name: Name of the codec.
         run_bytes: Most bytes of one call, which bounds its output. Larger: fewer calls; smaller:
             less memory. ``None``: whole leaves only.
     """
 
-    name: str
     run_bytes: int | None
 
     def copy(self, current: Base, out: Base | None) -> Base:

@@ -16,11 +16,10 @@ from deltacheck.errors import DamagedStream
 class NativeCodec:
     """A codec whose bases are NumPy arrays.
 
-    ``threads()`` threads share the work, the caller among them. The bytes do not depend on their
-    number.
+    The threads of the native module share the work, the caller among them: by default one for each
+    processor that this process may run on, at most 8. The bytes do not depend on their number.
     """
 
-    name = "native"
     # Larger: fewer calls. Smaller: less memory, since a call's output may be as large as its input.
     run_bytes: int | None = 64 << 20
 
@@ -86,26 +85,3 @@ class NativeCodec:
         refusal = _native.apply(rows, streams, shadow, bounds, word_bytes)
         if refusal is not None:
             raise DamagedStream(refusal)
-
-
-def threads() -> int:
-    """Return the number of threads that one call may use, its caller among them.
-
-    Default: the processors that this process may run on, at most 8.
-    """
-    count: int = _native.threads()
-    return count
-
-
-def set_threads(count: int) -> None:
-    """Set the number of threads (at least 1) of later calls in the whole process."""
-    _native.set_threads(count)
-
-
-def instruction_set() -> str:
-    """Return the kernels in use, for example ``"x86-64-v3"``.
-
-    The environment variable ``DELTACHECK_ISA`` chooses others at first use.
-    """
-    name: str = _native.instruction_set()
-    return name

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import deltacheck
-from deltacheck.codec import default_codec
+from deltacheck.codec.extension import native
 
 # The packages whose versions may change a measurement.
 _PACKAGES = (
@@ -42,16 +42,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def codec() -> str:
-    """Name the encoder in use and, if it is the native one, its kernels.
-
-    ``reference`` is NumPy; its times have no meaning.
-    """
-    name = default_codec().name
-    if name != "native":
-        return name
-    from deltacheck.codec.native import instruction_set, threads
-
-    return f"native, {instruction_set()}, {threads()} threads"
+    """Name the encoder and its kernels."""
+    return f"native, {native.instruction_set()}, {native.threads()} threads"
 
 
 def _processor() -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, Encoded
-from deltacheck.codec.base import LAWS
+from deltacheck.codec.base import LAWS, METHOD, METHOD_NAMES, STREAMS, Encoded
 from tests.contracts.codec import CASES, DecoderContract
 from tests.reference.codec import ReferenceCodec
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from deltacheck import _native
-from deltacheck.codec import (
+from deltacheck.codec import NativeCodec
+from deltacheck.codec.base import (
     BITMAP,
     DIFF,
     METHOD,
@@ -24,7 +25,6 @@ from deltacheck.codec import (
     STREAMS,
     TILE_BYTES,
     Encoded,
-    NativeCodec,
 )
 from tests.contracts.codec import same
 from tests.reference.codec import ReferenceCodec

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deltacheck.codec import (
+from deltacheck.codec.base import (
     BITMAP,
     CHANGED,
     CHUNK,

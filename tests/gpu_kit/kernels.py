@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.record import Cell, Result, Table
 from benchmarks.workloads import equality
 from deltacheck import SaveOptions
-from deltacheck.codec import GroupJob, default_codec
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import GroupJob
 from deltacheck.leaf.digest import chunk_digests
 from tests.contracts.codec import moved, same, words
 from tests.gpu_kit.stand_in import accelerator

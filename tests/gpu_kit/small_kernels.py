@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec import GroupJob, default_codec
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import GroupJob
 from tests.contracts.codec import CASES, moved, same, words
 from tests.gpu_kit.stand_in import accelerator
 from tests.gpu_kit.steps import Context

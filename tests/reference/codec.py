@@ -54,7 +54,6 @@ BYTE_COST = 8 * 256  # one byte at full cost, in 1/256 bit
 class ReferenceCodec:
     """The executable specification. Bases are NumPy arrays."""
 
-    name = "reference"
     run_bytes: int | None = 64 << 20
 
     def copy(self, current: NDArray[Any], out: NDArray[Any] | None) -> U8:

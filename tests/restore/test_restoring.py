@@ -15,7 +15,7 @@ import torch
 import deltacheck
 from deltacheck import _native, errors
 from deltacheck.backends.torch import Engine
-from deltacheck.codec import STREAMS
+from deltacheck.codec.base import STREAMS
 from deltacheck.restore import deltas, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves

@@ -21,7 +21,8 @@ import deltacheck
 from deltacheck import Keep, Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.codec import METHOD_NAMES, default_codec
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compaction import compact
 from deltacheck.restore.resolve import resolve_leaves, stored_chains

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from deltacheck.codec import Encoded, GroupJob, NativeCodec
+from deltacheck.codec import NativeCodec
+from deltacheck.codec.base import Encoded, GroupJob
 from tests.codec.test_codec_contract import VectorContract
 from tests.contracts.codec import CodecContract, moved, same, words
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltacheck.codec import GroupJob, NativeCodec
+from deltacheck.codec import NativeCodec
+from deltacheck.codec.base import GroupJob
 from deltacheck.leaf.digest import chunk_digests
 from tests.codec.test_codec_contract import VectorContract
 from tests.contracts.codec import CodecContract, moved, same, words

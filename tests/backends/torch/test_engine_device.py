@@ -23,7 +23,8 @@ from deltacheck.backends.torch.capture import device_leaves
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
 from deltacheck.backends.torch.capture.staging import Staging
-from deltacheck.codec import GroupJob, default_codec
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import GroupJob
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy

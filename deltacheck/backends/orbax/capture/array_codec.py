@@ -55,7 +55,6 @@ class LeafCodec:
     A base has the same kind as its leaf.
     """
 
-    name = "jax"
     run_bytes: int | None = None  # a slice of a jax.Array is a copy
 
     def __init__(self, xla: FfiCodec | None) -> None:

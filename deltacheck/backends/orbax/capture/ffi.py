@@ -58,7 +58,6 @@ class FfiCodec:
             smaller: less memory.
     """
 
-    name = "ffi"
     run_bytes: int | None = None  # a slice of a jax.Array is a copy
 
     def __init__(self, window_bytes: int = 256 << 20) -> None:

@@ -31,8 +31,6 @@ class TorchCodec:
     A base lies on the device of its leaf.
     """
 
-    name = "torch"
-
     def __init__(self) -> None:
         self._host: Codec[Any] = default_codec()
         self.run_bytes = self._host.run_bytes

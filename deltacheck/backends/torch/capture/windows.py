@@ -15,8 +15,17 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture.device import Accelerator, StreamEvent
 from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
-from deltacheck.codec import Encoded, EncodedGroup, GroupJob, GroupSpan, default_codec
-from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U64
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import (
+    ROW_WIDTH,
+    STREAMS,
+    U8,
+    U64,
+    Encoded,
+    EncodedGroup,
+    GroupJob,
+    GroupSpan,
+)
 from deltacheck.leaf.digest import chunk_digests
 
 # The struct Chunk of the extension.
