@@ -15,6 +15,8 @@ import numpy as np
 
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.comparison import snapshot
+from deltacheck.evaluate.comparison.contract import trained_weights
+from deltacheck.evaluate.comparison.snapshot import Snapshot
 from deltacheck.evaluate.offline.policy_replay import PolicyReplay, backend_of
 from deltacheck.evaluate.workload import (
     Factory,
@@ -22,8 +24,7 @@ from deltacheck.evaluate.workload import (
     create_workload,
     workload_folder,
 )
-from deltacheck.policy import roles
-from deltacheck.policy.parameters import Roles, hyperparameters
+from deltacheck.policy.parameters import hyperparameters
 from deltacheck.profile import AdamRule, sensitivity
 from deltacheck.profile.sensitivity import Outcome, Verdict
 
@@ -61,8 +62,8 @@ class Trials:
                     f"{type(run).__name__} has no method reorder(seed), which continues with other"
                     " data; without it there is no noise to compare with"
                 )
-            view = _View(exact)
-            rate = view.rate or getattr(run, "learning_rate", None)
+            rate, rule = _constants(_view(exact))
+            rate = rate or getattr(run, "learning_rate", None)
             if not rate:
                 raise NoWorkload(
                     "neither the state nor an attribute learning_rate of the run tells the"
@@ -73,9 +74,9 @@ class Trials:
                 exact,
                 candidates,
                 lr=float(rate),
-                weights=lambda state: _View(state).weights(),
-                moments=lambda state: _View(state).moments(),
-                rule=view.rule,
+                weights=lambda state: trained_weights(_view(state)),
+                moments=lambda state: _moments(_view(state)),
+                rule=rule,
                 orders=self.orders,
             )
 
@@ -87,48 +88,34 @@ class Trials:
             run.reorder(order)  # type: ignore[attr-defined]
         losses = tuple(float(run.step()) for _ in range(self.steps))
         # Before the evaluation, which may change buffers.
-        weights = _View(run.state()).weights()
+        weights = trained_weights(_view(run.state()))
         return Outcome(losses, weights, float(run.evaluate()))
 
 
-class _View:
-    """A state by the roles of its leaves."""
+def _view(state: Any) -> Snapshot:
+    """Return a state by the roles of its leaves."""
+    backend = backend_of(state)
+    return snapshot.take(backend.flat(state), backend.bytes_of)
 
-    def __init__(self, state: Any) -> None:
-        backend = backend_of(state)
-        self._copy = snapshot.take(backend.flat(state), backend.bytes_of)
-        self.roles: Roles = roles.find(self._copy.specs, self._copy.numbers)
 
-    def _values(self, path: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return self._copy.arrays[path].astype(np.float32)
+def _moments(view: Snapshot) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, m and v of each parameter of an Adam."""
+    for p in view.roles.parameters:
+        if p.adam and p.first is not None and p.second is not None:
+            first, second = (view.arrays[path].astype(np.float32) for path in (p.first, p.second))
+            yield p.name, first, second
 
-    def weights(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return the weights that the optimizer updates: masters if there are any."""
-        paths = [p.master or p.weight for p in self.roles.parameters]
-        present = [path for path in paths if path is not None]
-        return {path: self._values(path) for path in present or self.roles.weights}
 
-    def moments(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield path, m and v of each parameter of an Adam."""
-        for p in self.roles.parameters:
-            if p.adam and p.first is not None and p.second is not None:
-                yield p.name, self._values(p.first), self._values(p.second)
+def _constants(view: Snapshot) -> tuple[float | None, AdamRule | None]:
+    """Return the largest learning rate of a state, and the constants of its Adam.
 
-    @property
-    def rate(self) -> float | None:
-        """The largest learning rate, ``None`` if the state does not hold it."""
-        groups = hyperparameters(self.roles, self._copy.numbers).values()
-        return max((group.lr for group in groups if group.lr), default=None)
-
-    @property
-    def rule(self) -> AdamRule | None:
-        """The constants of Adam, ``None`` if the state does not hold one pair."""
-        groups = hyperparameters(self.roles, self._copy.numbers).values()
-        pairs = {(group.beta1, group.beta2) for group in groups}
-        if len(pairs) != 1:
-            return None
-        beta1, beta2 = pairs.pop()
-        return None if beta1 is None or beta2 is None else AdamRule(beta1, beta2)
+    Either is ``None`` if the state does not hold it, the constants also if it holds two pairs.
+    """
+    groups = hyperparameters(view.roles, view.numbers).values()
+    rate = max((group.lr for group in groups if group.lr), default=None)
+    pairs = {(group.beta1, group.beta2) for group in groups}
+    beta1, beta2 = pairs.pop() if len(pairs) == 1 else (None, None)
+    return rate, None if beta1 is None or beta2 is None else AdamRule(beta1, beta2)
 
 
 def quality(
