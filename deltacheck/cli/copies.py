@@ -188,24 +188,15 @@ def export(  # noqa: PLR0913 - one argument per option
     else:
         weights_only = _write_file(job, form, path, force)
         file_bytes = path.stat().st_size
-    if as_json:
-        output.print_json(
-            {
-                "root": str(root.path),
-                "step": manifest.step,
-                "seq": manifest.seq,
-                "file": str(path),
-                "format": str(form),
-                "leaves": len(keys),
-                "file_bytes": file_bytes,
-                "weights_only": weights_only,
-            }
-        )
-        return
-    output.print_line(
-        f"step {manifest.step}: {len(keys)} leaves written to {path} ({output.size(file_bytes)})"
-    )
-    if weights_only is False:
+    document = {
+        "file": str(path),
+        "format": str(form),
+        "leaves": len(keys),
+        "file_bytes": file_bytes,
+        "weights_only": weights_only,
+    }
+    _print_exported(root, manifest, document, output.size(file_bytes), as_json)
+    if weights_only is False and not as_json:
         output.print_line(
             "the file holds NumPy arrays, deques or other types that torch.load makes only"
             " with weights_only=False"
@@ -258,27 +249,34 @@ def _export_model(
             f"{model.path} has no config.json, which from_pretrained needs; name the folder of the"
             " base model with --files"
         )
-    if as_json:
-        output.print_json(
-            {
-                "root": str(root.path),
-                "step": manifest.step,
-                "seq": manifest.seq,
-                "file": str(model.path),
-                "format": str(Format.HF),
-                "leaves": len(keys.weights),
-                "file_bytes": written.file_bytes,
-                "weights_only": None,
-                "shards": written.shards,
-                "copied": written.files,
-            }
-        )
-        return
-    output.print_line(
-        f"step {manifest.step}: {len(keys.weights)} leaves written to {model.path}"
-        f" ({output.size(written.file_bytes)}, {output.count(len(written.shards), 'shard')},"
-        f" {output.count(len(written.files), 'other file')})"
+    document = {
+        "file": str(model.path),
+        "format": str(Format.HF),
+        "leaves": len(keys.weights),
+        "file_bytes": written.file_bytes,
+        "weights_only": None,
+        "shards": written.shards,
+        "copied": written.files,
+    }
+    content = (
+        f"{output.size(written.file_bytes)}, {output.count(len(written.shards), 'shard')},"
+        f" {output.count(len(written.files), 'other file')}"
     )
+    _print_exported(root, manifest, document, content, as_json)
+
+
+def _print_exported(
+    root: Root, manifest: Manifest, document: output.Row, content: str, as_json: bool
+) -> None:
+    """Print the document of ``export``, or one line with what was written."""
+    step = {"root": str(root.path), "step": manifest.step, "seq": manifest.seq}
+    if as_json:
+        output.print_json(step | document)
+    else:
+        output.print_line(
+            f"step {manifest.step}: {document['leaves']} leaves written to {document['file']}"
+            f" ({content})"
+        )
 
 
 def _refuse_inside(root: Root, path: Path) -> None:

@@ -513,11 +513,6 @@ class Saver:
         # If a save is stuck or still pending, its thread may hang, and so would a join.
         self._pipeline.stop(join=not self._pipeline.stuck and not self.pending())
 
-    @property
-    def is_closed(self) -> bool:
-        """True if no save can begin any more."""
-        return self._closed
-
     def end_unattended(self, callback: Callable[[], None]) -> None:
         """Finish the saves under way and call ``callback``, which closes this saver, on a thread.
 

@@ -47,6 +47,10 @@ class Side:
 
         return cls(root, manifest, tree.array_paths(manifest.tree))
 
+    @property
+    def step(self) -> Row:
+        return {"step": self.manifest.step, "seq": self.manifest.seq}
+
     def spec(self, path: str) -> LeafSpec | None:
         return self.manifest.spec(self.owners[path]) if path in self.owners else None
 
@@ -77,27 +81,14 @@ def diff(
     changed = [row for row in compared if row["changed"]]
     tables: dict[str, list[Row]] = {
         "changed": changed,
-        "added": [{"path": path, **describe(after.spec(path))} for path in paths["added"]],
-        "removed": [{"path": path, **describe(before.spec(path))} for path in paths["removed"]],
-        "reshaped": [
-            {
-                "path": path,
-                "before": describe(before.spec(path)),
-                "after": describe(after.spec(path)),
-            }
-            for path in paths["reshaped"]
-        ],
+        **described(before, after, paths),
         # Patterns select leaves, so a selection leaves the Python values out.
         "scalars": [] if leaves else compare_scalars(before.manifest, after.manifest),
     }
     unchanged = len(paths["unchanged"]) + len(compared) - len(changed)
     if as_json:
         steps = {
-            name: {
-                "root": str(side.root.path),
-                "step": side.manifest.step,
-                "seq": side.manifest.seq,
-            }
+            name: {"root": str(side.root.path), **side.step}
             for name, side in (("before", before), ("after", after))
         }
         output.print_json(
@@ -200,6 +191,27 @@ def naming(before: Side, after: Side) -> Iterator[None]:
 def describe(spec: LeafSpec | None) -> Row:
     assert spec is not None  # _classify listed the path under a step that has it
     return {"dtype": spec.dtype, "shape": list(spec.shape)}
+
+
+def rows_of(paths: list[str], side: Side) -> list[Row]:
+    """Return leaves of a step with their types and shapes."""
+    return [{"path": path, **describe(side.spec(path))} for path in paths]
+
+
+def described(before: Side, after: Side, paths: dict[str, list[str]]) -> dict[str, list[Row]]:
+    """Return the leaves that ``classify`` finds in one step only, or in two forms."""
+    return {
+        "added": rows_of(paths["added"], after),
+        "removed": rows_of(paths["removed"], before),
+        "reshaped": [
+            {
+                "path": path,
+                "before": describe(before.spec(path)),
+                "after": describe(after.spec(path)),
+            }
+            for path in paths["reshaped"]
+        ],
+    }
 
 
 def compare_scalars(before: Manifest, after: Manifest) -> list[Row]:

@@ -135,29 +135,14 @@ class Queries:
     def _diff(self, parameters: Mapping[str, str]) -> Row:
         before, after = self._sides(parameters)
         paths = compare.classify(before, after, [])
-
-        def rows(outcome: str, side: Side) -> list[Row]:
-            return [{"path": path, **compare.describe(side.spec(path))} for path in paths[outcome]]
-
         return {
             "root": self.path,
-            **{
-                name: {"step": side.manifest.step, "seq": side.manifest.seq}
-                for name, side in (("before", before), ("after", after))
-            },
+            "before": before.step,
+            "after": after.step,
             "unchanged": len(paths["unchanged"]),
             # Their digests differ. ``change`` reads the content.
-            "changed": rows("changed", after),
-            "added": rows("added", after),
-            "removed": rows("removed", before),
-            "reshaped": [
-                {
-                    "path": path,
-                    "before": compare.describe(before.spec(path)),
-                    "after": compare.describe(after.spec(path)),
-                }
-                for path in paths["reshaped"]
-            ],
+            "changed": compare.rows_of(paths["changed"], after),
+            **compare.described(before, after, paths),
             "scalars": [
                 row | {name: row[name] and _with_text(row[name]) for name in ("before", "after")}
                 for row in compare.compare_scalars(before.manifest, after.manifest)
