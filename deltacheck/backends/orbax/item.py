@@ -28,7 +28,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.chains.chain_state import Numbers
-from deltacheck.save.handle import progress_of
+from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import Attempt, cuts_of
@@ -141,48 +141,44 @@ class Item:
         training thread began to wait for this save.
         """
         with self._counting_failure(place.step):
-            if self._group is not None:
-                return self._begin_in_group(self._group, place, flat, notes, start_time)
-            return self._begin_alone(place, flat, notes, start_time)
+            with leaves.own_rules():
+                handle, gate = (
+                    self._begin_alone(place, flat, notes)
+                    if self._group is None
+                    else self._begin_in_group(self._group, place, flat, notes)
+                )
+            try:
+                self._last = Commit(handle, gate, place)
+            except BaseException:
+                # Nothing would open the gate, and the committer thread would wait for its whole
+                # timeout.
+                if gate is not None:
+                    gate.abandon("Orbax could not wait for it")
+                raise
+            progress_of(handle).add_blocking(
+                max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
+            )
+            return self._last
 
     def _begin_alone(
-        self,
-        place: ItemPlace,
-        flat: Flat,
-        notes: Notes,
-        start_time: float,
-    ) -> Commit:
-        with leaves.own_rules():
-            saver = self._open()
-            self._settle(saver)
-            gate = Gate.of(place, self._settings, notes)
-            handle = saver.save(
-                place.step,
-                flat.skeleton,
-                planned(flat, self._settings.options, self._copies),
-                gate.commit,
-                metrics=notes.metrics,
-            )
-        try:
-            self._last = Commit(handle, gate, place)
-        except BaseException:
-            # Nothing would open the gate, and the committer thread would wait for its whole
-            # timeout.
-            gate.abandon("Orbax could not wait for it")
-            raise
-        progress_of(handle).add_blocking(
-            max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
+        self, place: ItemPlace, flat: Flat, notes: Notes
+    ) -> tuple[SaveHandle, Gate | None]:
+        """Begin a save of this process."""
+        saver = self._open()
+        self._settle(saver)
+        gate = Gate.of(place, self._settings, notes)
+        handle = saver.save(
+            place.step,
+            flat.skeleton,
+            planned(flat, self._settings.options, self._copies),
+            gate.commit,
+            metrics=notes.metrics,
         )
-        return self._last
+        return handle, gate
 
     def _begin_in_group(
-        self,
-        group: RankGroup,
-        place: ItemPlace,
-        flat: Flat,
-        notes: Notes,
-        start_time: float,
-    ) -> Commit:
+        self, group: RankGroup, place: ItemPlace, flat: Flat, notes: Notes
+    ) -> tuple[SaveHandle, Gate | None]:
         """Begin a save with the other processes.
 
         A failure of one process before the save has begun is raised in all of them.
@@ -191,78 +187,68 @@ class Item:
 
         # The calls on ``group`` below are exchanges. Each process must make all of them in this
         # order, or report a failure in the place of one.
-        with leaves.own_rules():
-            with group.sharing_failure():
-                # Without a saver there was no save before that could be lost.
-                is_committed = self._saver is None or self._last_step_exists()
-                if self._saver is not None:
-                    self._saver.raise_unseen()
-            # Used up even if another process has restored something else: after this save, the
-            # restored step is behind the newest one.
-            base, self._base = self._base, None
-            store = self.root / MANAGER_STORE
-            opened = group.open(
-                flat,
-                "" if base is None else base[1].nonce,
-                partial(self._take, is_committed),
-                (store, RankSetup.of(store, self._settings)) if self._saver is None else None,
-            )
-            with group.sharing_failure():
-                # Creating the store can fail, too, and the others wait for the next exchange.
-                saver = self._saver_of(self.writer or Guest(self.root, self._settings.durability))
-                group.joint.groups = saver.groups
-                group.joint.compactions = saver.compactions
-                # Process 0 decides for all: a step is no base for some processes only.
-                if not opened.is_committed:
-                    saver.forget()
-                if opened.resumes and base is not None:
-                    # Before the signals: they are of the run that goes on.
-                    saver.resumed(base[1])
-                held = None if saver.is_exact else pieces.held_state(flat, notes.metrics)
-                signals = None if held is None else saver.signals(place.step, held)
-            if opened.resumes and base is not None:
-                # Before the plan: the tiles are cut as in the restored step, so that their chains
-                # continue.
-                group.joint.resume(base[1], None)
-            assignment = group.begin(place.step, opened.seq, flat, signals)
-            if opened.resumes and base is not None:
-                # After the plan: only now this process knows which of the tiles it writes.
-                self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
-            saver.number_from(opened.seq)
-            gate = (
-                Gate.of(place, self._settings, notes)
-                # Process 0 alone writes the manifest.
-                if group.joint.is_first
-                else None
-            )
-            make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
-            agreed = Agreed(held, assignment.signals, cuts_of(assignment.tiles))
-            attempt = Attempt(group.joint, contents=agreed.digests)
-            copy_of = None if self._settings.options.is_eager else self._copies.of
-            try:
-                handle = saver.save(
-                    place.step,
-                    assignment.tree,
-                    pieces.sources(flat, assignment.tiles, copy_of),
-                    partial(attempt.commit, make),
-                    metrics=notes.metrics,
-                    agreed=replace(agreed, abandon=attempt.abandon),
-                )
-            except Exception as error:
-                # The other processes have begun the save, and wait for what this one reports.
-                # On a thread of its own, because the report waits for the other processes.
-                Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
-                raise
-        try:
-            self._last = Commit(handle, gate, place)
-        except BaseException:
-            if gate is not None:
-                gate.abandon("Orbax could not wait for it")
-            raise
-        progress_of(handle).add_blocking(
-            max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
+        with group.sharing_failure():
+            # Without a saver there was no save before that could be lost.
+            is_committed = self._saver is None or self._last_step_exists()
+            if self._saver is not None:
+                self._saver.raise_unseen()
+        # Used up even if another process has restored something else: after this save, the
+        # restored step is behind the newest one.
+        base, self._base = self._base, None
+        store = self.root / MANAGER_STORE
+        opened = group.open(
+            flat,
+            "" if base is None else base[1].nonce,
+            partial(self._take, is_committed),
+            (store, RankSetup.of(store, self._settings)) if self._saver is None else None,
         )
-        return self._last
+        with group.sharing_failure():
+            # Creating the store can fail, too, and the others wait for the next exchange.
+            saver = self._saver_of(self.writer or Guest(self.root, self._settings.durability))
+            group.joint.groups = saver.groups
+            group.joint.compactions = saver.compactions
+            # Process 0 decides for all: a step is no base for some processes only.
+            if not opened.is_committed:
+                saver.forget()
+            if opened.resumes and base is not None:
+                # Before the signals: they are of the run that goes on.
+                saver.resumed(base[1])
+            held = None if saver.is_exact else pieces.held_state(flat, notes.metrics)
+            signals = None if held is None else saver.signals(place.step, held)
+        if opened.resumes and base is not None:
+            # Before the plan: the tiles are cut as in the restored step, so that their chains
+            # continue.
+            group.joint.resume(base[1], None)
+        assignment = group.begin(place.step, opened.seq, flat, signals)
+        if opened.resumes and base is not None:
+            # After the plan: only now this process knows which of the tiles it writes.
+            self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
+        saver.number_from(opened.seq)
+        gate = (
+            Gate.of(place, self._settings, notes)
+            # Process 0 alone writes the manifest.
+            if group.joint.is_first
+            else None
+        )
+        make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
+        agreed = Agreed(held, assignment.signals, cuts_of(assignment.tiles))
+        attempt = Attempt(group.joint, contents=agreed.digests)
+        copy_of = None if self._settings.options.is_eager else self._copies.of
+        try:
+            handle = saver.save(
+                place.step,
+                assignment.tree,
+                pieces.sources(flat, assignment.tiles, copy_of),
+                partial(attempt.commit, make),
+                metrics=notes.metrics,
+                agreed=replace(agreed, abandon=attempt.abandon),
+            )
+        except Exception as error:
+            # The other processes have begun the save, and wait for what this one reports.
+            # On a thread of its own, because the report waits for the other processes.
+            Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
+            raise
+        return handle, gate
 
     def _take(self, is_committed: bool) -> tuple[int, bool]:
         """Take the root on process 0, and return the next sequence number and ``is_committed``."""
