@@ -1,6 +1,6 @@
-// Comparison of words to bit masks, with processor intrinsics. Only this file, compact.h and order.h
-// use intrinsics: no compiler was found to produce bit masks from comparisons. Included by segment.h
-// and compact.h. All functions have internal linkage, see format.h.
+// Comparison of words to bit masks, with processor intrinsics. Only this file, compact.h and
+// order.h use intrinsics: no compiler was found to produce bit masks from comparisons. Included by
+// segment.h and compact.h. All functions have internal linkage, see format.h.
 
 #pragma once
 

@@ -66,29 +66,17 @@ Refusal
 }
 
 void apply_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base,
-                     uint64_t words){DELTACHECK_FOR_WORD(apply_chunk, row, streams, base, words)}
+                     uint64_t words) {
+  DELTACHECK_FOR_WORD(apply_chunk, row, streams, base, words)
+}
 
 }  // namespace
 
-const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET,
-                                    first_difference_any,
-                                    choose_any,
-                                    encode_positions_any,
-                                    encode_dense_any,
-                                    check_chunk_any,
-                                    apply_chunk_any,
-                                    lattice_codes_part,
-                                    lattice_values_part,
-                                    lattice_cast_part,
-                                    nested_codes_part,
-                                    nested_values_part,
-                                    octave_codes_part,
-                                    octave_values_part,
-                                    ratio_codes_part,
-                                    ratio_values_part,
-                                    law_gradients_part,
-                                    law_step_part,
-                                    law_squares_part,
-                                    law_weights_part};
+const Kernels DELTACHECK_KERNELS = {
+    DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,        encode_positions_any,
+    encode_dense_any,           check_chunk_any,      apply_chunk_any,   lattice_codes_part,
+    lattice_values_part,        lattice_cast_part,    nested_codes_part, nested_values_part,
+    octave_codes_part,          octave_values_part,   ratio_codes_part,  ratio_values_part,
+    law_gradients_part,         law_step_part,        law_squares_part,  law_weights_part};
 
 }  // namespace deltacheck
