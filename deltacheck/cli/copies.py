@@ -618,7 +618,10 @@ def publish(  # noqa: PLR0913 - one argument per option
             "--to",
             metavar="DIR",
             callback=checked_root,
-            help="The folder of versions: new, empty, or with versions of the same run.",
+            help=(
+                "The folder of versions, a directory or s3://BUCKET/PREFIX: new, empty, or with"
+                " versions of the same run."
+            ),
         ),
     ],
     once: Annotated[

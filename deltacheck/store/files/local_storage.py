@@ -122,7 +122,7 @@ class LocalStorage(Storage[Path]):
     def _open(self, context: ts.Context) -> ts.KvStore:
         return ts.KvStore.open(self.kvstore(), context=context).result()
 
-    def read_file(self, most_bytes: int) -> bytes:
+    def read_file(self, most_bytes: int, expected_bytes: int = 0) -> bytes:
         with opened_file(self.path, most_bytes) as (file, size):
             return file.read(size + 1)
 

@@ -244,9 +244,13 @@ class ObjectPath:
         # Another program may have written keys that are not UTF-8. They must not break a listing.
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
-    def read_bytes(self) -> bytes:
-        """Return the object's content; ``FileNotFoundError`` if it does not exist."""
-        content, generation = self.read()
+    def read_bytes(self, expected_bytes: int = 0) -> bytes:
+        """Return the object's content; ``FileNotFoundError`` if it does not exist.
+
+        Args:
+            expected_bytes: As many may be expected; the deadline becomes longer with them.
+        """
+        content, generation = self.finish_read(self.start_read(), expected_bytes)
         if generation == ABSENT:
             raise FileNotFoundError(f"{self} does not exist")
         assert content is not None
@@ -342,7 +346,7 @@ class ObjectPath:
         return self._bucket.write(self.key, content)
 
     def write_bytes(self, content: bytes) -> int:
-        self._await(self.start_write(content), "write")
+        self._await(self.start_write(content), "write", most_bytes=len(content))
         return len(content)
 
     def unlink(self, missing_ok: bool = False) -> None:

@@ -64,8 +64,8 @@ class ObjectStorage(Storage[ObjectPath]):
     def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
         (self.path / name).write_bytes(content)
 
-    def read_file(self, most_bytes: int) -> bytes:
-        content = self.path.read_bytes()
+    def read_file(self, most_bytes: int, expected_bytes: int = 0) -> bytes:
+        content = self.path.read_bytes(expected_bytes)
         if len(content) > most_bytes:
             raise Damaged(
                 f"{self.path} has {len(content)} bytes, more than the {most_bytes} that it may have"

@@ -77,8 +77,13 @@ class Storage(ABC, Generic[PathT]):
         """Write a file below the path in one atomic step, over an existing one too."""
 
     @abstractmethod
-    def read_file(self, most_bytes: int) -> bytes:
-        """Return the content of a regular file; ``Damaged`` if it is larger or not regular."""
+    def read_file(self, most_bytes: int, expected_bytes: int = 0) -> bytes:
+        """Return the content of a regular file; ``Damaged`` if it is larger or not regular.
+
+        Args:
+            most_bytes: The most that it may have.
+            expected_bytes: As many may be expected; an object store has more time for them.
+        """
 
     @abstractmethod
     def start_read(

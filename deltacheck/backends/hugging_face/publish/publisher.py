@@ -33,7 +33,8 @@ class Publisher:
 
     Args:
         run: The root of the run: a directory, or a prefix of an object store.
-        to: The folder: new, empty, or with versions of the same run.
+        to: The folder: new, empty, or with versions of the same run. A directory, or a prefix of
+            an object store.
         leaves: Paths or patterns of the weights. Empty: the leaves below ``model``; all leaves if
             there are none there.
         strip: A prefix to remove from the names of tensors. Without ``leaves``, ``model/`` is
@@ -54,7 +55,7 @@ class Publisher:
             or those of another run.
         RootBusy: Another process publishes to the folder.
         UnsupportedFormat: A newer version of deltacheck has written one of them.
-        StorageFailed: ``to`` is in an object store.
+        StorageFailed: An object store does not answer, refuses, or has no conditional writes.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per option
@@ -112,7 +113,8 @@ class Publisher:
             The versions that were published.
 
         Raises:
-            Damaged, StepNotFound, UnsupportedLeaf, RootBusy: As ``poll`` raises them.
+            Damaged, StepNotFound, UnsupportedLeaf: As ``poll`` raises them.
+            RootBusy, StorageFailed: The same.
         """
         versions: list[Version] = []
         begin = time.monotonic()
@@ -148,6 +150,7 @@ class Publisher:
             StepNotFound: The step has no weights.
             UnsupportedLeaf: safetensors lacks an element type of the weights.
             RootBusy: The lock on the folder was lost.
+            StorageFailed: An object store does not answer, or refuses.
         """
         self._series.check()
         if self._newest is None and not full:
@@ -185,7 +188,7 @@ class Publisher:
         held = self._held
         is_full = full or self._series.is_full_due
         if not is_full and not held.tensors:
-            receiver = Receiver(self._series.folder)
+            receiver = Receiver(str(self._series.folder))
             receiver.poll(self._series.newest)
             held.tensors = {
                 name: Tensor(array.dtype.name, array.shape, array.reshape(-1).view(np.uint8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +29,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import escape_key
 from deltacheck.restore.follow.follower import LeafChange, Update, changed_elements
 from deltacheck.store.files import storage
+from deltacheck.store.files.storage import Place
 
 # Attempts to read a version while old ones are removed beside it.
 _ATTEMPTS = 5
@@ -43,11 +43,13 @@ class Receiver:
     copy changes. Applying takes memory for the tensors that change, beside the copy.
 
     Args:
-        folder: The folder that ``deltacheck publish --to`` writes.
+        folder: The folder that ``deltacheck publish --to`` writes: a directory, or a prefix of an
+            object store.
         limits: The most that each ``poll`` may take. ``None``: the bytes of files, and at most 64
             times what they occupy on disk if that is above 256 MiB.
 
     Raises:
+        StorageFailed: The object store does not answer, or refuses. So does ``poll``.
         NotACheckpointRoot: It is no such folder.
         UnsupportedFormat: A newer version of deltacheck has written it.
     """
@@ -56,7 +58,7 @@ class Receiver:
         self, folder: str | os.PathLike[str], *, limits: limits.Limits | None = None
     ) -> None:
         self._limits = limits
-        self._folder = storage.local(folder, "a receiver")
+        self._folder = storage.of(folder)
         version_folder.require_identity(self._folder)
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -148,7 +150,7 @@ class Receiver:
         names: set[str] = set()
         for file in sorted(set(index.tensors.values())):
             limits.check_time()
-            contents = version_folder.read_tensors(path / file, index.files[file])
+            contents = version_folder.read_tensors(path / file, index)
             for name, content in contents.items():
                 if index.tensors.get(name) != file:
                     raise _damaged(index, path / file, name, "is not in its index")
@@ -198,7 +200,7 @@ class Receiver:
         return Update(version.step, version.seq, last_step, changes, names, {})
 
 
-def _changed(index: Index, file: Path, name: str, stored: U8, before: Tensor) -> Tensor:
+def _changed(index: Index, file: Place, name: str, stored: U8, before: Tensor) -> Tensor:
     try:
         if index.encoding == WORDS:
             word_bytes = dtype_named(before.dtype).word_bytes
@@ -209,7 +211,7 @@ def _changed(index: Index, file: Path, name: str, stored: U8, before: Tensor) ->
     return before._replace(data=np.bitwise_xor(before.data, difference, out=difference))
 
 
-def _damaged(index: Index, file: Path, name: str, fault: str) -> Damaged:
+def _damaged(index: Index, file: Place, name: str, fault: str) -> Damaged:
     return Damaged(
         f"tensor {name!r} of version {index.version.number} (step {index.version.step}) in {file}"
         f" {fault}. The copy was left as it is. {FULL_REMEDY}",

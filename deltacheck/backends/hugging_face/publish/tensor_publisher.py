@@ -11,6 +11,7 @@ from deltacheck.backends.hugging_face.publish.version_folder import Tensor, Vers
 from deltacheck.backends.hugging_face.publish.version_series import VersionContent, VersionSeries
 from deltacheck.codec.base import U8
 from deltacheck.errors import DuplicatePath
+from deltacheck.store.files.storage import Place
 
 
 class TensorPublisher:
@@ -19,7 +20,8 @@ class TensorPublisher:
     The first version of each publisher is full, and so is that after a failure.
 
     Args:
-        folder: The folder: new, empty, or with versions of the same owner.
+        folder: The folder: new, empty, or with versions of the same owner. A directory, or a prefix
+            of an object store.
         owner: The program whose weights the versions have.
         files: A folder with configuration and tokenizer for full versions.
         full_every: The most versions from one full version to the next.
@@ -43,7 +45,7 @@ class TensorPublisher:
         self._copy: dict[str, Tensor] = {}
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         """The folder of the versions."""
         return self._series.folder
 

@@ -1,7 +1,8 @@
 """The folder of published versions, in the layout ``hf-delta`` of slime and miles.
 
-A version is a folder ``weight_vNNNNNN`` with an index and files of safetensors. ``docs/how-to/
-publish.md`` describes the content.
+A version is a folder ``weight_vNNNNNN`` with an index and files of safetensors. In a bucket, the
+index is written last, and a version without one does not exist. ``docs/how-to/publish.md``
+describes the content.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, NotACheckpointRoot, UnsupportedFormat
 from deltacheck.leaf import limits
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPES, new_file
-from deltacheck.store.files.local_storage import LocalStorage, opened_file
-from deltacheck.store.files.storage import storage_of
+from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPES
+from deltacheck.store.files import arrays
+from deltacheck.store.files.object_path import ObjectPath, existing
+from deltacheck.store.files.storage import Place, storage_of
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
 # The encoding of changes: that of slime, or one that takes fewer bytes.
@@ -144,30 +146,55 @@ def _adler32(data: U8) -> str:
 CHECKSUMS: dict[str, Callable[[U8], str]] = {XXH3: digest, "adler32": _adler32}
 
 
-def version_path(folder: Path, number: int) -> Path:
+def version_path(folder: Place, number: int) -> Place:
     """Return the folder of a version."""
     return folder / f"weight_v{number:06d}"
 
 
-def numbers(folder: Path) -> list[int]:
+def is_complete(folder: Place, number: int) -> bool:
+    """Return whether a version exists: it has its index."""
+    return storage_of(version_path(folder, number) / INDEX).name_exists()
+
+
+def numbers(folder: Place) -> list[int]:
     """Return the numbers of the versions, ascending."""
-    with os.scandir(folder) as entries:
-        matches = [_NAME.match(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
-    return sorted(int(match[1]) for match in matches if match)
+    if isinstance(folder, Path):
+        # By the names alone: one that lacks its index is damaged.
+        with os.scandir(folder) as entries:
+            return _numbers(e.name for e in entries if e.is_dir(follow_symlinks=False))
+    keys = folder.keys()
+    names = (key.removeprefix(f"{folder.key}/").partition("/") for key in keys)
+    found = _numbers(name for name, _, file in names if file == INDEX)
+    # A listing may lag behind what is stored. No number is left out, so the next is known.
+    while found and is_complete(folder, found[-1] + 1):
+        found.append(found[-1] + 1)
+    return found
 
 
-def write_identity(folder: Path, run: str) -> None:
+def unfinished(folder: ObjectPath) -> list[ObjectPath]:
+    """Return the folders in a bucket that have objects of a version, and no index."""
+    paths = [path for path in folder.iterdir() if _NAME.match(path.name)]
+    # Asked for by name: a listing may lack an index that is there.
+    complete = {path.parent for path in existing(path / INDEX for path in paths)}
+    return [path for path in paths if path not in complete]
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(match[1]) for match in map(_NAME.match, names) if match)
+
+
+def write_identity(folder: Place, run: str) -> None:
     """Make a folder one of published versions of a run.
 
     Args:
         folder: The folder.
         run: The address of the run.
     """
-    with new_file(folder / PRIVATE / _IDENTITY) as file:
-        file.write(json.dumps({"format": _FORMAT, "run": run}).encode() + b"\n")
+    content = json.dumps({"format": _FORMAT, "run": run}).encode() + b"\n"
+    arrays.create_file(folder / PRIVATE, _IDENTITY, content)
 
 
-def read_identity(folder: Path) -> str | None:
+def read_identity(folder: Place) -> str | None:
     """Return the address of the run whose versions a folder has; ``None``: it is no such folder.
 
     Raises:
@@ -177,7 +204,7 @@ def read_identity(folder: Path) -> str | None:
     path = folder / PRIVATE / _IDENTITY
     try:
         storage_of(path.parent).check_directory()
-        identity = _decoded(LocalStorage(path).read_file(_MAX_IDENTITY_BYTES), _Identity)
+        identity = _decoded(storage_of(path).read_file(_MAX_IDENTITY_BYTES), _Identity)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -192,7 +219,7 @@ def read_identity(folder: Path) -> str | None:
     return identity.run
 
 
-def require_identity(folder: Path) -> None:
+def require_identity(folder: Place) -> None:
     """Raise ``NotACheckpointRoot`` unless a folder has published versions."""
     if read_identity(folder) is None:
         raise NotACheckpointRoot(
@@ -201,7 +228,7 @@ def require_identity(folder: Path) -> None:
         )
 
 
-def read_index(folder: Path, number: int) -> Index:
+def read_index(folder: Place, number: int) -> Index:
     """Return the index of a version, compared with its digest.
 
     Raises:
@@ -210,10 +237,10 @@ def read_index(folder: Path, number: int) -> Index:
         UnsupportedFormat: Another version of deltacheck, or another library, has written it.
     """
     path = version_path(folder, number) / INDEX
-    if not os.path.lexists(path) and path.parent.is_dir():
+    if isinstance(path, Path) and not os.path.lexists(path) and path.parent.is_dir():
         raise Damaged(f"{path} is missing. {FULL_REMEDY}", file=path)
     storage_of(path.parent).check_directory()
-    data = LocalStorage(path).read_file(_MAX_INDEX_BYTES)
+    data = storage_of(path).read_file(_MAX_INDEX_BYTES)
     try:
         return _parsed(data, number)
     except ValueError as error:
@@ -333,19 +360,24 @@ def _digest_of(document: Any) -> str:
     return digest(json.dumps(document, sort_keys=True).encode())
 
 
-def check_size(folder: Path, indexes: Iterable[Index]) -> None:
+def check_size(folder: Place, indexes: Iterable[Index]) -> None:
     """Compare the files of weights of versions with the limits of the present call.
 
     Raises:
         BudgetExceeded: They have more bytes.
     """
+    subject = f"the weights of the versions in {folder}"
+    if not isinstance(folder, Path):
+        # A listing has no sizes, so those of the indexes count.
+        size = sum(index.version.file_bytes for index in indexes)
+        return limits.check_files(subject, size, size)
     statuses = [
-        os.lstat(version_path(folder, index.version.number) / file)
+        os.lstat(folder / version_path(folder, index.version.number).name / file)
         for index in indexes
         for file in set(index.tensors.values())
     ]
     limits.check_files(
-        f"the weights of the versions in {folder}",
+        subject,
         sum(status.st_size for status in statuses),
         sum(status.st_blocks * _BLOCK_BYTES for status in statuses),
     )
@@ -365,14 +397,18 @@ class Tensor(NamedTuple):
     data: U8
 
 
-def read_tensors(path: Path, expected_digest: str) -> dict[str, Tensor]:
+def read_tensors(path: Place, index: Index) -> dict[str, Tensor]:
     """Return the tensors of a file of safetensors, in memory, compared with the digest of the file.
+
+    Args:
+        path: The file.
+        index: The index of its version.
 
     Raises:
         Damaged: The file is damaged.
     """
-    with opened_file(path, sys.maxsize) as (file, size):
-        data = np.fromfile(file, np.uint8, size)
+    stored = storage_of(path).read_file(sys.maxsize, index.version.file_bytes)
+    data, expected_digest = np.frombuffer(stored, np.uint8), index.files[path.name]
     actual = digest(data)
     if actual != expected_digest:
         raise Damaged(

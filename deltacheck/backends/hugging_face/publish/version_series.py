@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,19 @@ from deltacheck.backends.hugging_face.publish.version_folder import (
 )
 from deltacheck.codec import changed_words, frames
 from deltacheck.codec.base import U8
-from deltacheck.errors import Damaged, NotACheckpointRoot, RootBusy, UnsupportedFormat
+from deltacheck.errors import (
+    Damaged,
+    NotACheckpointRoot,
+    RootBusy,
+    StorageFailed,
+    UnsupportedFormat,
+)
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.restore.export import named_writes, safetensors_header
-from deltacheck.store import layout
-from deltacheck.store.files import storage
-from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.lock.lease import LocalLease
+from deltacheck.store.files import arrays, storage
+from deltacheck.store.files.durability import Durability, sync_directory
+from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.lock.lease import Lease
 
 # The most bytes of a file of weights. Larger: fewer files; smaller: receivers take less memory.
 _SHARD_BYTES = 10**9
@@ -73,7 +80,8 @@ class VersionSeries:
     """The versions of a folder. Each is written whole or not at all.
 
     Args:
-        folder: The folder: new, empty, or with versions of the same owner.
+        folder: The folder: new, empty, or with versions of the same owner. A directory, or a prefix
+            of an object store, to which files are copied from a temporary directory.
         owner: The run or program whose weights the versions have.
         full_every: The most versions from one full version to the next, 1 to 64.
         encoding: ``"slime"`` or ``"compact"``.
@@ -83,7 +91,7 @@ class VersionSeries:
         NotACheckpointRoot: ``folder`` is not empty and has no versions, or those of another owner.
         RootBusy: Another process publishes to the folder.
         UnsupportedFormat: A newer version of deltacheck has written it.
-        StorageFailed: ``folder`` is in an object store.
+        StorageFailed: The object store of ``folder`` does not answer, or has no conditional writes.
         ValueError: An option has a value that it cannot have.
 
     Attributes:
@@ -107,18 +115,28 @@ class VersionSeries:
         self._encoding = ENCODINGS[encoding]
         self._checksum = checksum
         self._full_every = full_every
-        self.folder = storage.local(folder, "a folder of published versions").absolute()
+        self.folder: Place = storage.of(folder).absolute()
         self._lease = _claim(self.folder, owner)
         try:
-            _remove_leftovers(self.folder)
-            self._history = _history(self.folder)
+            self._read_folder()
         except BaseException:
             self._lease.release()
             raise
 
+    def _read_folder(self) -> None:
+        _remove_leftovers(self.folder)
+        self._history = _history(self.folder)
+        self._is_known = True
+
     def check(self) -> None:
-        """Raise ``RootBusy`` if the lock on the folder was lost."""
+        """Make sure of the lock, and of the content of the folder after a failed ``write``.
+
+        Raises:
+            RootBusy: The lock on the folder was lost.
+        """
         self._lease.check()
+        if not self._is_known:
+            self._read_folder()
 
     def close(self) -> None:
         """Give the folder back; more than once does nothing."""
@@ -161,7 +179,9 @@ class VersionSeries:
             full: Write whole tensors, and not changes.
         """
         number = self.newest + 1
-        with _new_version(self.folder, number) as path:
+        # Until the end: if the reply to its last request is lost, the version may exist.
+        self._is_known = False
+        with _new_version(self.folder, number, self._lease) as path:
             base = None if full else number - 1
             writer = _Writer(path, base, self._encoding, self._checksum)
             for name, before, tensor in content.changes:
@@ -191,6 +211,7 @@ class VersionSeries:
             )
             _write_file(path / INDEX, index.encoded())
         self._history[number] = version
+        self._is_known = True
         self._remove_old()
         return version
 
@@ -200,11 +221,7 @@ class VersionSeries:
         if len(full) < _KEPT_FULL:
             return
         for number in [n for n in self._history if n < full[-_KEPT_FULL]]:
-            # Renamed first, so that no reader sees a part of it.
-            removed = self.folder / PRIVATE / f"removed-{secrets.token_hex(4)}"
-            with contextlib.suppress(FileNotFoundError):
-                version_folder.version_path(self.folder, number).rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(self.folder, number)
             del self._history[number]
 
 
@@ -314,10 +331,10 @@ def _width_and_name(item: tuple[str, Tensor]) -> tuple[int, str]:
     return -dtype_named(item[1].dtype).item_bytes, item[0]
 
 
-def _claim(folder: Path, run: str) -> LocalLease:
+def _claim(folder: Place, run: str) -> Lease:
     """Take the lock of a folder, and write its identity if it is new."""
     private = folder / PRIVATE
-    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run)):
+    if _is_inside(folder, run):
         raise NotACheckpointRoot(
             f"{folder} is inside the run {run}, which cannot hold other files; publish to another"
             " folder"
@@ -327,9 +344,10 @@ def _claim(folder: Path, run: str) -> LocalLease:
         raise NotACheckpointRoot(
             f"{folder} is not empty and has no published versions; name a folder that is new"
         )
-    (private / layout.CONTROL).mkdir(parents=True, exist_ok=True)
+    private.mkdir(parents=True, exist_ok=True)
     try:
-        lease = LocalLease(private)
+        storage_of(private).check_writable()
+        lease = storage_of(private).take_lease()
     except RootBusy as error:
         raise RootBusy(
             f"another process publishes to {folder} ({error}). End it, or publish to another folder"
@@ -349,14 +367,24 @@ def _claim(folder: Path, run: str) -> LocalLease:
     return lease
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _is_inside(folder: Place, run: str) -> bool:
+    if isinstance(folder, Path):
+        return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run))
+    return f"{folder}/".startswith(f"{run}/")
+
+
+def _remove_leftovers(folder: Place) -> None:
     """Remove unfinished versions of a publisher that was killed. The lock is held."""
+    if not isinstance(folder, Path):
+        for path in version_folder.unfinished(folder):
+            path.remove_tree()
+        return
     for entry in (folder / PRIVATE).iterdir():
         if entry.name.startswith(("new-", "removed-")):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _history(folder: Path) -> dict[int, Version | None]:
+def _history(folder: Place) -> dict[int, Version | None]:
     """Return the versions by number; ``None``: its index is damaged."""
     history: dict[int, Version | None] = {}
     for number in version_folder.numbers(folder):
@@ -368,18 +396,54 @@ def _history(folder: Path) -> dict[int, Version | None]:
 
 
 @contextlib.contextmanager
-def _new_version(folder: Path, number: int) -> Iterator[Path]:
-    """Fill a version under a temporary name, and give it its name when the block ends."""
-    temporary = folder / PRIVATE / f"new-{secrets.token_hex(4)}"
-    temporary.mkdir()
+def _new_version(folder: Place, number: int, lease: Lease) -> Iterator[Path]:
+    """Fill a version in a temporary directory, and put it in its place when the block ends."""
+    target = version_folder.version_path(folder, number)
+    if isinstance(folder, Path):
+        temporary = folder / PRIVATE / f"new-{secrets.token_hex(4)}"
+        temporary.mkdir()
+    else:
+        temporary = Path(tempfile.mkdtemp(prefix="deltacheck-"))
     try:
-        with named_writes(folder):
+        with named_writes(temporary):
             yield temporary
-        sync_directory(temporary)
-        temporary.rename(version_folder.version_path(folder, number))
-        sync_directory(folder)
+        if isinstance(target, Path):
+            sync_directory(temporary)
+            temporary.rename(target)
+            sync_directory(target.parent)
+        else:
+            _upload(temporary, target, lease)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _upload(source: Path, target: Place, lease: Lease) -> None:
+    """Copy a version to a bucket, its index last: with it, the version exists."""
+    index = source / INDEX
+    for file in sorted(path for path in source.rglob("*") if path.is_file() and path != index):
+        # A publisher that was cut off for long must not replace files of its successor.
+        lease.check()
+        storage_of(target / file.relative_to(source).as_posix()).copy_from(file, Durability.POWER)
+    lease.check()
+    if not arrays.create_file(target, INDEX, index.read_bytes()):
+        raise RootBusy(
+            f"another process has written {target}. Publish from one process, or to another folder"
+        )
+
+
+def _remove(folder: Place, number: int) -> None:
+    path = version_folder.version_path(folder, number)
+    if isinstance(path, Path):
+        # Renamed first, so that no reader sees a part of it.
+        removed = path.parent / PRIVATE / f"removed-{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    else:
+        # What is left after a failure is removed by the next publisher.
+        with contextlib.suppress(StorageFailed):
+            (path / INDEX).unlink()
+            path.remove_tree()
 
 
 def _write_file(path: Path, content: bytes) -> None:

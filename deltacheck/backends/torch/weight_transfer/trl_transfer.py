@@ -65,7 +65,7 @@ class PublishedWeights:
     Raises:
         NotACheckpointRoot: ``folder`` has other content, or versions of a run.
         RootBusy: Another process publishes to ``folder``.
-        StorageFailed: ``folder`` is in an object store.
+        StorageFailed: An object store does not answer, refuses, or has no conditional writes.
         ValueError: An option has a value that it cannot have.
     """
 

@@ -58,7 +58,7 @@ class DeltaCheckCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         timeout_seconds: float = 600.0,
         changed_only: bool = False,
     ) -> None:
-        self._folder = storage.local(folder, "a weight transfer")
+        self._folder = storage.of(folder)
         self._is_master = is_master
         self._full_every = full_every
         self._timeout_seconds = timeout_seconds
@@ -78,7 +78,7 @@ class DeltaCheckCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return {}
         if self._publisher is None:
             self._publisher = TensorPublisher(
-                self._folder, owner=_OWNER, full_every=self._full_every, encoding="compact"
+                str(self._folder), owner=_OWNER, full_every=self._full_every, encoding="compact"
             )
         return {"version": self._publisher.newest + 1}
 
@@ -165,9 +165,7 @@ class DeltaCheckCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def _await_version(self) -> Receiver:
         deadline = Deadline.after(self._timeout_seconds)
-        path = version_folder.version_path(self._folder, self._version)
-        # A version is renamed to its name when it is complete.
-        while not path.is_dir():
+        while not version_folder.is_complete(self._folder, self._version):
             if deadline.left == 0:
                 raise StorageTimeout(
                     f"version {self._version} has not appeared in {self._folder} within"
@@ -176,5 +174,5 @@ class DeltaCheckCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 )
             await asyncio.sleep(_POLL_SECONDS)
         if self._receiver is None:
-            self._receiver = Receiver(self._folder)
+            self._receiver = Receiver(str(self._folder))
         return self._receiver
