@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,48 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(
         assert (
             found.nbytes <= sum(read_bytes) <= found.nbytes + edges * 2 * (1 << 20)
         )  # in each of two columns of cells
+
+
+def columns(path: str, shape: Sequence[int], rank: int, size: int) -> list[sharding.Box]:
+    (box,) = rows(path, [*reversed(shape)], rank, size)
+    return [box[::-1]]
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "read_as", "shape", "times"),
+    [
+        # A chunk is whole rows of its tile, and is read, decoded and verified whole: each of four
+        # ranks reads all chunks for a quarter of their columns.
+        (rows, columns, (1024, 4096), 4),
+        (columns, rows, (1024, 4096), 1),
+        # Rows that are longer than a chunk are cut into chunks.
+        (rows, columns, (8, 1 << 20), 1),
+    ],
+)
+def test_ranks_that_read_columns_of_rows_read_all_chunks_each(
+    tmp_path: Path,
+    read_bytes: list[int],
+    saved_as: Layout,
+    read_as: Layout,
+    shape: tuple[int, int],
+    times: int,
+) -> None:
+    """Count the bytes that the reader decodes for all ranks, of a step with a keyframe and deltas.
+    These are the figures of docs/how-to/several-ranks.md.
+    """
+    ranks = 4
+    state = {"w": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    with RankedRun(tmp_path / "root", ranks, saved_as) as run:
+        saved(run, 0, state)
+        state["w"][:, ::100] += 1
+        saved(run, 1, state)
+    root = open_root(tmp_path / "root")
+    for rank in range(ranks):
+        boxes = {"w": read_as("w", shape, rank, ranks)[0]}
+        leaves = resolve_leaves(root, root.manifest(), boxes=boxes)
+        box = load_boxes(leaves, boxes)["w"]
+        assert np.array_equal(box, state["w"][boxes["w"]])
+    assert sum(read_bytes) == times * state["w"].nbytes
 
 
 @pytest.mark.parametrize(
