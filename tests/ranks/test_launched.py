@@ -38,8 +38,10 @@ class Done(NamedTuple):
     err: str
 
 
-def train(folder: Path, name: str, starter: tuple[str, ...], *options: str, **env: str) -> Done:
-    script = REPOSITORY / "tests" / "support" / "unmodified" / "hf_script.py"
+def train(
+    folder: Path, name: str, starter: tuple[str, ...], *options: str, kind: str = "hf", **env: str
+) -> Done:
+    script = REPOSITORY / "tests" / "support" / "unmodified" / f"{kind}_script.py"
     words = [str(folder / name), str(folder / f"{name}.json"), "1"]
     command = [sys.executable, "-m", *starter, str(script), *words]
     done = subprocess.run(
@@ -73,6 +75,37 @@ def test_killed_ranks_continue_without_an_edit(tmp_path: Path, starter: tuple[st
     assert begun[1] in {
         f"deltacheck run: Trainer saves to {root}, continues from step {step}" for step in (2, 4)
     }
+
+
+# The trainer, and the root beside or in the folder of the script. Accelerate's script is killed
+# after its second save, Lightning's in its third epoch of two steps.
+LOOPS = {
+    "accelerate": ("Accelerator", "parts.deltacheck", "5", {4}),
+    "lightning": ("Trainer", "parts/deltacheck", "5", {2, 4}),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_killed_ranks_of_other_trainers_continue_without_an_edit(tmp_path: Path, kind: str) -> None:
+    if find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed")
+    trainer, root, kill_at, steps = LOOPS[kind]
+    whole = train(tmp_path, "whole", TORCHRUN, kind=kind)
+    assert whole.code == 0, whole.err
+    options = {"KILL_AT": kill_at}
+    parts = train(tmp_path, "parts", TORCHRUN, "--restarts", "1", kind=kind, **options)
+    assert parts.code == 0, parts.err
+    expected, actual = result(tmp_path, "whole"), result(tmp_path, "parts")
+    for result_of in (*expected, *actual):
+        result_of.pop("begin", None)
+    assert actual == expected
+    # Each rank has random states of its own.
+    assert len({rank["state"] for rank in expected}) == 2
+    begun = [line for line in parts.lines if f"{trainer} saves to" in line]
+    assert begun[1] in {
+        f"deltacheck run: {trainer} saves to {tmp_path / root}, continues from step {step}"
+        for step in steps
+    }, parts.err
 
 
 def test_a_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer, torch_import
 from deltacheck.backends.torch.files.load import ReadStep, load, read_to_continue
@@ -62,9 +64,9 @@ class DeltaCheckIO:
     Args:
         root: The root of the steps, a directory or the address of a prefix of an object store.
             Default: ``deltacheck`` beside the first file that is saved.
-        rng: Save the random states too, and set them when a checkpoint is loaded, so that a resumed
-            training is equal bit for bit. Default: the generators are not touched, and Lightning
-            saves none of them.
+        rng: Save the random states of all ranks, too, and set them when a checkpoint is loaded, so
+            that a resumed training is equal bit for bit. Default: the generators are not touched,
+            and Lightning saves none of them.
         **engine: Arguments of ``Engine``. ``keep`` may only name leaves: Lightning removes steps.
 
     Raises:
@@ -95,6 +97,7 @@ class DeltaCheckIO:
         # What was loaded, until a save continues from it.
         self._loaded: ReadStep | None = None
         self._save_numbers = SaveNumbers()
+        self._random_states: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments alone, as part of a ``Trainer``. The copy opens the root anew."""
@@ -133,7 +136,8 @@ class DeltaCheckIO:
         if self._engine is None:
             self._engine = self._open(target)
         # A new dict, because Lightning's own dict must stay as it is.
-        content = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
+        states = {_RNG: self._random_states or rng.states()} if self._rng else {}
+        content = {**checkpoint, **states}
         handle = self._engine.save(int(checkpoint.get("global_step", 0)), content)
         self._enqueue(target, True, functools.partial(_publish, self._engine, handle, target))
         # A signal handler may save another file while ``ModelCheckpoint`` saves.
@@ -179,7 +183,7 @@ class DeltaCheckIO:
         # Removed even if it is not used, because Lightning does not know the key.
         states = checkpoint.pop(_RNG, None)
         if self._rng and states is not None:
-            rng.restore(states)
+            rng.restore_rank(states, dist.get_rank() if _has_ranks() else 0)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -266,6 +270,18 @@ class DeltaCheckIO:
         numbers = self._save_numbers.take()
         for logger in trainer.loggers if numbers else ():
             logger.log_metrics(numbers, step=trainer.global_step)
+
+    @contextlib.contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Give a save the random states of all ranks, each of which makes this call."""
+        if self._rng and _has_ranks():
+            states: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(states, rng.states())
+            self._random_states = {rng.rank_key(n): one for n, one in enumerate(states)}
+        try:
+            yield
+        finally:
+            self._random_states = None
 
     def _saved_outside(self) -> None:
         """Give the root back if nobody would do it later."""
@@ -391,10 +407,13 @@ def _average(original: Callable[..., Any], callback: Any, trainer: Any, module: 
 
 def _save_and_close(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Trainer.save_checkpoint``, which nothing follows outside of a training."""
-    result = original(*args, **kwargs)
     plugin = _plugin_of(trainer)
-    if plugin is not None:
-        plugin._saved_outside()
+    if plugin is None:
+        return original(*args, **kwargs)
+    # Lightning calls the plugin itself on one rank only.
+    with plugin._gathering():
+        result = original(*args, **kwargs)
+    plugin._saved_outside()
     return result
 
 
@@ -409,6 +428,8 @@ def _run_stage(original: Callable[..., Any], trainer: Any) -> Any:
     with plugin._running(continues=continues):
         result = original()
     plugin._report(trainer, wait=True)
+    # The first rank has waited for its files, which any rank may read now.
+    trainer.strategy.barrier()
     return result
 
 
@@ -443,6 +464,10 @@ def _teardown(original: Callable[..., Any], trainer: Any) -> Any:
     finally:
         if plugin is not None:
             plugin.teardown()
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

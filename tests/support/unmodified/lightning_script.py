@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.unmodified.killed import digest, kill_once, write
 
-FOLDER = Path(sys.argv[1])
+FOLDER, RANK = Path(sys.argv[1]), os.environ.get("RANK", "")
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
@@ -25,6 +25,8 @@ class Net(pl.LightningModule):  # type: ignore[misc]
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         kill_once(FOLDER, self.global_step)
+        if RANK and self.global_step == 0:
+            torch.manual_seed(int(RANK))  # other dropout on each rank
         return self.layers(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -45,6 +47,7 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=FOLDER,
+        **({"devices": 2, "strategy": "ddp"} if RANK else {}),
         callbacks=[ModelCheckpoint(FOLDER, "last", save_weights_only="WEIGHTS_ONLY" in os.environ)],
     )
     trainer.fit(module)
@@ -56,4 +59,4 @@ if __name__ == "__main__":
         weights = loaded["state_dict"] if isinstance(loaded, dict) else loaded.state_dict()
         assert digest(weights) == digest(module.state_dict())
     state = [module.state_dict(), trainer.optimizers[0].state_dict(), torch.get_rng_state()]
-    write(sys.argv[2], {"state": digest(state), "step": trainer.global_step})
+    write(f"{sys.argv[2]}{RANK}", {"state": digest(state), "step": trainer.global_step})

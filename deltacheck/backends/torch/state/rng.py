@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+log = logging.getLogger("deltacheck")
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of a rank in a dict of the states of several."""
+    return f"rank {rank}"
 
 
 def states() -> dict[str, Any]:
@@ -50,3 +58,17 @@ def restore(saved: dict[str, Any]) -> None:
     cuda = saved.get("cuda")
     if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
+
+
+def restore_rank(saved: dict[str, Any], rank: int) -> None:
+    """Set the global generators to the saved states of a rank; leave them if it has none.
+
+    Args:
+        saved: The states of one process, or those of several by ``rank_key``.
+        rank: The rank of this process.
+    """
+    of_ranks = {rank_key(0): saved} if "python" in saved else saved
+    if (own := of_ranks.get(rank_key(rank))) is None:
+        log.info("no random states were saved for rank %d", rank)
+    else:
+        restore(own)

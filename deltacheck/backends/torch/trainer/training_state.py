@@ -44,7 +44,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
         if not trainer.is_deepspeed_enabled:
             state["optimizer"] = optimizer_state(trainer)
         states = rng.states()
-        state["rng"] = states if args.world_size == 1 else {_rank_key(args.process_index): states}
+        key = rng.rank_key(args.process_index)
+        state["rng"] = states if args.world_size == 1 else {key: states}
         if is_first:
             scaler = trainer.accelerator.scaler
             if not _has_deepspeeds_scheduler(trainer):
@@ -58,19 +59,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 def restore_random_states(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Set the random generators to those of this rank in a step."""
-    states = saved.get("rng")
-    if states is None:
-        return
-    # One process saves the states themselves, several save a dict of them.
-    if "python" not in states:
-        states = states.get(_rank_key(trainer.args.process_index))
-    elif trainer.args.process_index > 0:
-        states = None
-    if states is None:
-        # As Trainer, which then has no file for the process.
-        log.info("no random states were saved for rank %d", trainer.args.process_index)
-        return
-    rng.restore(states)
+    if saved.get("rng") is not None:
+        rng.restore_rank(saved["rng"], trainer.args.process_index)
 
 
 def load_optimizer(trainer: Any, saved: Mapping[str, Any]) -> None:
@@ -190,7 +180,3 @@ def _has_deepspeeds_scheduler(trainer: Any) -> bool:
 
 def _trainer_state(trainer: Any) -> str:
     return json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n"
-
-
-def _rank_key(rank: int) -> str:
-    return f"rank {rank}"
