@@ -190,14 +190,47 @@ def test_a_leaf_that_can_no_longer_be_kept_is_refused_by_save(tmp_path: Path) ->
 
 def test_tensors_without_memory_are_read_as_other_leaves(tmp_path: Path) -> None:
     # Their address is that of an empty parameter, which is guarded.
-    freed, empty = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(0))
-    freed.untyped_storage().resize_(0)
-    optimizer = torch.optim.SGD([freed, empty], lr=0.1)
+    empty = torch.nn.Parameter(torch.zeros(0))
+    optimizer = torch.optim.SGD([empty], lr=0.1)
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         for number in range(2):
-            engine.save(number, {"empty": empty, "view": torch.zeros(3)[:0], "freed": freed})
+            engine.save(number, {"empty": empty, "view": torch.zeros(3)[:0]})
             engine.wait()
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shortened(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(tensor.nbytes - 1)
+    return tensor
+
+
+@pytest.mark.parametrize("spoil", [freed, shortened])
+@pytest.mark.parametrize("capture", ["auto", "eager"])
+def test_a_tensor_whose_memory_is_freed_is_refused_and_saved_when_it_is_back(
+    tmp_path: Path, spoil: Any, capture: Any
+) -> None:
+    """Offloads free the storage of a weight, and fill it again. Meanwhile it has no content."""
+    weight, kept = torch.nn.Parameter(torch.arange(3000.0)), torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = {"weight": weight, "kept": kept}
+    with Engine(tmp_path, options=SaveOptions(capture=capture)) as engine:
+        engine.guard(optimizer)
+        # At the first save, and at one whose form is known.
+        for number in (0, 2):
+            content = weight.detach().clone()
+            weight.data = spoil(torch.zeros(3000))
+            with pytest.raises(errors.UnsupportedLeaf, match=r"leaf 'weight'.* and not 12000.*"):
+                engine.save(number, state)
+            weight.data = content
+            for step in (number, number + 1):
+                engine.save(step, state).wait()
+                assert torch.equal(engine.restore(step)["weight"], content)
+        assert engine.steps() == [0, 1, 2, 3]
 
 
 def test_a_save_is_described_after_an_overlapped_restore_has_arrived(tmp_path: Path) -> None:

@@ -65,8 +65,21 @@ def describe(value: object) -> ArrayLeaf | None:
     # Leaves of equal identity are tied. Stride and lazy bits belong to it, because a transposed or
     # conjugated view of the same memory has other bytes.
     if value.numel():
+        require_memory(value)
         identity = (value.device, value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity, tag)
+
+
+def require_memory(value: torch.Tensor) -> None:
+    """Raise ``UnsupportedLeaf`` for a tensor whose storage was freed: torch would read beyond it."""
+    strides = zip(value.shape, value.stride(), strict=True)
+    last = value.storage_offset() + sum((size - 1) * stride for size, stride in strides)
+    needed, actual = (last + 1) * value.itemsize, value.untyped_storage().nbytes()
+    if actual < needed:
+        raise UnsupportedLeaf(
+            f"its storage has {actual} bytes and not {needed}, as after an offload by resize_(0);"
+            " bring its content back before save()"
+        )
 
 
 def _refuse(value: torch.Tensor) -> NoReturn:

@@ -295,9 +295,14 @@ class _KnownStructure:
         )
         try:
             readings = self._look(values)
+            if readings is None or not self._keeps_ties(readings.addresses):
+                return None
+            # Memory that lies where it did was large enough then.
+            moved = np.flatnonzero(readings.addresses != self._addresses).tolist()
+            for number in moved:
+                if number < len(self._tensors):
+                    leaves.require_memory(values[self._tensors[number]])
         except _REFUSALS:
-            return None
-        if readings is None or not self._keeps_ties(readings.addresses):
             return None
         self._addresses = readings.addresses
         flat = KnownFlat(outlined.skeleton, _Arrays(self._paths, values), self._leaves)
