@@ -67,6 +67,18 @@ Timeout: TypeAlias = Annotated[
     ),
 ]
 
+Poll: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        metavar="SECONDS",
+        help=(
+            "Time between two looks for a new step. Shorter: copies are newer; longer: fewer calls"
+            " to the storage."
+        ),
+    ),
+]
+
 # The first suffix of a format is used if no file is named.
 _SUFFIXES = {
     ".safetensors": Format.SAFETENSORS,
@@ -570,17 +582,7 @@ def mirror(
     ],
     once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
     timeout: Timeout = None,
-    poll: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            metavar="SECONDS",
-            help=(
-                "Time between two looks for a new step. Shorter: less is lost with the source's"
-                " machine; longer: fewer calls to the file system."
-            ),
-        ),
-    ] = 0.2,
+    poll: Poll = 0.2,
     power: Annotated[
         bool,
         typer.Option(
@@ -628,17 +630,7 @@ def publish(  # noqa: PLR0913 - one argument per option
         bool, typer.Option("--once", help="Publish the present steps, and end.")
     ] = False,
     timeout: Timeout = None,
-    poll: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            metavar="SECONDS",
-            help=(
-                "Time between two looks for a new step. Shorter: versions appear earlier; longer:"
-                " fewer calls to the storage."
-            ),
-        ),
-    ] = 0.2,
+    poll: Poll = 0.2,
     newest_only: Annotated[
         bool,
         typer.Option(

@@ -7,13 +7,13 @@ memory root itself, one of an ordinary root an ordinary root.
 from __future__ import annotations
 
 import os
-import time
 from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
 from deltacheck.leaf.external_errors import typed
 from deltacheck.maintain import tier_bond
 from deltacheck.maintain.transfer import transfer
+from deltacheck.restore.follow.new_steps import polled
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
@@ -181,8 +181,8 @@ class Mirror:
         Args:
             poll_seconds: Time between two polls in seconds. Shorter: less is lost with the
                 source's machine; longer: fewer calls to the file system.
-            timeout: End after this many seconds without a new step. ``None``: never end; 0: poll
-                once.
+            timeout: End after this many seconds without a new step. ``None``: never end; 0: copy
+                the present steps.
 
         Returns:
             The number of steps that were copied.
@@ -192,14 +192,7 @@ class Mirror:
             ForeignMemory: If another run has replaced the source.
             RootBusy: If the lease of the target was lost.
         """
-        count, last_copy = 0, time.monotonic()
-        while True:
-            copied = self.poll()
-            count += len(copied)
-            last_copy = time.monotonic() if copied else last_copy
-            if timeout is not None and time.monotonic() - last_copy >= timeout:
-                return count
-            time.sleep(poll_seconds)
+        return sum(map(len, polled(self.poll, poll_seconds, timeout)))
 
     def close(self) -> None:
         """Release the target. Further calls do nothing."""

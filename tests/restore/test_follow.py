@@ -15,7 +15,7 @@ import torch
 import deltacheck
 from deltacheck import Policy, SaveOptions, errors
 from deltacheck.backends.torch import Engine, apply
-from deltacheck.restore.follow import follower
+from deltacheck.restore.follow import new_steps
 from deltacheck.store.roots.root import Root
 from tests.support.adam_run import AdamRun
 from tests.support.states import TORCH_DTYPES, assert_same, nudge, random_tensor, training_state
@@ -308,7 +308,7 @@ def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(
     thread = threading.Thread(target=training)
     clock = ShiftedClock()
     clock.after_sleep = lambda: None if thread.is_alive() else clock.advance(36_000)
-    monkeypatch.setattr(follower, "time", clock)
+    monkeypatch.setattr(new_steps, "time", clock)
     thread.start()
     follow = deltacheck.follow(engine.root, poll_seconds=0.01, timeout=36_000)
     steps = [update.step for update in follow]

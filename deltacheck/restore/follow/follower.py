@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import KnownContent
-from deltacheck.restore.follow.new_steps import NewSteps
+from deltacheck.restore.follow.new_steps import NewSteps, polled
 from deltacheck.restore.resolve import proven_chains, resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
@@ -174,17 +173,7 @@ class Follower:
 
     def __iter__(self) -> Iterator[Update]:
         """Yield each update, and wait for the next one until ``timeout``."""
-        begin = time.monotonic()
-        while True:
-            update = self.poll()
-            if update is not None:
-                yield update
-                # The time that the consumer took is not part of the timeout.
-                begin = time.monotonic()
-            elif self._timeout is not None and time.monotonic() - begin >= self._timeout:
-                return
-            else:
-                time.sleep(self._poll_seconds)
+        return polled(self.poll, self._poll_seconds, self._timeout)
 
     def poll(self) -> Update | None:
         """Return the next update without waiting.

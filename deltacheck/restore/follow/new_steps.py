@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
 from deltacheck.store.files.storage import Place
 from deltacheck.store.roots.root import Root, StepRef
+
+_Result = TypeVar("_Result")
+
+
+def polled(
+    poll: Callable[[], _Result | None], poll_seconds: float, timeout: float | None
+) -> Iterator[_Result]:
+    """Yield what a call returns, again and again, until it has returned nothing for some time.
+
+    Args:
+        poll: The call. ``None`` or an empty result: there is nothing new.
+        poll_seconds: The wait after nothing new.
+        timeout: End after so many seconds with nothing new. ``None``: never end.
+    """
+    begin = time.monotonic()
+    while True:
+        if result := poll():
+            yield result
+            # The time that the consumer took is not part of the timeout.
+            begin = time.monotonic()
+        elif timeout is not None and time.monotonic() - begin >= timeout:
+            return
+        else:
+            time.sleep(poll_seconds)
 
 
 class NewSteps:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -18,7 +18,7 @@ from deltacheck.backends.hugging_face.publish.version_series import VersionConte
 from deltacheck.leaf.external_errors import typed
 from deltacheck.restore import damage
 from deltacheck.restore.export import shapes
-from deltacheck.restore.follow.new_steps import NewSteps
+from deltacheck.restore.follow.new_steps import NewSteps, polled
 from deltacheck.store.files import storage
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
@@ -117,18 +117,11 @@ class Publisher:
             RootBusy, StorageFailed: The same.
         """
         versions: list[Version] = []
-        begin = time.monotonic()
-        while True:
-            version = self.poll(newest_only=newest_only)
-            if version is not None:
-                versions.append(version)
-                if on_version is not None:
-                    on_version(version)
-                begin = time.monotonic()
-            elif timeout is not None and time.monotonic() - begin >= timeout:
-                return versions
-            else:
-                time.sleep(poll_seconds)
+        for version in polled(partial(self.poll, newest_only=newest_only), poll_seconds, timeout):
+            versions.append(version)
+            if on_version is not None:
+                on_version(version)
+        return versions
 
     def poll(self, *, full: bool = False, newest_only: bool = False) -> Version | None:
         """Publish the next step, if there is one.

@@ -35,7 +35,6 @@ from deltacheck.leaf import limits
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.restore.export import SAFETENSORS_HEADER_BYTES, SAFETENSORS_TYPES
 from deltacheck.store.files import arrays
-from deltacheck.store.files.object_path import ObjectPath, existing
 from deltacheck.store.files.storage import Place, storage_of
 
 INDEX = WEIGHTS[0] + INDEX_SUFFIX
@@ -169,14 +168,6 @@ def numbers(folder: Place) -> list[int]:
     while found and is_complete(folder, found[-1] + 1):
         found.append(found[-1] + 1)
     return found
-
-
-def unfinished(folder: ObjectPath) -> list[ObjectPath]:
-    """Return the folders in a bucket that have objects of a version, and no index."""
-    paths = [path for path in folder.iterdir() if _NAME.match(path.name)]
-    # Asked for by name: a listing may lack an index that is there.
-    complete = {path.parent for path in existing(path / INDEX for path in paths)}
-    return [path for path in paths if path not in complete]
 
 
 def _numbers(names: Iterable[str]) -> list[int]:

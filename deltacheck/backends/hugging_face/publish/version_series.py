@@ -375,11 +375,8 @@ def _is_inside(folder: Place, run: str) -> bool:
 
 def _remove_leftovers(folder: Place) -> None:
     """Remove unfinished versions of a publisher that was killed. The lock is held."""
-    if not isinstance(folder, Path):
-        for path in version_folder.unfinished(folder):
-            path.remove_tree()
-        return
-    for entry in (folder / PRIVATE).iterdir():
+    # In a bucket, the next version has the number of the unfinished one, and removes it.
+    for entry in (folder / PRIVATE).iterdir() if isinstance(folder, Path) else ():
         if entry.name.startswith(("new-", "removed-")):
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -420,6 +417,8 @@ def _new_version(folder: Place, number: int, lease: Lease) -> Iterator[Path]:
 def _upload(source: Path, target: Place, lease: Lease) -> None:
     """Copy a version to a bucket, its index last: with it, the version exists."""
     index = source / INDEX
+    # What an interrupted version has left: loaders may read files that no index names.
+    storage_of(target).remove_tree(ignore_errors=False)
     for file in sorted(path for path in source.rglob("*") if path.is_file() and path != index):
         # A publisher that was cut off for long must not replace files of its successor.
         lease.check()

@@ -71,7 +71,7 @@ def describe(value: object) -> ArrayLeaf | None:
 
 
 def require_memory(value: torch.Tensor) -> None:
-    """Raise ``UnsupportedLeaf`` for a tensor whose storage was freed: torch would read beyond it."""
+    """Raise ``UnsupportedLeaf`` for a tensor whose storage was freed: reads would go beyond it."""
     strides = zip(value.shape, value.stride(), strict=True)
     last = value.storage_offset() + sum((size - 1) * stride for size, stride in strides)
     needed, actual = (last + 1) * value.itemsize, value.untyped_storage().nbytes()
