@@ -95,7 +95,7 @@ def test_receivers_have_every_version_bit_for_bit(run: BucketRun, encoding: str)
 
 
 def test_a_copy_of_the_bucket_is_a_folder_of_versions(run: BucketRun, tmp_path: Path) -> None:
-    """What is written there is what is written to a directory."""
+    """The files are those of a directory."""
     run.publish(1, 2, checksum="adler32")
     with deltacheck.Publisher(run.root, run.to, checksum="adler32") as publisher:
         publisher.poll(full=True)

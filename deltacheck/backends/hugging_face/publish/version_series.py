@@ -417,10 +417,11 @@ def _new_version(folder: Place, number: int, lease: Lease) -> Iterator[Path]:
 def _upload(source: Path, target: Place, lease: Lease) -> None:
     """Copy a version to a bucket, its index last: with it, the version exists."""
     index = source / INDEX
+    # A publisher that was cut off for long must not change files of its successor.
+    lease.check()
     # What an interrupted version has left: loaders may read files that no index names.
     storage_of(target).remove_tree(ignore_errors=False)
     for file in sorted(path for path in source.rglob("*") if path.is_file() and path != index):
-        # A publisher that was cut off for long must not replace files of its successor.
         lease.check()
         storage_of(target / file.relative_to(source).as_posix()).copy_from(file, Durability.POWER)
     lease.check()
@@ -439,7 +440,7 @@ def _remove(folder: Place, number: int) -> None:
             path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
     else:
-        # What is left after a failure is removed by the next publisher.
+        # Nobody reads what a failure leaves here.
         with contextlib.suppress(StorageFailed):
             (path / INDEX).unlink()
             path.remove_tree()
