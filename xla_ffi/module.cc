@@ -19,9 +19,11 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
+#include "encoder/canonical.h"
 #include "encoder/crc32c.h"
 #include "encoder/delta.h"
 #include "encoder/entropy.h"
@@ -477,6 +479,29 @@ void read_number_array(const nb::list& objects, nb::handle first, nb::handle sec
   read_numbers(objects, first, second, out.data(), out.size());
 }
 
+// Returns true if Python spells the number like this, as its json module writes it.
+bool is_float_spelled(std::string_view number) {
+  const std::string text(number);
+  char* end = nullptr;
+  const double value = PyOS_string_to_double(text.c_str(), &end, nullptr);
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  char* spelled = PyOS_double_to_string(value, 'r', 0, Py_DTSF_ADD_DOT_0, nullptr);
+  if (spelled == nullptr) throw std::bad_alloc();
+  const bool is_equal = end == text.c_str() + text.size() && text == spelled;
+  PyMem_Free(spelled);
+  return is_equal;
+}
+
+std::optional<nb::bytes> canonical_json_bytes(const nb::bytes& text) {
+  const std::optional<std::string> form =
+      canonical_json({text.c_str(), text.size()}, is_float_spelled);
+  if (!form) return std::nullopt;
+  return nb::bytes(form->data(), form->size());
+}
+
 nb::object matching_children(const nb::list& containers, const nb::list& lengths,
                              const nb::list& keys, const nb::list& types) {
   return ChildMatcher(containers, lengths, keys, types).match();
@@ -557,6 +582,8 @@ NB_MODULE(_native, m) {
       },
       nb::arg("addresses").noconvert(),
       "Start to load memory into the cache, a line at each address. Any address may be passed.");
+  m.def("canonical_json", canonical_json_bytes, nb::arg("text"),
+        "Return the canonical form of a JSON text, or None if more than its keys would change.");
   m.def("matching_children", matching_children, nb::arg("containers"), nb::arg("lengths"),
         nb::arg("keys"), nb::arg("types"),
         "Return the children of dictionaries, lists and tuples in order, or None if a length, a "

@@ -33,6 +33,7 @@ NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"
 # Permanent prefix of the tag of a leaf that is stored 1-D; the shape follows, as in "flat:32,16".
 _FLAT = "flat:"
 _NONE: Node = {"t": "none"}
+_PLAIN_ARRAY: Node = {"t": "array"}
 # Methods by which objects of the frameworks return what can be saved of them.
 _STATES = ("state_dict",)
 _OBJECTS = ("object", "tensor")  # containers that cannot be built without one of their arrays
@@ -369,8 +370,16 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
     if kind == "array":
         return place(path, owner, tag)
     prefix = f"{path}/" if depth else ""
+    # Most nodes are plain arrays, of which nothing needs to be checked.
+    is_shallow = depth < MAX_DEPTH
     values = [
-        (key, _build(item, prefix + name, depth + 1, place, build)) for name, key, item in pairs
+        (
+            key,
+            place(prefix + name, prefix + name, None)
+            if is_shallow and item == _PLAIN_ARRAY
+            else _build(item, prefix + name, depth + 1, place, build),
+        )
+        for name, key, item in pairs
     ]
     by_name = {
         name: _build(item, f"{prefix}.{name}", depth + 1, _no_array, build)

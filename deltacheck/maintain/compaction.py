@@ -270,11 +270,11 @@ def reclaim_history(
 def _manifests(root: Root) -> dict[Place, Manifest]:
     """Return all manifests of a root that may be rewritten, by their places."""
     _refuse_manager(root)
-    checkpoints, damaged = root.read_all()
+    manifests, damaged = root.manifests()
     for error in damaged.values():
         # The segments that an unreadable manifest needs are unknown.
         raise Damaged(f"nothing is rewritten while a manifest cannot be read: {error}") from error
-    return {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
+    return manifests
 
 
 def _is_sparse(need: Need, share: float) -> bool:

@@ -159,16 +159,16 @@ def repair(
     # them.
     root = root.afresh()
     backup = _Backup(storage.local(root.path, "a repair"), result)
-    checkpoints, unreadable = root.read_all()
-    manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
-    if step is not None and step not in root.steps() and not unreadable:
+    manifests, unreadable = root.manifests()
+    is_readable = step in {manifest.step for manifest in manifests.values()}
+    if step is not None and not is_readable and not unreadable:
         raise StepNotFound(f"{root.path} has no step {step}")
     for path, error in sorted(unreadable.items()):
         problem = f"{error}: the step cannot be repaired, because nothing else describes it"
         result.lost.append(Lost(None, None, (), problem))
         # A manifest that cannot be read does not say its step. If the requested step is readable,
         # this one is another.
-        if lossy and _is_spoilt(error) and (step is None or step not in root.steps()):
+        if lossy and _is_spoilt(error) and (step is None or not is_readable):
             result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))

@@ -11,7 +11,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -206,21 +206,13 @@ def check(
 
 def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
     """Return the manifests to check, and findings for those that cannot be read."""
-    checkpoints, damaged = root.read_all()
-    unreadable = [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
     if step is not None:
-        try:
+        # If manifests cannot be read, the step may be one of those.
+        with suppress(Damaged, UnsupportedFormat):
             return [root.manifest(step)], []
-        except (Damaged, UnsupportedFormat):
-            # The step may be one of those that cannot be read.
-            return [], unreadable
-    manifests = []
-    for ref in checkpoints:
-        try:
-            manifests.append(root.read(ref.manifest_path))
-        except FileNotFoundError:
-            continue  # deleted by a running training since it was listed
-    return manifests, unreadable
+    manifests, damaged = root.manifests()
+    unreadable = [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
+    return [] if step is not None else list(manifests.values()), unreadable
 
 
 # --- tables and metadata --------------------------------------------------------------------------

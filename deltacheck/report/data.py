@@ -209,7 +209,7 @@ def collect(
         Profile.read(profile_path) if profile is not None or profile_path.is_file() else None
     )
     problems: list[str] = []
-    committed = history.committed(root, problems)
+    committed = list(history.committed(root, problems))
     manifests = [checkpoint.manifest for checkpoint in committed]
     # Groups are made from all steps, so that a leaf keeps its row if it appears or disappears
     # during the run.

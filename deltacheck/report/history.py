@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -15,6 +15,9 @@ from deltacheck.store.files import storage
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root, StepRef
 from deltacheck.store.segment import Segment
+
+
+_View = TypeVar("_View")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +156,38 @@ def _part(
     every: Sequence[tuple[int, LeafEntry]],
     segments: Sequence[Segment],
 ) -> StoredPart:
-    # Entries are followed from the newest back to the first keyframe. Older entries are of chains
-    # that have ended.
-    chain: list[tuple[Segment, LeafEntry]] = []
-    for number, entry in reversed(every):
-        chain.append((segments[number], entry))
+    chain = [(segments[number], entry) for number, entry in _entries_of(path, manifest, every)]
+    # A save writes segments of its own sequence number (format.md, section 1), so the newest entry
+    # tells if this save wrote it.
+    segment, entry = chain[0]
+    if layout.seq_of(segment.id) != manifest.seq:
+        kind = LeafKind.UNCHANGED
+    else:
+        kind = LeafKind.DELTA if entry.key is None else LeafKind.KEYFRAME
+    return StoredPart(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
+
+
+def _entries_of(
+    path: str, manifest: Manifest, every: Sequence[tuple[int, LeafEntry]]
+) -> list[tuple[int, LeafEntry]]:
+    """Return the entries that a restore of a leaf reads, the newest first."""
+    # Older entries than the newest keyframe are of chains that have ended.
+    for count, (_, entry) in enumerate(reversed(every), 1):
         if entry.is_whole:
-            # A save writes segments of its own sequence number (format.md, section 1), so the
-            # newest entry tells if this save wrote it.
-            is_own = layout.seq_of(chain[0][0].id) == manifest.seq
-            kind = (
-                LeafKind.UNCHANGED
-                if not is_own
-                else LeafKind.DELTA
-                if chain[0][1].key is None
-                else LeafKind.KEYFRAME
-            )
-            return StoredPart(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
+            return list(every[: -count - 1 : -1])
     raise ChainBroken(
         f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe"
     )
+
+
+def chain_depth(manifest: Manifest, segments: Sequence[Segment]) -> int:
+    """Return the largest number of deltas that a restore of a step applies to a stored leaf.
+
+    Raises as ``leaf_states``, which knows more and takes longer.
+    """
+    every = columns.entries_by_path(segments)
+    lengths = (len(_entries_of(name, manifest, every.get(name, ()))) for name in manifest.stored)
+    return max(lengths, default=1) - 1
 
 
 def summed(states: Iterable[ReportedLeaf]) -> StepSums:
@@ -228,44 +243,47 @@ class Committed(NamedTuple):
     manifest_bytes: int
 
 
-def committed(root: Root, problems: list[str]) -> list[Committed]:
-    """Return the checkpoints of a root, oldest first.
+def committed(root: Root, problems: list[str]) -> Iterator[Committed]:
+    """Yield the checkpoints of a root, oldest first.
 
     The errors of manifests that cannot be read are appended to ``problems``.
     """
-    checkpoints: list[Committed] = []
-    for path in root.manifest_paths():
+    checkpoints, damaged = root.read_all()
+    problems += [str(error) for error in damaged.values()]
+    for ref in checkpoints:
         try:
-            manifest = root.with_tables(read_manifest(path))
-            checkpoints.append(
-                Committed(
-                    StepRef(manifest.step, manifest.seq, path), manifest, storage.size_of(path)
-                )
-            )
+            # Not by the root, which would keep every manifest.
+            manifest = root.with_tables(read_manifest(ref.manifest_path))
+            yield Committed(ref, manifest, storage.size_of(ref.manifest_path))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
             problems.append(str(error))
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.ref.seq)
 
 
-def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
-    """Yield the leaf states of each checkpoint.
+def opened(
+    root: Root, checkpoints: Iterable[Committed], view: Callable[[Manifest, list[Segment]], _View]
+) -> Iterator[tuple[Committed, tuple[Segment, ...], _View | None, str | None]]:
+    """Yield each checkpoint with its segments, a view of them, and the problem if it is not whole.
 
     Neighbouring steps share most of their segments, so tables are kept from one step to the next.
     """
     open_segments: dict[SegmentRef, Segment] = {}
-    for step_ref, manifest, manifest_bytes in checkpoints:
-        segments: tuple[Segment, ...] = ()
-        states, problem = None, None
+    for checkpoint in checkpoints:
+        refs = checkpoint.manifest.segments
         try:
             # Only the tables that this step needs are kept, so memory does not grow with the number
             # of steps.
-            open_segments = {
-                ref: open_segments.get(ref) or root.store.segment(ref) for ref in manifest.segments
-            }
-            states = leaf_states(manifest, list(open_segments.values()))
-            segments = tuple(open_segments.values())
+            open_segments = {ref: open_segments.get(ref) or root.store.segment(ref) for ref in refs}
+            segments = list(open_segments.values())
+            result = view(checkpoint.manifest, segments)
         except DeltacheckError as error:
-            problem = str(error)
-        yield Step(step_ref, manifest, manifest_bytes, segments, states, problem)
+            yield checkpoint, (), None, str(error)
+        else:
+            yield checkpoint, tuple(segments), result, None
+
+
+def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
+    """Yield the leaf states of each checkpoint."""
+    for checkpoint, segments, states, problem in opened(root, checkpoints, leaf_states):
+        yield Step(*checkpoint, segments, states, problem)

@@ -272,5 +272,5 @@ def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | U
         ):
             try:
                 yield root.read(ref.manifest_path)
-            except FileNotFoundError:
-                continue  # deleted since it was listed
+            except (FileNotFoundError, Damaged, UnsupportedFormat):
+                continue  # deleted since it was listed, or no manifest but for its checksum

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
+from deltacheck.codec.extension import native
 from deltacheck.errors import Damaged, SaveFailed, UnsupportedFormat, UnsupportedLeaf
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.store import compact, layout, validation
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import FEATURES, Brief, Manifest, SegmentTable, Tag
+from deltacheck.store.manifest import FEATURES, Brief, Manifest, ManifestHead, SegmentTable, Tag
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 # Errors that the checks of a forged document may run into. All of them mean damage.
@@ -35,12 +36,15 @@ _WRONG = (
 )
 
 
-class _TableGroup(msgspec.Struct):
-    attributes: dict[str, SegmentTable]
-
-
 Document = TypeVar("Document", SegmentTable, Manifest, Tag)
+Bound = TypeVar("Bound", SegmentTable, Manifest, ManifestHead, Tag)
 Checked = TypeVar("Checked", Manifest, Brief)
+
+# The text around the body of a document and its checksum.
+_BEGIN = layout.group_json({layout.ATTRIBUTE: {}})[:-3]
+_CHECKSUM, _END = b',"checksum":"', b'"}}}'
+_END_BYTES = len(_CHECKSUM) + 32 + len(_END)
+_COMPACT = b'"compact":'
 
 
 def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
@@ -58,16 +62,7 @@ def bound_table(content: bytes, source: str) -> SegmentTable:
     That digest, which the caller has compared, stands for the checksum, so that one call decodes
     the table into records.
     """
-    try:
-        table = _TABLES.decode(content).attributes[layout.ATTRIBUTE]
-        is_known = set(table.must_understand) <= set(FEATURES)
-        if (table.format, table.version) == (layout.FORMAT, layout.VERSION) and is_known:
-            validation.check_segment(table)
-            return table
-    except _WRONG:
-        pass
-    # What is wrong is found, and said, by the checks of all documents.
-    return from_zarr_json(content, SegmentTable, source)
+    return _decoded(content, SegmentTable) or from_zarr_json(content, SegmentTable, source)
 
 
 def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Document:
@@ -87,8 +82,13 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
             f"{source} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document"
             " may have"
         )
+    is_bound = _is_bound(content)
+    if is_bound and _COMPACT not in content:
+        decoded = _decoded(content, kind)
+        if decoded is not None:
+            return decoded
     try:
-        group, is_canonical = _parse(content)
+        group = msgspec.json.decode(content) if is_bound else _parse(content)
         body = group["attributes"][layout.ATTRIBUTE]
         checksum = body.pop("checksum")
         if not isinstance(checksum, str):
@@ -97,8 +97,7 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
         raise Damaged(f"{source} is damaged: {error}") from error
     # Before the checksum, so that a document of a later version is not called damaged.
     check_version(body, source)
-    # The slow checksum decides whenever the quick one does not match.
-    if not (is_canonical and checksum == _quick_checksum(body)) and checksum != _checksum(body):
+    if not is_bound and checksum != _checksum(body):
         raise Damaged(
             f"{source} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
         )
@@ -138,28 +137,42 @@ def check_version(body: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _parse(content: bytes) -> tuple[Any, bool]:
-    """Return the JSON value, and whether the fast parser could read it.
+def _is_bound(content: bytes) -> bool:
+    """Return True if the checksum of a document is right, without a complete reader of JSON.
 
-    The fast parser accepts only content that encodes to the same bytes again, so it cannot hide
-    what the slow one refuses: of two equal keys it would keep one and give fewer bytes.
+    ``False`` says nothing: the text is not of the form in which this package writes documents of
+    plain ASCII, or the checksum is another one.
+    """
+    body, end = content[len(_BEGIN) - 1 : -_END_BYTES], content[-_END_BYTES:]
+    is_known = content.startswith(_BEGIN) and end.startswith(_CHECKSUM) and end.endswith(_END)
+    # A second checksum, which other readers might take.
+    if not is_known or _CHECKSUM[1:] in body:
+        return False
+    # The form has no duplicate keys, and numbers and text as Python writes them.
+    canonical = native.canonical_json(body + b"}")
+    if canonical is None:
+        return False
+    return xxhash.xxh3_128_hexdigest(canonical).encode() == end[len(_CHECKSUM) : -len(_END)]
+
+
+def _decoded(content: bytes, kind: type[Bound]) -> Bound | None:
+    """Return the document of a content that is bound by a checksum, in one call.
+
+    ``None``: the checks of all documents must find, and say, what is wrong.
     """
     try:
-        group = msgspec.json.decode(content)
-        if msgspec.json.encode(group) == content:
-            return group, True
-    except (ValueError, RecursionError, msgspec.MsgspecError):
-        # The slow parser reports what is wrong, if anything is.
+        document: Bound = _DECODERS[kind].decode(content).attributes[layout.ATTRIBUTE]
+        is_known = set(document.must_understand) <= set(FEATURES)
+        if is_known and (document.format, document.version) == (layout.FORMAT, layout.VERSION):
+            _CHECKS[kind](document)
+            return document
+    except (*_WRONG, UnsupportedLeaf, Damaged):
         pass
-    return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant), False
+    return None
 
 
-def _quick_checksum(body: Mapping[str, Any]) -> str:
-    """Return ``_checksum`` of a body of plain ASCII with numbers as Python writes them.
-
-    For other bodies the result differs from every checksum, and the slow way decides.
-    """
-    return str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(body, order="deterministic")))
+def _parse(content: bytes) -> Any:
+    return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,6 +215,20 @@ def decode_manifest(content: bytes, path: Place) -> Manifest:
     except Damaged as error:
         error.file = str(path)
         raise
+
+
+def decode_brief(content: bytes, path: Place) -> Brief:
+    """Return the brief of the content of the manifest file ``path``.
+
+    The checksum binds the rest of the manifest, whose rules ``decode_manifest`` checks.
+
+    Raises:
+        Damaged: The content is no manifest, or its checksum or its brief is wrong.
+        UnsupportedFormat: Another version or an unknown feature.
+    """
+    is_plain = _COMPACT not in content and _is_bound(content)
+    head = _decoded(content, ManifestHead) if is_plain else None
+    return Brief.of(decode_manifest(content, path) if head is None else head)
 
 
 def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:
@@ -256,6 +283,7 @@ class Written(NamedTuple):
 
 _CHECKS: Mapping[type[Any], Any] = {
     Manifest: validation.check_manifest,
+    ManifestHead: validation.check_head,
     SegmentTable: validation.check_segment,
     Tag: validation.check_tag,
 }
@@ -263,4 +291,9 @@ _CHECKS: Mapping[type[Any], Any] = {
 
 # Here, before several threads decode documents.
 inspect_types(*_CHECKS)
-_TABLES = msgspec.json.Decoder(_TableGroup)
+_DECODERS: Mapping[type[Any], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(
+        msgspec.defstruct("Group", [("attributes", dict[str, kind])])  # type: ignore[valid-type]
+    )
+    for kind in _CHECKS
+}

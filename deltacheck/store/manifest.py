@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -642,7 +642,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @property
     def raw_bytes(self) -> int:
         """Bytes of all leaves of the tree in memory."""
-        return sum(spec.raw_bytes for spec in self.specs.values())
+        # Leaves have few forms, and a listing sums those of every step.
+        leaves = {**self.leaves, **self.derived, **self.tiles}
+        return sum(_raw_bytes(leaf.dtype, leaf.shape) for leaf in leaves.values())
 
     def spec(self, path: str) -> LeafSpec:
         """Return the description of a leaf of the tree."""
@@ -699,8 +701,27 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         return () if rule is None else rule.sources
 
 
+class ManifestHead(msgspec.Struct, frozen=True):
+    """The fields of a manifest that a brief is made of."""
+
+    format: str
+    version: int
+    seq: int
+    step: int
+    nonce: str
+    segments: tuple[SegmentRef, ...]
+    metrics: dict[str, float | str] = {}
+    must_understand: tuple[str, ...] = ()
+    course: str = ""
+
+
+@lru_cache(1024)
+def _raw_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return LeafSpec.of("", shape, dtype).raw_bytes
+
+
 class Brief(NamedTuple):
-    """The part of a manifest that retention and collection need.
+    """The part of a manifest that listings, retention and collection need.
 
     Attributes:
         seq: Sequence number.
@@ -719,7 +740,7 @@ class Brief(NamedTuple):
     course: str = ""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Brief:
+    def of(cls, manifest: Manifest | ManifestHead) -> Brief:
         """Return the brief of a manifest."""
         segment_ids = frozenset(ref.id for ref in manifest.segments)
         return cls(

@@ -29,6 +29,7 @@ from deltacheck.store.manifest import (
     LeafEntry,
     LeafRecord,
     Manifest,
+    ManifestHead,
     SegmentTable,
     Tag,
     Tiles,
@@ -49,8 +50,7 @@ _MAX_TILES = 1 << 24  # of a leaf
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise an error unless a manifest is consistent in itself."""
-    if not 0 <= manifest.seq < _MAX_SEQ or manifest.step < 0:
-        raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
+    check_head(manifest)
     for path, record in manifest.leaves.items():
         _check_leaf(path, record)
     _check_segments(manifest)
@@ -86,6 +86,17 @@ def check_manifest(manifest: Manifest) -> None:
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
 
 
+def check_head(manifest: Manifest | ManifestHead) -> None:
+    """Raise an error unless a listing and a collection can use a manifest."""
+    if not 0 <= manifest.seq < _MAX_SEQ or manifest.step < 0:
+        raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
+    # Above all names of segments of this save, and below those of later ones.
+    end = f"s{manifest.seq:010d}."
+    for ref in manifest.segments:
+        if not layout.is_segment_id(ref.id) or ref.id > end:
+            raise ValueError(f"it cannot need the segment {ref.id!r}")
+
+
 def _check_absent(manifest: Manifest) -> None:
     """Check that the tree has ``None`` in place of everything that was removed."""
     if not manifest.absent:
@@ -108,12 +119,12 @@ def _has_unit(promise: Promise) -> bool:
 def _check_segments(manifest: Manifest) -> None:
     """Check the order of the segments and the lanes.
 
-    Segments ascend and are none of a later save. Only ranks write several of one save.
+    Segments ascend. Only ranks write several of one save.
     """
     ids = [ref.id for ref in manifest.segments]
-    seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
+    seqs = [layout.seq_of(name) for name in ids]
     is_one_per_save = TILES not in manifest.must_understand
-    if any(seq < 0 or seq > manifest.seq for seq in seqs) or any(
+    if any(
         a > b or (a == b and (is_one_per_save or x >= y))
         for (a, x), (b, y) in itertools.pairwise(zip(seqs, ids, strict=True))
     ):

@@ -116,12 +116,12 @@ def _newest(root: Place) -> Manifest | None:
     except NotACheckpointRoot:
         # The first save says what is there instead, if it cannot be a root.
         return None
-    manifests = [opened.read(reference.manifest_path) for reference in opened.checkpoints()]
+    manifests, _ = opened.manifests()
     # ``save_weights_only`` of ``ModelCheckpoint`` leaves out what a training continues from.
-    whole = [m for m in manifests if any(key == _OPTIMIZERS for key, _ in m.tree["k"])]
+    whole = [m for m in manifests.values() if any(key == _OPTIMIZERS for key, _ in m.tree["k"])]
     if manifests and not whole:
         say(f"{root} has weights only, so fit begins anew: add --every N to save whole steps")
-    return max(whole, key=lambda manifest: manifest.seq, default=None)
+    return whole[-1] if whole else None
 
 
 def _savers(trainer: Any, root: Place, options: LaunchOptions) -> list[Any]:

@@ -26,7 +26,7 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
-    from deltacheck.report.history import ReportedLeaf, Step, StepSums
+    from deltacheck.report.history import Committed, ReportedLeaf, Step, StepSums
     from deltacheck.store.manifest import Manifest, Tag, Tiles
     from deltacheck.store.roots.root import Root
 
@@ -85,19 +85,14 @@ def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
     # damaged.
     tags = _read_tags(root, problems)
     courses: dict[str, int] = {}
-    for step in history.steps(root, history.committed(root, problems)):
-        course = courses.setdefault(step.manifest.course, len(courses) + 1)
-        depth = (
-            None
-            if step.states is None
-            else max((state.depth for state in step.states.values()), default=0)
-        )
+    checkpoints = history.committed(root, problems)
+    for step, _, depth, problem in history.opened(root, checkpoints, history.chain_depth):
         rows.append(
             {
-                **_step_row(root, step, tags),
-                "course": course,
+                **_step_row(root, step, problem, tags),
+                "course": courses.setdefault(step.manifest.course, len(courses) + 1),
                 "raw_bytes": step.manifest.raw_bytes,
-                "stored_bytes": step.stored_bytes,
+                "stored_bytes": history.stored_bytes(step.manifest),
                 "chain_depth": depth,
                 "durability": step.manifest.durability,
                 "metrics": dict(step.manifest.metrics),
@@ -161,7 +156,7 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
         row: Row = {
-            **_step_row(root, step, tags),
+            **_step_row(root, step, step.problem, tags),
             "seconds_since_previous": None if previous_time is None else time - previous_time,
             "raw_bytes": step.manifest.raw_bytes,
             "stored_bytes": step.stored_bytes,
@@ -223,7 +218,9 @@ def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
     return readable
 
 
-def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
+def _step_row(
+    root: Root, step: Committed | Step, problem: str | None, known_tags: dict[str, Tag]
+) -> Row:
     from deltacheck.store.roots import tags
 
     return {
@@ -232,7 +229,7 @@ def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
         "item": step.ref.manifest_path.parent.name if root.is_manager_root else None,
         "time": output.utc(step.manifest.time),
         "tags": tags.names_of(known_tags, step.manifest),
-        "problem": step.problem,
+        "problem": problem,
     }
 
 

@@ -66,7 +66,8 @@ class NewSteps:
         paths = self._root.manifest_paths()
         if paths == self._known_paths and not repeat:
             return None
-        steps, damaged = self._root.read_all()
+        manifests, damaged = self._root.manifests()
+        steps = [StepRef(m.step, m.seq, path) for path, m in manifests.items()]
         skips_all = newest_only or self.seq < 0
         position = {path: number for number, path in enumerate(paths)}
         passed = max(

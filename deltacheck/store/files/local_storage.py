@@ -132,16 +132,16 @@ class LocalStorage(Storage[Path]):
         return partial(self._read_changed, most_bytes, version)
 
     def _read_changed(self, most_bytes: int, version: object) -> tuple[bytes | None, object]:
-        # The file itself: a link that leads nowhere is damage, and not a deleted step. The time
-        # alone would not do: clocks are set back, and numbers of deleted steps come again.
-        try:
-            status = os.lstat(self.path)
-        except PermissionError as error:
-            raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
-        current = (status.st_mtime_ns, status.st_ino, status.st_size)
-        if current == version:
-            return None, current
-        return self.read_file(most_bytes), current
+        if version is not None:
+            # The file itself: a link that leads nowhere is damage, and not a deleted step.
+            try:
+                current = _version(os.lstat(self.path))
+            except PermissionError as error:
+                raise Damaged(f"{self.path} cannot be read: {error}", file=self.path) from error
+            if current == version:
+                return None, current
+        with opened_file(self.path, most_bytes) as (file, size):
+            return file.read(size + 1), _version(os.fstat(file.fileno()))
 
     def copy_from(self, source: Path, durability: Durability) -> int:
         size = 0
@@ -191,7 +191,7 @@ class LocalStorage(Storage[Path]):
         for entry in list_directory(self.path):
             if not layout.is_checkpoint_id(entry.name):
                 continue
-            path = self.path / entry.name / "zarr.json"
+            path = self.path.joinpath(entry.name, "zarr.json")
             # A link or a file in a checkpoint's place is damage: its step must be reported, and not
             # be missing silently.
             if not entry.is_dir(follow_symlinks=False) or may_exist(path):
@@ -332,6 +332,11 @@ class LocalStorage(Storage[Path]):
 
     def unlink_unless_pinned(self) -> bool:
         return pins.unlink_unless_pinned(self.path)
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    # The time alone would not do: clocks are set back, and numbers of deleted steps come again.
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _bytes_below(folder: str) -> int:

@@ -70,7 +70,7 @@ class ManifestCache:
                 self._briefs[path] = version, Brief.of(cached.manifest)
                 return self._briefs[path][1]
             content, version = self._read_again(path)
-        brief = Brief.of(documents.decode_manifest(content, path))
+        brief = documents.decode_brief(content, path)
         self._briefs[path] = version, brief
         return brief
 
@@ -84,19 +84,15 @@ class ManifestCache:
         """Return the paths of all files that were read and not found missing since."""
         return list(self._manifests.keys() | self._briefs.keys())
 
-    def forget_manifests(self, listed: Iterable[Place]) -> None:
-        """Drop the manifests that a listing lacks: a run that saves often deletes as often.
+    def forget(self, listed: Iterable[Place]) -> None:
+        """Drop the files that a listing lacks: a run that saves often deletes as often.
 
         If a listing may lag, nothing is dropped: the caller asks for these files by name.
         """
-        for path in self._manifests.keys() - set(listed):
+        for path in (self._manifests.keys() | self._briefs.keys()) - set(listed):
             if storage_of(path).listing_is_current:
                 self._manifests.pop(path, None)
-
-    def forget_briefs(self, listed: Iterable[Place]) -> None:
-        """Drop the briefs that are not in a listing."""
-        for path in self._briefs.keys() - set(listed):
-            self._briefs.pop(path, None)
+                self._briefs.pop(path, None)
 
     def _start(self, path: Place, whole: bool) -> Callable[[], tuple[bytes | None, object]]:
         version: object = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from deltacheck.errors import ChainBroken, Damaged, StepNotFound, UnsupportedFormat
 from deltacheck.store import documents, layout
@@ -20,6 +21,9 @@ from deltacheck.store.roots.manifest_cache import ManifestCache
 from deltacheck.store.roots.store import Store
 from deltacheck.store.roots.wording import describe_steps, way_out
 from deltacheck.store.segment import Segment
+
+
+_Read = TypeVar("_Read", Manifest, Brief)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +202,49 @@ class Root:
         return None
 
     def read_all(self) -> tuple[list[StepRef], dict[Place, Damaged | UnsupportedFormat]]:
-        """Return the checkpoints by sequence number, and the errors of unreadable manifests."""
+        """Return the checkpoints by sequence number, and the errors of unreadable manifests.
+
+        Of each manifest, the checksum is compared, and the rules for what a listing has are
+        checked. The other rules are checked by ``read``.
+        """
+        briefs, damaged = self.briefs()
         checkpoints: list[StepRef] = []
+        for path, brief in briefs.items():
+            try:
+                self._check_place(path, brief)
+            except Damaged as error:
+                damaged[path] = error
+            else:
+                checkpoints.append(StepRef(brief.step, brief.seq, path))
+        return sorted(checkpoints, key=lambda ref: ref.seq), damaged
+
+    def manifests(
+        self,
+    ) -> tuple[dict[Place, Manifest], dict[Place, Damaged | UnsupportedFormat]]:
+        """Return all manifests by sequence number, and the errors of unreadable ones.
+
+        Unlike ``read_all`` it checks every rule that a manifest must follow, and keeps all of them.
+        """
+        found, damaged = self._read_each(self.read, whole=True)
+        return dict(sorted(found.items(), key=lambda item: item[1].seq)), damaged
+
+    def _read_each(
+        self, read: Callable[[Place], _Read], *, whole: bool
+    ) -> tuple[dict[Place, _Read], dict[Place, Damaged | UnsupportedFormat]]:
+        """Return what ``read`` returns for each manifest file, and its errors."""
+        results: dict[Place, _Read] = {}
         damaged: dict[Place, Damaged | UnsupportedFormat] = {}
         paths = self.manifest_paths()
-        self._cache.start(paths, whole=True)
+        self._cache.start(paths, whole=whole)
         for path in paths:
             try:
-                manifest = self.read(path)
+                results[path] = read(path)
             except FileNotFoundError:
                 continue  # deleted since it was listed
             except (Damaged, UnsupportedFormat) as error:
                 damaged[path] = error
-            else:
-                checkpoints.append(StepRef(manifest.step, manifest.seq, path))
-        self._cache.forget_manifests(paths)
-        return sorted(checkpoints, key=lambda ref: ref.seq), damaged
+        self._cache.forget(paths)
+        return results, damaged
 
     def read(self, path: Place) -> Manifest:
         """Return a committed manifest; it is decoded again only if its file has changed.
@@ -224,10 +255,14 @@ class Root:
         """
         storage_of(path.parent).check_directory()
         manifest = self.with_tables(self._cache.read(path))
+        self._check_place(path, manifest)
+        return manifest
+
+    def _check_place(self, path: Place, manifest: Manifest | Brief) -> None:
+        """Raise ``Damaged`` if a manifest lies in the directory of another checkpoint."""
         # A handler of its own may keep a manifest elsewhere, where no name tells its step.
         if not self.is_manager_root or path.parents[2] == self.path:
             documents.check_place(path, manifest, self.is_manager_root)
-        return manifest
 
     def with_tables(self, manifest: Manifest) -> Manifest:
         """Let a manifest of this root find the digests that it leaves to its segments."""
@@ -246,7 +281,12 @@ class Root:
         return manifest.read_with(LaneTables(manifest, table_of))
 
     def brief(self, path: Place) -> Brief:
-        """Return the part of a manifest that collection needs. Raises what ``read`` raises."""
+        """Return the part of a manifest that listings and collections need.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            Damaged: It is not a manifest, or a listing cannot use it.
+        """
         storage_of(path.parent).check_directory()
         brief = self._cache.brief(path)
         if not storage_of(path).listing_is_current:
@@ -256,19 +296,7 @@ class Root:
 
     def briefs(self) -> tuple[dict[Place, Brief], dict[Place, Damaged | UnsupportedFormat]]:
         """Return the brief of every committed manifest, and the errors of unreadable ones."""
-        briefs: dict[Place, Brief] = {}
-        damaged: dict[Place, Damaged | UnsupportedFormat] = {}
-        paths = self.manifest_paths()
-        self._cache.start(paths, whole=False)
-        for path in paths:
-            try:
-                briefs[path] = self.brief(path)
-            except FileNotFoundError:
-                continue  # deleted since it was listed
-            except (Damaged, UnsupportedFormat) as error:
-                damaged[path] = error
-        self._cache.forget_briefs(briefs)
-        return briefs, damaged
+        return self._read_each(self.brief, whole=False)
 
     def digest_of(self, manifest: Manifest) -> str:
         """Return the ``manifest_digest`` of the file that this root has read ``manifest`` from."""
