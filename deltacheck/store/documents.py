@@ -143,16 +143,16 @@ def _is_bound(content: bytes) -> bool:
     ``False`` says nothing: the text is not of the form in which this package writes documents of
     plain ASCII, or the checksum is another one.
     """
-    body, end = content[len(_BEGIN) - 1 : -_END_BYTES], content[-_END_BYTES:]
-    is_known = content.startswith(_BEGIN) and end.startswith(_CHECKSUM) and end.endswith(_END)
-    # A second checksum, which other readers might take.
-    if not is_known or _CHECKSUM[1:] in body:
+    checksum = content[-_END_BYTES : -len(_END)]
+    is_known = content.startswith(_BEGIN) and content.endswith(_END)
+    if not is_known or not checksum.startswith(_CHECKSUM):
         return False
     # The form has no duplicate keys, and numbers and text as Python writes them.
-    canonical = native.canonical_json(body + b"}")
+    canonical = native.canonical_json(content[len(_BEGIN) - 1 : -len(b"}}")])
     if canonical is None:
         return False
-    return xxhash.xxh3_128_hexdigest(canonical).encode() == end[len(_CHECKSUM) : -len(_END)]
+    body = canonical.replace(checksum[1:] + b'",', b"", 1)
+    return xxhash.xxh3_128_hexdigest(body).encode() == checksum[len(_CHECKSUM) :]
 
 
 def _decoded(content: bytes, kind: type[Bound]) -> Bound | None:
@@ -226,9 +226,9 @@ def decode_brief(content: bytes, path: Place) -> Brief:
         Damaged: The content is no manifest, or its checksum or its brief is wrong.
         UnsupportedFormat: Another version or an unknown feature.
     """
-    is_plain = _COMPACT not in content and _is_bound(content)
-    head = _decoded(content, ManifestHead) if is_plain else None
-    return Brief.of(decode_manifest(content, path) if head is None else head)
+    head = _decoded(content, ManifestHead) if _is_bound(content) else None
+    # A compact form lists its segments elsewhere.
+    return Brief.of(decode_manifest(content, path) if head is None or head.compact else head)
 
 
 def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:

@@ -713,6 +713,7 @@ class ManifestHead(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
     must_understand: tuple[str, ...] = ()
     course: str = ""
+    compact: msgspec.Raw = msgspec.Raw()
 
 
 @lru_cache(1024)
