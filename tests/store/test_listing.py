@@ -75,6 +75,14 @@ def test_the_newest_step_and_a_check_of_it_open_one_manifest(
     assert counts["whole"] == 2 and not counts["head"]
 
 
+def test_the_first_save_of_a_process_opens_the_newest_manifest_only(
+    run: Path, counts: Counter[str]
+) -> None:
+    with Engine(run, options=SaveOptions(durability="process")) as engine:
+        engine.save(STEPS, {"weight": torch.zeros(3)}).wait()
+    assert counts == {"opened": 1, "head": 1, "whole": 1}
+
+
 def test_retention_checks_the_rules_of_the_new_manifest_only(
     run: Path, counts: Counter[str]
 ) -> None:

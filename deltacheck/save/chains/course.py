@@ -47,11 +47,12 @@ class Course:
 
     def _first(self, manifest: Manifest) -> str:
         # Read anew, because a ``Root`` serves one thread.
-        briefs = [brief for root in self._roots for brief in root.afresh().briefs()[0].values()]
+        roots = [root.afresh() for root in self._roots]
+        briefs = [brief for root in roots if (brief := root.newest_brief()) is not None]
         newest = max(briefs, key=lambda brief: brief.seq, default=None)
         if newest is None or manifest.step > newest.step:
             return "" if newest is None else newest.course
-        steps = sorted({brief.step for brief in briefs})
+        steps = sorted({brief.step for root in roots for brief in root.briefs()[0].values()})
         log.warning(
             "%s has %d %s that this process has not restored (%s), and step %d does not follow"
             " them: it begins another course of the run. They stay whatever Keep(last=...) says. To"

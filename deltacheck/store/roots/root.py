@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,6 +298,18 @@ class Root:
     def briefs(self) -> tuple[dict[Place, Brief], dict[Place, Damaged | UnsupportedFormat]]:
         """Return the brief of every committed manifest, and the errors of unreadable ones."""
         return self._read_each(self.brief, whole=False)
+
+    def newest_brief(self) -> Brief | None:
+        """Return the brief of the newest checkpoint whose manifest can be read."""
+        if self.is_manager_root:
+            return max(self.briefs()[0].values(), key=lambda brief: brief.seq, default=None)
+        # The names of the directories are the sequence numbers.
+        for path in reversed(self.manifest_paths()):
+            with contextlib.suppress(FileNotFoundError, Damaged, UnsupportedFormat):
+                brief = self.brief(path)
+                self._check_place(path, brief)
+                return brief
+        return None
 
     def digest_of(self, manifest: Manifest) -> str:
         """Return the ``manifest_digest`` of the file that this root has read ``manifest`` from."""
