@@ -344,6 +344,9 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
     """Build the value of a node."""
     if depth > MAX_DEPTH:
         raise Damaged(f"tree skeleton is nested deeper than {MAX_DEPTH} at {path!r}")
+    # As most nodes are. Nothing of it needs to be checked.
+    if node == _PLAIN_ARRAY:
+        return place(path, path, None)
     scalar: object = None
     pairs: list[tuple[str, str | int, Json]] = []
     try:
@@ -370,16 +373,8 @@ def _build(node: Json, path: str, depth: int, place: Place, build: Build) -> obj
     if kind == "array":
         return place(path, owner, tag)
     prefix = f"{path}/" if depth else ""
-    # Most nodes are plain arrays, of which nothing needs to be checked.
-    is_shallow = depth < MAX_DEPTH
     values = [
-        (
-            key,
-            place(prefix + name, prefix + name, None)
-            if is_shallow and item == _PLAIN_ARRAY
-            else _build(item, prefix + name, depth + 1, place, build),
-        )
-        for name, key, item in pairs
+        (key, _build(item, prefix + name, depth + 1, place, build)) for name, key, item in pairs
     ]
     by_name = {
         name: _build(item, f"{prefix}.{name}", depth + 1, _no_array, build)

@@ -16,7 +16,6 @@ from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root, StepRef
 from deltacheck.store.segment import Segment
 
-
 _View = TypeVar("_View")
 
 

@@ -7,6 +7,7 @@ unknown ``must_understand`` features are refused (``docs/reference/format.md``, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -83,12 +84,12 @@ def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Documen
             " may have"
         )
     is_bound = _is_bound(content)
-    if is_bound and _COMPACT not in content:
-        decoded = _decoded(content, kind)
-        if decoded is not None:
-            return decoded
+    decoded = _decoded(content, kind) if is_bound and _COMPACT not in content else None
+    if decoded is not None:
+        return decoded
     try:
-        group = msgspec.json.decode(content) if is_bound else _parse(content)
+        # Readers differ in which of two equal keys they keep.
+        group = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         body = group["attributes"][layout.ATTRIBUTE]
         checksum = body.pop("checksum")
         if not isinstance(checksum, str):
@@ -160,24 +161,17 @@ def _decoded(content: bytes, kind: type[Bound]) -> Bound | None:
 
     ``None``: the checks of all documents must find, and say, what is wrong.
     """
-    try:
+    with contextlib.suppress(*_WRONG, UnsupportedLeaf, Damaged):
         document: Bound = _DECODERS[kind].decode(content).attributes[layout.ATTRIBUTE]
         is_known = set(document.must_understand) <= set(FEATURES)
         if is_known and (document.format, document.version) == (layout.FORMAT, layout.VERSION):
             _CHECKS[kind](document)
             return document
-    except (*_WRONG, UnsupportedLeaf, Damaged):
-        pass
     return None
-
-
-def _parse(content: bytes) -> Any:
-    return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
-    # Readers differ in which of two equal keys they keep.
     if len(result) != len(pairs):
         raise ValueError("a JSON object has the same key twice")
     return result

@@ -643,7 +643,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     def raw_bytes(self) -> int:
         """Bytes of all leaves of the tree in memory."""
         # Leaves have few forms, and a listing sums those of every step.
-        leaves = {**self.leaves, **self.derived, **self.tiles}
+        leaves: dict[str, Any] = {**self.leaves, **self.derived, **self.tiles}
         return sum(_raw_bytes(leaf.dtype, leaf.shape) for leaf in leaves.values())
 
     def spec(self, path: str) -> LeafSpec:

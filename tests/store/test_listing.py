@@ -72,7 +72,8 @@ def test_the_newest_step_and_a_check_of_it_open_one_manifest(
 ) -> None:
     assert deltacheck.open(run).latest_step() == STEPS - 1
     assert deltacheck.open(run).verify(STEPS - 1) == []
-    assert counts["whole"] == 2 and not counts["head"]
+    assert counts["whole"] == 2
+    assert not counts["head"]
 
 
 def test_the_first_save_of_a_process_opens_the_newest_manifest_only(
@@ -114,7 +115,8 @@ def test_a_damaged_manifest_is_no_step_and_a_finding(run: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"rate"', b'"Rate"'))
     assert deltacheck.open(run).steps() == [0, 1, 3, 4]
     _, damaged = open_root(run).read_all()
-    assert list(damaged) == [path] and "checksum" in str(damaged[path])
+    assert list(damaged) == [path]
+    assert "checksum" in str(damaged[path])
     assert [str(path) in finding.problem for finding in deltacheck.open(run).verify()] == [True]
     assert main(["ls", str(run)]) == 4
 
@@ -149,7 +151,7 @@ def test_a_second_checksum_is_left_to_the_complete_check(run: Path) -> None:
     assert not documents._is_bound(content[:first] + checksum[1:] + b"," + content[first:])
 
 
-# --- the canonical form -----------------------------------------------------------------------------
+# --- the canonical form --------------------------------------------------------------------------
 
 
 def canonical(value: object) -> bytes:

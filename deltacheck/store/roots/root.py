@@ -23,7 +23,6 @@ from deltacheck.store.roots.store import Store
 from deltacheck.store.roots.wording import describe_steps, way_out
 from deltacheck.store.segment import Segment
 
-
 _Read = TypeVar("_Read", Manifest, Brief)
 
 
@@ -259,7 +258,7 @@ class Root:
         self._check_place(path, manifest)
         return manifest
 
-    def _check_place(self, path: Place, manifest: Manifest | Brief) -> None:
+    def _check_place(self, path: Place, manifest: _Read) -> None:
         """Raise ``Damaged`` if a manifest lies in the directory of another checkpoint."""
         # A handler of its own may keep a manifest elsewhere, where no name tells its step.
         if not self.is_manager_root or path.parents[2] == self.path:
