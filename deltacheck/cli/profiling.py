@@ -251,10 +251,10 @@ def _print(profile: Profile, rows: list[Row]) -> None:
             " (see --betas)"
         )
     elif profile.stable_start is None:
-        output.print_line("no second moment is stable yet")
+        output.print_line("no stable start: second moments still drift, or may not be reused")
     else:
         output.print_line(
-            f"stable from step {profile.stable_start}, confidence {profile.confidence:.2f}"
+            f"stable start: step {profile.stable_start}, confidence {profile.confidence:.2f}"
         )
     for trial in profile.sensitivity:
         verdict = "accepted" if trial.accepted else f"kept exact: {'; '.join(trial.reasons)}"

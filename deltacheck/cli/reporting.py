@@ -103,11 +103,19 @@ def _facts(record: Record) -> dict[str, str]:
         }
     now = output.utc(time.time())
     return facts | {
-        "stage": record.steps[-1].stage or "none (exact policy)" if record.steps else "-",
+        "stage": _stage(record) if record.steps else "-",
         "profile": _profile(record),
         "written by": ", ".join(record.writers) or "-",
         "this page": f"deltacheck {__version__}, {output.local_time(now) if now else '-'}",
     }
+
+
+def _stage(record: Record) -> str:
+    """Describe the stage of the newest step, and the stable start of a lossy policy."""
+    stage, start = record.steps[-1].stage, record.stable_start
+    if not stage:
+        return "none (exact policy)"
+    return f"{stage}, no stable start" if start is None else f"{stage}, stable start: step {start}"
 
 
 def _profile(record: Record) -> str:
@@ -115,6 +123,6 @@ def _profile(record: Record) -> str:
     if record.profile is None:
         return "none"
     start = record.profile.stable_start
-    words = "no stable start" if start is None else f"stable from step {start}"
+    words = "no stable start" if start is None else f"stable start: step {start}"
     # A profile that a program has made of a live run has no source.
     return f"{record.profile.source}: {words}" if record.profile.source else words

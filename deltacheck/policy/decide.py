@@ -471,6 +471,15 @@ def reusable_steps(hidden: Hidden, step: int | None, beta2: float) -> int:
     return min(age, hidden.max_age_steps) if hidden.max_age_steps else age
 
 
+def is_reusable(hidden: Hidden, updates: int, beta2: float) -> bool:
+    """Return True if law 7 permits moments so many updates later, once the memory of v is full.
+
+    Other moments are no evidence for the stable stage, however little they drift.
+    """
+    full = math.ceil(1 / (1 - beta2))
+    return updates <= reusable_steps(hidden, full, beta2)
+
+
 def _dead_band(octaves: float) -> float:
     """Return the dead band on the bit pattern for a change of ``|log2|`` by ``octaves``.
 

@@ -8,6 +8,7 @@ replay of the same observations decides alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 WARM, STABLE, DEGRADED = "warm", "stable", "degraded"
@@ -26,8 +27,8 @@ class SaveObservation:
     Attributes:
         step: The step that is saved.
         learning_rate: The largest rate of all groups, ``None`` if it is unknown.
-        drift_octaves: Median ``|log2|`` change of the second moments since the previous save,
-            ``None`` if nothing can be compared.
+        drift_octaves: Median ``|log2|`` change of the second moments between the two saves before,
+            ``None`` if none of them was compared, or none may be reused for so long (law 7).
         events: The names of the events that the change-point detector raised since then.
     """
 
@@ -45,11 +46,23 @@ class Stage:
         name: ``WARM``, ``STABLE`` or ``DEGRADED``.
         quiet: The number of quiet saves in a row.
         learning_rate: The rate at the last save.
+        is_undisturbed: True until the first event. After it, a profile of another run says nothing
+            about this one.
     """
 
     name: str = WARM
     quiet: int = 0
     learning_rate: float | None = None
+    is_undisturbed: bool = True
+
+
+def stable_start(stages: Iterable[tuple[int, str]]) -> int | None:
+    """Return the first step in the stable stage, ``None`` if there is none.
+
+    Args:
+        stages: The step and the name of the stage of each save.
+    """
+    return min((step for step, name in stages if name == STABLE), default=None)
 
 
 def advance(
@@ -71,8 +84,8 @@ def advance(
         tolerance_octaves: The largest drift of a quiet save. Larger: the stable stage begins
             earlier; smaller: later or never.
         stable_from: The first step that may be stable, ``None`` for any.
-        steady_from: The step from which the drift is known to be within the tolerance, as a profile
-            found, ``None`` if that is unknown.
+        steady_from: The step from which the drift is known to be within the tolerance until the
+            first event, as a profile found, ``None`` if that is unknown.
     """
     rising = (
         stage.learning_rate is not None
@@ -81,10 +94,10 @@ def advance(
     )
     within_drift = (
         observation.drift_octaves is not None and observation.drift_octaves <= tolerance_octaves
-    ) or (steady_from is not None and observation.step >= steady_from)
+    ) or (steady_from is not None and stage.is_undisturbed and observation.step >= steady_from)
     successor = replace(stage, learning_rate=observation.learning_rate)
     if observation.events:
-        return replace(successor, name=DEGRADED, quiet=0)
+        return replace(successor, name=DEGRADED, quiet=0, is_undisturbed=False)
     if stage.name == STABLE:
         # Drift does not end the stable stage. From then on each reused leaf is guarded by itself,
         # and the leaves that are still written exactly would speak for the others.
@@ -127,5 +140,5 @@ def explain(
     if rate is not None and last is not None and rate > RISING * last:
         return f"bounded: the learning rate rises, from {last:.3g} to {rate:.3g}"
     if drift is None:
-        return "bounded: no second moment of an Adam was compared with the save before yet"
+        return "bounded: no second moment that may be reused was compared with the save before yet"
     return f"bounded: second moments drift by {drift:.2g} octaves, at most {tolerance_octaves:g}"

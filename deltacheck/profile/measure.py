@@ -30,22 +30,15 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         density: The share of sampled elements whose bits changed.
-        touched: The share of sampled blocks with a change.
         drift: The size of the change in the unit of its role (see ``LeafProfile``), 0 if it cannot
             be measured.
-        update_change: For second moments: the relative change of the update if the older moment,
-            rescaled and repaired, replaced the newer one.
         violations: For second moments: the number of elements with m^2 > C v.
-        fresh: For second moments: the share of blocks that were zero before.
         exact_bytes: The bytes per element of the best exact code.
     """
 
     density: float
-    touched: float
     drift: float = 0.0
-    update_change: float = 0.0
     violations: int = 0
-    fresh: float = 0.0
     exact_bytes: float = 0.0
 
 
@@ -154,8 +147,7 @@ def measure(
     for path, current in after.items():
         old = before[path]
         changed = words_of(old) != words_of(current)
-        density, block_share = float(changed.mean()), float(changed.any(axis=1).mean())
-        measured = Measured(density, block_share, exact_bytes=code_bytes[path])
+        measured = Measured(float(changed.mean()), exact_bytes=code_bytes[path])
         if role[path] != "other" and str(current.dtype) in _NUMBERS:
             parameter = roles_of[path][1]
             rule, rate = rules_by_name.get(parameter.name, (None, None))
@@ -200,14 +192,12 @@ def _second_moment(
     rule: AdamRule | None,
     counts: tuple[int, int],
 ) -> Measured:
-    """Return ``measured`` with the drift of a second moment and its effect on the update.
+    """Return ``measured`` with the drift of a second moment, and its violations of Adam's law.
 
     The drift is that of the moment which a reuse would restore: the older one, rescaled.
     """
     older_count, count = counts
     live, old = after.astype(np.float32), before.astype(np.float32)
-    # A block of zeros that becomes nonzero belongs to a row that is touched for the first time.
-    fresh = float(((old == 0).all(axis=1) & (live != 0).any(axis=1)).mean())
     # A restore rescales a reused moment, so the drift is measured after the rescale.
     if rule is not None and 1 <= older_count <= count:
         old = old * np.float32(adam.bias_rescale(count, older_count, rule.beta2))
@@ -215,13 +205,8 @@ def _second_moment(
     drift = (
         float(np.median(np.abs(np.log2(old[positive] / live[positive])))) if positive.any() else 0.0
     )
-    measured = msgspec.structs.replace(measured, drift=_finite(drift), fresh=fresh)
-    if rule is None or first is None or first.shape != after.shape:
-        return measured
-    m, limit = first.astype(np.float32), adam.moment_limit(rule.beta1, rule.beta2)
-    change = adam.update_change(
-        m, live, adam.repair(old, m, limit), rule.eps, count or None, (rule.beta1, rule.beta2)
-    )
-    return msgspec.structs.replace(
-        measured, update_change=_finite(change), violations=adam.law_violations(m, live, limit)
-    )
+    violations = 0
+    if rule is not None and first is not None and first.shape == after.shape:
+        limit = adam.moment_limit(rule.beta1, rule.beta2)
+        violations = adam.law_violations(first.astype(np.float32), live, limit)
+    return msgspec.structs.replace(measured, drift=_finite(drift), violations=violations)

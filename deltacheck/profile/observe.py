@@ -21,7 +21,7 @@ from deltacheck.profile import measure
 from deltacheck.profile.analyse import TOLERANCE_OCTAVES, History, LeafFacts, analyse
 from deltacheck.profile.measure import Observed, Samples
 from deltacheck.profile.record import AdamRule, Profile
-from deltacheck.profile.sample import SamplePlan, embedding_paths, plan_samples
+from deltacheck.profile.sample import SamplePlan, plan_samples
 
 
 @typed
@@ -212,7 +212,6 @@ class Observer(ABC):
             The facts of all leaves, the observations and the events.
         """
         leaves: dict[str, LeafFacts] = {}
-        embeddings = embedding_paths(self._plan.specs, self._plan.roles) if self._plan else set()
         roles_of = self._plan.roles.of() if self._plan else {}
         # A relation between two constant leaves proves nothing, see _changed.
         derived = {
@@ -236,7 +235,6 @@ class Observer(ABC):
                 rule,
                 source,
                 relation,
-                path in embeddings,
             )
         return History(
             leaves, tuple(self._observed), tuple(self._events), self._rule_of_all(), self._source

@@ -71,8 +71,9 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
             order-0 entropy of the sample.
         derived_from: The leaf that this one is computed from; empty for other kinds.
         how: The rule of that computation, ``cast`` or ``same``.
-        stable_from: The first step of the stable stage, ``None`` if there is none.
-        confidence: The confidence in that stage, 0 to 1.
+        stable_from: The stable start if the drift of this second moment alone decided, ``None`` if
+            there is none.
+        confidence: The confidence in it, 0 to 1.
     """
 
     path: str
@@ -130,14 +131,16 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
         source: A name for the run.
         interval_steps: The number of steps between two observations.
         leaves: The profile of each leaf, by path.
-        stable_start: The step from which nine tenths of the stable set's bytes are stable, ``None``
-            without a stable set. From then on, ``Policy.auto`` needs not see it settle.
-        confidence: The confidence in the stable set, 0 to 1, weighted by bytes.
+        stable_start: The first of the observed steps at which ``Policy.auto`` may reuse moments if
+            it saves at each of them, ``None`` if there is none. A later run that follows the
+            profile needs not see their drift settle from this step on.
+        confidence: The share of the intervals since then whose drift is within the tolerance, less
+            if there were few.
         optimizer: The constants of the optimizer, ``None`` if it is not known to be Adam or AdamW.
         learning_rate: The learning rate, as the run reported it.
         loss: The loss, as the run reported it.
         gradient_norm: The gradient norm before clipping, as the run reported it.
-        events: The events that ended stable stages.
+        events: The events of the run.
         sensitivity: The effect of inexact classes of leaves, if it was asked for.
     """
 

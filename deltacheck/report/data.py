@@ -14,6 +14,7 @@ from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.policy.causes import MERGED, REST
+from deltacheck.policy.stage import stable_start
 from deltacheck.profile.record import Profile
 from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
@@ -174,6 +175,12 @@ class Record:
     leaves: Mapping[str, LeafTotal]
     profile: Profile | None
     problems: tuple[str, ...] = field(default=())
+
+    @property
+    def stable_start(self) -> int | None:
+        """The first step in the stable stage; without one, that of the profile."""
+        start = stable_start((step.step, step.stage) for step in self.steps)
+        return self.profile.stable_start if start is None and self.profile is not None else start
 
 
 def collect(

@@ -363,7 +363,7 @@ def drift(record: Record) -> Drawing:
         heights = [y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()]
         set_log_axis(axes, heights)
         axes.set_ylabel(f"drift,\n{words[unit]}", fontsize=8)
-        _stable_start(axes, profile)
+        _stable_start(axes, record.stable_start)
         _events(axes, profile.events)
         add_legend(axes)
     _stage_strip(panels[-1], record.steps, tips)
@@ -377,18 +377,15 @@ def drift(record: Record) -> Drawing:
         for step in record.steps
     ]
     rows = [(*row, "") for row in rows]
-    start = (
-        ""
-        if profile is None or profile.stable_start is None
-        else f" The stable set begins at step {profile.stable_start}."
-    )
+    start = record.stable_start
+    reuse = "" if start is None else f" Moments may be reused from step {start} on."
     return Drawing(
         "drift",
         "Drift, stable start and stage",
         "The change of sampled elements between two observations of the profile: the median over"
         " the leaves of a role, and their quartiles. The vertical line is the stable start,"
         " triangles are events that re-arm the policy; the strip is the policy's stage at each"
-        " checkpoint." + start,
+        " checkpoint." + reuse,
         figure,
         tuple(tips),
         (
@@ -647,15 +644,9 @@ def _quartiles(
     return steps, middle, low, high
 
 
-def _stable_start(axes: Axes, profile: Profile) -> None:
-    if profile.stable_start is not None:
-        axes.axvline(
-            profile.stable_start,
-            color=INK,
-            linestyle="--",
-            linewidth=1.2,
-            label=f"stable start, {profile.stable_start}",
-        )
+def _stable_start(axes: Axes, step: int | None) -> None:
+    if step is not None:
+        axes.axvline(step, color=INK, linestyle="--", linewidth=1.2, label=f"stable start, {step}")
 
 
 def _events(axes: Axes, events: Sequence[Event]) -> None:

@@ -19,6 +19,7 @@ from deltacheck.cli import main
 from deltacheck.evaluate.offline.measured import thinned
 from deltacheck.evaluate.offline.policy_replay import steady_steps
 from deltacheck.evaluate.workload import FOLDER
+from deltacheck.policy.stage import stable_start
 from deltacheck.report.data import collect
 
 pytestmark = pytest.mark.tools
@@ -69,6 +70,20 @@ def test_a_plan_is_within_a_third_of_the_later_saves_of_its_policy(
     assert len(later) >= 10
     assert plan["policy"] == policy
     assert fmean(later) / 1.3 <= plan["ways"][0]["bytes"] <= fmean(later) * 1.3
+
+
+def test_profile_plan_and_log_name_one_stable_start(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(run / "before"), "-o", str(tmp_path / "profile.json")]) == 0
+    plan = planned(capsys, str(run / "before"), "--policy", "auto", "--interval-steps", str(EVERY))
+    assert main(["log", str(run / "auto"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["steps"]
+    start = stable_start((row["step"], row["stage"]) for row in rows)
+    assert start is not None
+    assert plan["policies"][0]["stable_from"] == start
+    profile = Profile.read(tmp_path / "profile.json")
+    assert profile.stable_start == pytest.approx(start, abs=EVERY)
 
 
 def test_auto_uses_the_profile_that_is_given(

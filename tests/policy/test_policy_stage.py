@@ -53,6 +53,21 @@ def test_nothing_is_stable_before_the_step_that_a_profile_found() -> None:
     )
 
 
+def test_a_profile_speaks_for_the_drift_until_the_first_event() -> None:
+    drifting = [SaveObservation(step, 1e-5, 0.5) for step in range(40, 100, 10)]
+
+    def names(*observations: SaveObservation) -> list[str]:
+        stage, result = Stage(), []
+        for observation in observations:
+            stage = advance(stage, observation, 0.1, None, steady_from=40)
+            result.append(stage.name)
+        return result
+
+    assert names(*drifting) == [WARM] * 2 + [STABLE] * 4
+    event = SaveObservation(30, 1e-5, 0.5, ("loss",))
+    assert names(event, *drifting) == [DEGRADED] + [WARM] * 6
+
+
 def test_a_learning_rate_that_rises_is_not_quiet() -> None:
     rates = [1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 4e-6, 4e-6]
     assert stages(*(SaveObservation(n, rate, 0.01) for n, rate in enumerate(rates))) == [

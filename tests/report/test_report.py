@@ -529,7 +529,7 @@ def test_a_profile_in_the_root_is_found(root: Path, tmp_path: Path) -> None:
     found = collect(copy).profile
     assert found is not None
     assert found.source == "a test"
-    assert "<dt>profile</dt><dd>a test: stable from step 30</dd>" in write(copy, tmp_path)[1]
+    assert "<dt>profile</dt><dd>a test: stable start: step 30</dd>" in write(copy, tmp_path)[1]
     # Of a run that a program has profiled itself.
     msgspec.structs.replace(profile(), source="", stable_start=None).write(copy / "profile.json")
     assert "<dt>profile</dt><dd>no stable start</dd>" in write(copy, tmp_path, "--force")[1]

@@ -17,7 +17,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.evaluate.comparison import contract, snapshot
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.tree import flatten
-from deltacheck.policy.stage import STABLE
+from deltacheck.policy.stage import STABLE, stable_start
 from deltacheck.store.files.arrays import bytes_on_disk
 from tests.support.adam_run import AdamRun
 
@@ -55,6 +55,29 @@ def test_the_stable_set_is_bounded_and_reused_from_its_stable_start_on(
         assert kinds[f"optimizer/state/{number}/exp_avg_sq"] is Reused
     assert not any(path.startswith("model/") for path in contracts)
     np.testing.assert_equal(deltacheck.open(tmp_path).restore()["model"], run.state()["model"])
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99), (0.9, 0.98), (0.9, 0.95)])
+def test_a_profile_names_the_save_at_which_the_policy_begins_to_reuse(
+    betas: tuple[float, float], tmp_path: Path
+) -> None:
+    run, profiler = AdamRun(betas=betas), Profiler(interval_steps=10)
+    stages, reused = {}, []
+    with Engine(tmp_path, policy=Policy.auto()) as engine:
+        for _ in range(25):
+            run.advance(10)
+            profiler.observe(run.step, run.state())
+            engine.save(run.step, run.state()).result()
+            manifest = deltacheck.open(tmp_path).manifest()
+            stages[run.step] = manifest.stage
+            if any(isinstance(p.terms, Reused) for p in manifest.contracts.values()):
+                reused.append(run.step)
+    start = stable_start(stages.items())
+    assert start == (reused[0] if reused else None)
+    assert (start is None) == (betas[1] < 0.99)
+    # Both sample other elements, so that the median may cross the limit one save apart.
+    found = profiler.profile().stable_start
+    assert found == (None if start is None else pytest.approx(start, abs=10))
 
 
 def test_bounded_weights_are_not_stored_and_stay_close(profile: Profile, tmp_path: Path) -> None:

@@ -563,7 +563,7 @@ def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law
 def test_moments_of_a_short_memory_are_not_reused(saves: Any) -> None:  # law 7
     made = saves(Policy.auto(derive=False, stable_from=0), AdamRun(betas=(0.9, 0.95)))
     made.save(32, every=1)
-    assert made.manifest().stage == "stable"
+    assert made.manifest().stage == "warm"
     assert made.manifest().contracts["optimizer/state/0/exp_avg"].terms == Bounded(0.3, "updates")
     assert made.manifest().contract == "bounded"
 

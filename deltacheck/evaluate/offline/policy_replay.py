@@ -18,7 +18,7 @@ from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.recorded import Recorded
 from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
-from deltacheck.policy.stage import STABLE, WARM
+from deltacheck.policy.stage import STABLE, WARM, stable_start
 from deltacheck.report.data import HeldLeaves, StepRecord, collect
 
 
@@ -119,10 +119,8 @@ def backend_of(state: object) -> Any:
 def replayed(text: str, root: Path) -> PolicyReplay:
     """Return what a policy wrote to a root."""
     steps = collect(root).steps
-    stable = [step.step for step in steps if step.stage == STABLE]
-    return PolicyReplay(
-        text, root, min(stable, default=None), sizes_of(steps), steps, _worst_of(steps)
-    )
+    start = stable_start((step.step, step.stage) for step in steps)
+    return PolicyReplay(text, root, start, sizes_of(steps), steps, _worst_of(steps))
 
 
 def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -114,7 +114,7 @@ class LossySave:
         self.promise(spec.path, derived, None)
         return Coded(None, None)
 
-    def watch(self, source: LeafSource, rescale: float) -> LeafSource:
+    def watch(self, source: LeafSource, rescale: float | None) -> LeafSource:
         """Return a source that stores a second moment exactly, and measures its drift.
 
         Args:
@@ -123,23 +123,24 @@ class LossySave:
         """
         return read_together(source, partial(self._capture_watched, source, rescale), [source])
 
-    def _capture_watched(self, source: LeafSource, rescale: float) -> Any:
+    def _capture_watched(self, source: LeafSource, rescale: float | None) -> Any:
         if source.spec.dtype == "float32":
             self.note_drift(source.spec.path, self.reader.live(source), rescale)
         return source.current()
 
-    def note_drift(self, path: str, values: Array, rescale: float) -> None:
+    def note_drift(self, path: str, values: Array, rescale: float | None) -> None:
         """Measure the drift of a second moment since the last save, on a few elements.
 
         Args:
             path: Its path.
             values: Its values, 1-D.
             rescale: The factor by which reuse would multiply the moment of the last save. Without
-                it, the growth from zero of a young moment would look like drift.
+                it, the growth from zero of a young moment would look like drift. ``None``: that
+                moment could not be reused, so its drift does not count.
         """
         elements = sample(values)[::_DRIFT_STRIDE].copy()
         last, self.run.seconds[path] = self.run.seconds.get(path), elements
-        if last is None or last.size != elements.size:
+        if rescale is None or last is None or last.size != elements.size:
             return
         drift = octaves_apart(elements, last * np.float32(rescale))
         if drift is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from deltacheck.leaf.contracts import Promise, Reused
 from deltacheck.policy import adam
-from deltacheck.policy.decide import betas
+from deltacheck.policy.decide import betas, is_reusable
 from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
 from deltacheck.save.treatment.lossy_save import ParameterSave
@@ -208,17 +208,20 @@ class MomentCapture:
         """Return the source of a second moment that is stored exactly, with its drift measured."""
         return self._group.save.watch(source, self._rescale)
 
-    def _rescale_since_last(self) -> float:
-        """Return the factor from the second moment of the last save to one of now."""
+    def _rescale_since_last(self) -> float | None:
+        """Return the factor from the second moment of the last save to one of now.
+
+        It is ``None`` if moments may never be reused for so long, whatever their drift, or if the
+        step count was set back.
+        """
         counts, name = self._group.save.run.counts, self._group.parameter.name
         last_step, step = counts.get(name), self._group.situation.step
         counts[name] = step
-        coefficients = self._betas()
-        if coefficients is None or step is None or last_step is None:
-            return 1.0
-        # The step count was set back, so no power of beta2 relates the two moments.
-        if not 1 <= last_step <= step:
-            return 1.0
+        hidden, coefficients = self._group.save.policy.hidden, self._betas()
+        if hidden is None or coefficients is None or step is None or last_step is None:
+            return None
+        if not 1 <= last_step <= step or not is_reusable(hidden, step - last_step, coefficients[1]):
+            return None
         return adam.bias_rescale(step, last_step, coefficients[1])
 
     def _forms(self) -> MomentCodes:
