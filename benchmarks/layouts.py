@@ -18,7 +18,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks import prepared
 from benchmarks.record import Cell, Result, Settings, Table, Unit, format_cell
-from benchmarks.schedules import Course, RunTraining, Saved, Training, profiled, saved_under
+from benchmarks.schedules import (
+    DENSE_RATE,
+    Course,
+    RunTraining,
+    Saved,
+    Training,
+    profiled,
+    saved_under,
+)
 from benchmarks.ways import Run
 from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
@@ -126,6 +134,11 @@ LAYOUTS = (
     Layout("float32 weights", lambda recipe: PlainTraining(recipe, torch.float32)),
     Layout("bfloat16 weights and moments", lambda recipe: PlainTraining(recipe, torch.bfloat16)),
     Layout(
+        f"bfloat16 weights, float32 masters, RL at {DENSE_RATE:g}",
+        lambda recipe: RunTraining(Run("torch", replace(recipe, rate=DENSE_RATE))),
+        "rl_like",
+    ),
+    Layout(
         "LoRA on frozen bfloat16 weights", lambda recipe: RunTraining(Run("torch", recipe)), "lora"
     ),
 )
@@ -163,7 +176,12 @@ def run(settings: Settings) -> Result:
             ]
             for policy, saved in by_policy.items()
         ]
-        title = f"{layout.name}; torch.save: {format_cell(state_bytes, 'bytes')}"
+        density = by_policy[EXACT].density
+        title = f"{layout.name}; torch.save: {format_cell(state_bytes, 'bytes')}" + (
+            ""
+            if density is None
+            else f"; {format_cell(density, 'ratio')} of the bfloat16 weights change between saves"
+        )
         tables.append(Table(title, COLUMNS, rows))
     return Result(
         "layouts",

@@ -16,9 +16,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
+import torch
+
 from benchmarks import prepared, sentence_encoder
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.sentence_encoder import EncoderTraining
+from benchmarks.stream_bytes import leaf_bytes
 from benchmarks.ways import CLASSES, OTHER, Chain, Run, class_of
 from deltacheck import Policy, Profiler
 from deltacheck.backends.torch.files.evaluation import peer_save
@@ -26,7 +29,6 @@ from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.profile import AdamRule, Profile
 from deltacheck.report import history
 from deltacheck.report.cause_sizes import CauseCounter
-from deltacheck.report.data import cost_of
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.segment import Segment
 
@@ -43,6 +45,9 @@ LEAST_PART = 0.02  # of the later saves; smaller parts are not shown
 _WARMUP_STEPS = 20
 _LEAST_SAVES = 6  # however long they take: the stable start, and some saves after it
 _PROFILED_PART = 0.25  # of a run, by a run of its own before
+# At this rate a tenth of the bfloat16 weights of the reinforcement learning change in ten steps, as
+# in published runs. At 1e-6 it is a twenty-fifth.
+DENSE_RATE = 3e-6
 
 Schedule = Callable[[int], float]
 
@@ -108,11 +113,14 @@ class Saved:
         shares: The bytes that each save added, over torch.save of the same state.
         stable: For each save, True from the first stable save on.
         causes: For each save, the same shares by (cause of ``policy.causes``, class of leaves).
+        density: The mean share of the bfloat16 weights of torch that change between two saves,
+            ``None`` without such weights.
     """
 
     shares: Sequence[float]
     stable: Sequence[bool]
     causes: Sequence[Mapping[tuple[str, str], float]] = ()
+    density: float | None = None
 
     @property
     def after_start(self) -> list[float]:
@@ -195,14 +203,18 @@ class RunTraining:
 
 
 class SteadyPolicyGradient(RunTraining):
-    """A reinforcement learning run of ``prepared`` at a constant rate of 1e-6.
+    """A reinforcement learning run of ``prepared`` at a constant rate.
+
+    Args:
+        size: The size of the model.
+        rate: The learning rate.
 
     Attributes:
         profile: The profile of the steps so far.
     """
 
-    def __init__(self, size: prepared.Size) -> None:
-        super().__init__(Run("torch", prepared.recipe_of("rl_like", size)))
+    def __init__(self, size: prepared.Size, rate: float = 1e-6) -> None:
+        super().__init__(Run("torch", replace(prepared.recipe_of("rl_like", size), rate=rate)))
         self.profile, _ = prepared.settle(self._run, size)
 
 
@@ -232,6 +244,15 @@ def courses(settings: Settings) -> list[Course]:
             ("202 M", twice, 8, (PROFILED,)),
         )
     ]
+    reinforcement.append(
+        Course(
+            f"RL at {DENSE_RATE:g}, 3 M: a tenth of the weights, K = 10",
+            lambda folder: SteadyPolicyGradient(small, DENSE_RATE),
+            10,
+            20,
+            policies=every_policy,
+        )
+    )
     if not sentence_encoder.is_installed():
         return reinforcement
     tuning, falling = "SFT, 22.6 M, lr", cosine(2e-5, 220)
@@ -346,6 +367,7 @@ def run(settings: Settings) -> Result:
                 [
                     course.name,
                     policy,
+                    saved.density,
                     len(saved.shares),
                     len(later),
                     saved.shares[0],
@@ -362,7 +384,8 @@ def run(settings: Settings) -> Result:
             ]
         figures += promises(course, by_policy)
     about = (
-        "bytes of all files that a save adds, over torch.save of the same state; whole run: the"
+        "changed: the mean share of the bfloat16 weights that change between two saves; bytes of"
+        " all files that a save adds, over torch.save of the same state; whole run: the"
         " mean of all saves, first save and keyframes included; over 200: the same if the run went"
         " on to 200 saves as after its stable start; later: saves after the first stable one"
         + left_out(settings)
@@ -377,6 +400,7 @@ def run(settings: Settings) -> Result:
 COLUMNS: dict[str, Unit] = {
     "run": "text",
     "policy": "text",
+    "changed": "ratio",
     "saves": "count",
     "later saves": "count",
     "first": "ratio",
@@ -465,12 +489,16 @@ def saved_under(
         for number, (name, policy) in enumerate(policies.items())
     }
     peers: list[int] = []
+    densities: list[float] = []
     _train(training, course.settle)
     end = time.monotonic() + course.most_seconds
     for number in range(course.saves):
         if number >= _LEAST_SAVES and time.monotonic() > end:
             break
+        before = _narrow_weights(training.state())
         loss = _train(training, course.every)
+        if before and number:
+            densities.append(_changed(before, _narrow_weights(training.state())))
         # The rate that the last step has used is that of the state's moments; a scheduler has
         # already set the next one in the state, which a policy reads first.
         metrics = {"loss": loss, "learning_rate": training.rate}
@@ -485,19 +513,38 @@ def saved_under(
         started = [stage == "stable" for stage in chain.stages.values()]
         stable = [any(started[: position + 1]) for position in range(len(started))]
         shares = [count / peers[0] for count in chain.bytes.values()]
-        saved[name] = Saved(shares, stable, _causes(chain.root, peers[0]))
+        density = mean(densities) if densities else None
+        saved[name] = Saved(shares, stable, _causes(chain.root, peers[0]), density)
     return saved
+
+
+def _narrow_weights(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return copies of the bfloat16 weights of torch in a state."""
+    model = state.get("model")
+    values = model.values() if isinstance(model, Mapping) else ()
+    return [
+        value.detach().clone()
+        for value in values
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    ]
+
+
+def _changed(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> float:
+    """Return the share of the elements whose bits differ."""
+    words = [[tensor.view(torch.int16) for tensor in tensors] for tensors in (before, after)]
+    changed = sum(int((old != new).sum()) for old, new in zip(*words, strict=True))
+    return changed / sum(tensor.numel() for tensor in before)
 
 
 def _causes(root: Path, peer: int) -> list[dict[tuple[str, str], float]]:
     """Return the bytes of each save by cause and class of leaves, as shares of ``peer``."""
     opened = open_root(root)
-    cost = cache(lambda segment: cost_of(opened_segments[segment]))
+    cost = cache(lambda segment: leaf_bytes(opened_segments[segment]))
     opened_segments: dict[str, Segment] = {}
 
     def cost_of_class(segment: Segment, name: str) -> _Part:
         opened_segments[segment.id] = segment
-        sizes = cost(segment.id).by_leaf
+        sizes = cost(segment.id)
         return _Part({path: size for path, size in sizes.items() if class_of(path) == name})
 
     counters = {name: CauseCounter(partial(cost_of_class, name=name)) for name in (*CLASSES, OTHER)}
