@@ -82,8 +82,9 @@ def test_what_threads_decode_is_known() -> None:
         check=True,
     )
     wanted = (
-        "Agreement Assignment Compact Contribution DurablePart Intent Manifest ManifestHead OpenAnswer"
-        " Opening Profile RankRules RankSetup Report SaveProposal SegmentTable Signals Tag TileTask _Header"
+        "Agreement Assignment Compact Contribution DurablePart Intent Manifest ManifestHead"
+        " OpenAnswer Opening Profile RankRules RankSetup Report SaveProposal SegmentTable Signals"
+        " Tag TileTask _Header"
     )
     assert done.stdout.split() == wanted.split()
 

@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.roots.root import Root
+from deltacheck.store.roots.root import Root, newest_brief
 from deltacheck.store.roots.wording import listed
 
 log = logging.getLogger("deltacheck")
@@ -48,7 +48,7 @@ class Course:
     def _first(self, manifest: Manifest) -> str:
         # Read anew, because a ``Root`` serves one thread.
         roots = [root.afresh() for root in self._roots]
-        briefs = [brief for root in roots if (brief := root.newest_brief()) is not None]
+        briefs = [brief for root in roots if (brief := newest_brief(root)) is not None]
         newest = max(briefs, key=lambda brief: brief.seq, default=None)
         if newest is None or manifest.step > newest.step:
             return "" if newest is None else newest.course

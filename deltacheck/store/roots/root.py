@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from deltacheck.errors import ChainBroken, Damaged, StepNotFound, UnsupportedFormat
 from deltacheck.store import documents, layout
@@ -24,6 +24,7 @@ from deltacheck.store.roots.wording import describe_steps, way_out
 from deltacheck.store.segment import Segment
 
 _Read = TypeVar("_Read", Manifest, Brief)
+Errors: TypeAlias = dict[Place, Damaged | UnsupportedFormat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,8 @@ class Root:
 
     def afresh(self) -> Root:
         """Return the same root with nothing cached, so that all is read from the storage."""
-        return Root(
-            self.path, Store(self.store.path, self.store.threads, self.store.durability), self._item
-        )
+        store = Store(self.store.path, self.store.threads, self.store.durability)
+        return Root(self.path, store, self._item)
 
     def manifest_paths(self) -> list[Place]:
         """Return every committed manifest file, readable or not."""
@@ -204,8 +204,7 @@ class Root:
     def read_all(self) -> tuple[list[StepRef], dict[Place, Damaged | UnsupportedFormat]]:
         """Return the checkpoints by sequence number, and the errors of unreadable manifests.
 
-        Of each manifest, the checksum is compared, and the rules for what a listing has are
-        checked. The other rules are checked by ``read``.
+        ``read`` checks the rules for what is not in a brief.
         """
         briefs, damaged = self.briefs()
         checkpoints: list[StepRef] = []
@@ -218,22 +217,17 @@ class Root:
                 checkpoints.append(StepRef(brief.step, brief.seq, path))
         return sorted(checkpoints, key=lambda ref: ref.seq), damaged
 
-    def manifests(
-        self,
-    ) -> tuple[dict[Place, Manifest], dict[Place, Damaged | UnsupportedFormat]]:
-        """Return all manifests by sequence number, and the errors of unreadable ones.
-
-        Unlike ``read_all`` it checks every rule that a manifest must follow, and keeps all of them.
-        """
+    def manifests(self) -> tuple[dict[Place, Manifest], Errors]:
+        """Return all manifests by sequence number, and the errors; every rule is checked."""
         found, damaged = self._read_each(self.read, whole=True)
         return dict(sorted(found.items(), key=lambda item: item[1].seq)), damaged
 
     def _read_each(
         self, read: Callable[[Place], _Read], *, whole: bool
-    ) -> tuple[dict[Place, _Read], dict[Place, Damaged | UnsupportedFormat]]:
+    ) -> tuple[dict[Place, _Read], Errors]:
         """Return what ``read`` returns for each manifest file, and its errors."""
         results: dict[Place, _Read] = {}
-        damaged: dict[Place, Damaged | UnsupportedFormat] = {}
+        damaged: Errors = {}
         paths = self.manifest_paths()
         self._cache.start(paths, whole=whole)
         for path in paths:
@@ -298,18 +292,6 @@ class Root:
         """Return the brief of every committed manifest, and the errors of unreadable ones."""
         return self._read_each(self.brief, whole=False)
 
-    def newest_brief(self) -> Brief | None:
-        """Return the brief of the newest checkpoint whose manifest can be read."""
-        if self.is_manager_root:
-            return max(self.briefs()[0].values(), key=lambda brief: brief.seq, default=None)
-        # The names of the directories are the sequence numbers.
-        for path in reversed(self.manifest_paths()):
-            with contextlib.suppress(FileNotFoundError, Damaged, UnsupportedFormat):
-                brief = self.brief(path)
-                self._check_place(path, brief)
-                return brief
-        return None
-
     def digest_of(self, manifest: Manifest) -> str:
         """Return the ``manifest_digest`` of the file that this root has read ``manifest`` from."""
         return self._cache.digest_of(manifest)
@@ -353,6 +335,15 @@ class Root:
         if self.is_manager_root:
             used_seqs += [ref.seq for ref in self.checkpoints()]
         return max(used_seqs, default=-1) + 1
+
+
+def newest_brief(root: Root) -> Brief | None:
+    """Return the brief of the newest checkpoint whose manifest can be read."""
+    # In an engine root the names of the directories are the sequence numbers.
+    for path in () if root.is_manager_root else reversed(root.manifest_paths()):
+        with contextlib.suppress(FileNotFoundError, Damaged, UnsupportedFormat):
+            return root.brief(path)
+    return max(root.briefs()[0].values(), key=lambda brief: brief.seq, default=None)
 
 
 def whole_steps(
