@@ -205,7 +205,11 @@ def test_few_objects_prove_that_a_step_of_an_object_store_is_real(
     monkeypatch.setattr(limits, "_SMALL_TABLES_BYTES", 0)
     original = ObjectPath.read_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(ObjectPath, "read_bytes", lambda path: read.append(path) or original(path))
+        patch.setattr(
+            ObjectPath,
+            "read_bytes",
+            lambda path, *expected: read.append(path) or original(path, *expected),
+        )
         restored = deltacheck.open(place).restore(1)
     assert np.array_equal(restored["w"], deltacheck.open(saved).restore(1)["w"])
     proofs = [path for path in read if path.name.startswith("c.")]

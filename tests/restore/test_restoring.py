@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import deltacheck
 from deltacheck import _native, errors
@@ -19,7 +20,7 @@ from deltacheck.codec.base import STREAMS
 from deltacheck.restore import deltas, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import documents, segment
+from deltacheck.store import documents, layout, segment
 from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.roots.opening import open_root
@@ -257,7 +258,11 @@ def test_a_manifest_under_another_number_is_not_taken_for_the_newest(
 
 
 def test_a_key_that_stands_twice_in_a_document_is_refused_by_the_quick_parser_too() -> None:
-    once = b'{"attributes":{"deltacheck":{"a":1,"checksum":"x"}}}'
-    assert documents._parse(once)[1]
+    body = b'{"version":1}'
+    checksum = xxhash.xxh3_128_hexdigest(body).encode()
+    once = layout.group_json({layout.ATTRIBUTE: {"version": 1, "checksum": checksum.decode()}})
+    assert documents._is_bound(once)
     with pytest.raises(errors.Damaged, match="the same key twice"):
-        documents.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), SegmentTable, "x")
+        documents.from_zarr_json(
+            once.replace(b'"version":1', b'"version":1,"version":1'), SegmentTable, "x"
+        )

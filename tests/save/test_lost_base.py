@@ -18,12 +18,19 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.save import pipeline
 from deltacheck.save.chains.base_check import BaseCheck
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.store import Store
 from tests.support.states import assert_same
 from tests.support.waiting import HANG_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save waits for its look, however slow the machine is."""
+    monkeypatch.setattr(pipeline, "_LOOK_SECONDS", HANG_SECONDS)
 
 
 def oldest(root: Path) -> None:
@@ -138,8 +145,6 @@ def _size(path: Path) -> int:
 def test_a_save_does_not_wait_for_a_storage_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltacheck.save import pipeline
-
     weights = torch.randn(100)
     with Engine(tmp_path / "run") as engine:
         engine.save(0, {"weights": weights}).result(240)

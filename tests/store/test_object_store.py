@@ -30,6 +30,7 @@ from deltacheck.errors import (
     SaveFailed,
     StorageFailed,
 )
+from deltacheck.save import pipeline
 from deltacheck.save.chains.chain_state import ChainState
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -43,7 +44,7 @@ from deltacheck.store.roots.opening import create_store, open_root
 from deltacheck.store.roots.root import Root
 from deltacheck.store.roots.store import Store
 from tests.support.s3_server import S3, Fault
-from tests.support.waiting import ShiftedClock, set_deadline
+from tests.support.waiting import HANG_SECONDS, ShiftedClock, set_deadline
 
 FOREVER = 1 << 30
 STORAGE = ObjectStore(retries=2)
@@ -170,9 +171,11 @@ def of_oldest(root: Any, inner: str = "") -> ObjectPath:
 
 @pytest.mark.parametrize("inner", ["", "zarr.json", "leaves/w"], ids=["all", "table", "data"])
 def test_a_save_finds_a_lost_base_by_one_listing_and_writes_whole_leaves(
-    address: str, s3_server: S3, inner: str
+    address: str, s3_server: S3, inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule of the bucket has removed the oldest objects under a live writer."""
+    # Else a save goes on without the answer of a slow machine, and its commit finds the loss.
+    monkeypatch.setattr(pipeline, "_LOOK_SECONDS", HANG_SECONDS)
     weights = torch.randn(300, 300)
     with Engine(address, storage=STORAGE) as engine:
         for step in range(4):

@@ -339,11 +339,13 @@ class Root:
 
 def newest_brief(root: Root) -> Brief | None:
     """Return the brief of the newest checkpoint whose manifest can be read."""
-    # In an engine root the names of the directories are the sequence numbers.
-    for path in () if root.is_manager_root else reversed(root.manifest_paths()):
+    if root.is_manager_root:
+        return max(root.briefs()[0].values(), key=lambda brief: brief.seq, default=None)
+    # The names of the directories are the sequence numbers.
+    for path in reversed(root.manifest_paths()):
         with contextlib.suppress(FileNotFoundError, Damaged, UnsupportedFormat):
             return root.brief(path)
-    return max(root.briefs()[0].values(), key=lambda brief: brief.seq, default=None)
+    return None
 
 
 def whole_steps(
