@@ -88,10 +88,10 @@ def _overview(outcome: DemoOutcome) -> Drawing:
         axes.set_yticks(range(len(names)), names, fontsize=8)
     panels[0].invert_yaxis()
     by_layout = results.shares_by_layout(outcome)
+    lower.suptitle("Bytes of a save in three layouts, mean, of torch.save", fontsize=9, color=INK)
     panels = lower.subplots(1, len(by_layout), sharey=True)
     for axes, (name, shares) in zip(panels, by_layout.items(), strict=True):
-        title = f"{name}: of torch.save, mean"
-        _bars(axes, title, list(shares.values()), [_COLOURS[key] for key in shares], _share)
+        _bars(axes, name, list(shares.values()), [_COLOURS[key] for key in shares], _share)
         titles = [way.method.title for way in outcome.ways if way.method.key in shares]
         axes.set_yticks(range(len(titles)), titles, fontsize=8)
     panels[0].invert_yaxis()
