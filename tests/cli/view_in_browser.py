@@ -110,10 +110,14 @@ class Browser:
         ]
         for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
             self._send(f"{domain}.enable")
+        self.resize(1100, 1900)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size, in pixels."""
         self._send(
             "Emulation.setDeviceMetricsOverride",
-            width=1100,
-            height=1900,
+            width=width,
+            height=height,
             deviceScaleFactor=1,
             mobile=False,
         )
@@ -291,7 +295,7 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
             weight = np.zeros((300, 500), np.float32)
             weight[BLOCK] = step
             layers = [{"w": weight.copy(), "b": np.ones(9)} for _ in range(3)]
-            state = {"layers": layers, "noise": noise}
+            state = {"layers": layers, "noise": noise, "options": list(range(40))}
             engine.save(step, state | {"lr": 0.1 / (step + 1)}, metrics={"loss": 1.0}).wait()
             noise = noise + 1
     with serving(root) as address:
@@ -325,6 +329,17 @@ def changes(browser: Browser, folder: Path, pictures: Path) -> None:
         }.items():
             browser.open(url)
             browser.picture(pictures / f"{name}.png")
+        # A step fits three screens, and nothing scrolls sideways on a narrow one.
+        browser.resize(1280, 800)
+        browser.open(address("step", step=3))
+        assert browser.evaluate("document.documentElement.scrollHeight") <= 3 * 800
+        browser.evaluate("document.querySelectorAll('summary').forEach((one) => one.click())")
+        browser.wait("document.querySelectorAll('main details table tr').length > 40")
+        browser.resize(400, 800)
+        for url in (address("steps"), address("step", step=3), diff):
+            browser.open(url)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= 400, url
+        browser.resize(1100, 1900)
     (file,) = [
         path
         for path in (min((root / "segments").glob("s*-*")) / "leaves" / "noise").rglob("c*")

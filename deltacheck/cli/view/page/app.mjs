@@ -128,6 +128,10 @@ const LEAF = [
   ["changed words", (row) => share(row.density), false, "density"],
 ];
 
+// More are folded, so that a step takes few screens.
+const MOST_VALUES = 4;
+const MOST_SEGMENTS = 8;
+
 async function viewStep({ step = "latest" }) {
   const shown = await source.show(step);
   setRoot(shown.root);
@@ -147,14 +151,11 @@ async function viewStep({ step = "latest" }) {
     element("h2", {}, count(shown.leaves.length, "leaf", "leaves")),
     groupsOf(shown, step),
     promised.length > 0 ? element("h2", {}, "Contracts") : null,
-    promised.length > 0 ? contracts(promised, step) : element("p", {}, "Every leaf is exact: a restore returns each bit."),
+    promised.length > 0 ? contractsOf(shown, step) : element("p", {}, "Every leaf is exact: a restore returns each bit."),
     shown.scalars.length > 0 ? element("h2", {}, "Python values") : null,
-    shown.scalars.length > 0 ? table([
-      ["value", (row) => name(row.path), true], ["type", (row) => row.type, true],
-      ["", (row) => name(row.text ?? JSON.stringify(row.value)), true],
-    ], shown.scalars) : null,
+    shown.scalars.length > 0 ? scalarsOf(shown) : null,
     element("h2", {}, "Segments"),
-    table([["segment", (row) => name(row.id), true], ["stored", (row) => size(row.stored_bytes)]], shown.segments),
+    segmentsOf(shown),
   ];
 }
 
@@ -163,29 +164,67 @@ function groupsOf(shown, step) {
   const label = (leaf) => [link(name(leaf.path), "leaf", { step, leaf: leaf.path }), leaf.tied_to === null ? null : [" tied to ", name(leaf.tied_to)]];
   return tableOfPresent([
     ["leaf", (group) => {
-      if (group.members.length === 1) return label(leaves.get(group.members[0]));
-      // The leaves of a large group are drawn when somebody wants to see them.
-      const details = element("details", {}, element("summary", {}, name(group.path), ` (${group.members.length})`));
-      details.addEventListener("toggle", () => {
-        if (details.children.length > 1) return;
-        details.append(tableOfPresent([["leaf", label, true], ...LEAF], group.members.map((path) => leaves.get(path))));
-      });
-      return details;
+      const members = group.members.map((path) => leaves.get(path));
+      return members.length === 1 ? label(members[0]) : folded(group.path, members, () => tableOfPresent([["leaf", label, true], ...LEAF], members));
     }, true],
     ...LEAF,
   ], shown.groups);
 }
 
-function contracts(leaves, step) {
+// The members of a group, which are drawn when somebody wants to see them.
+function folded(path, members, draw) {
+  const details = element("details", {}, element("summary", {}, name(path), ` (${members.length})`));
+  details.addEventListener("toggle", () => {
+    if (details.children.length === 1) details.append(draw());
+  });
+  return details;
+}
+
+// A row for each group of leaves, with the contract of the one that is nearest to its limit.
+function contractsOf(shown, step) {
+  const leaves = new Map(shown.leaves.map((leaf) => [leaf.path, leaf]));
+  const label = (leaf) => link(name(leaf.path), "leaf", { step, leaf: leaf.path });
+  const rows = shown.groups.flatMap((group) => {
+    const members = group.members.map((path) => leaves.get(path)).filter((leaf) => leaf.contract !== "exact");
+    if (members.length === 0) return [];
+    const nearest = members.reduce((most, leaf) => ((leaf.used ?? 0) > (most.used ?? 0) ? leaf : most));
+    return [{ ...nearest, group: group.path, members }];
+  });
+  return contracts(({ group, members }) => (members.length === 1 ? label(members[0]) : folded(group, members, () => contracts(label, members))), rows);
+}
+
+function contracts(label, rows) {
   return tableOfPresent([
-    ["leaf", (leaf) => link(name(leaf.path), "leaf", { step, leaf: leaf.path }), true],
+    ["leaf", label, true],
     ["contract", (leaf) => leaf.contract, true],
     ["measured error", (leaf) => number(leaf.measured)],
     ["allowed", (leaf) => leaf.limit ?? "-", true],
     ["share of the limit", (leaf) => (typeof leaf.used === "number" ? [element("meter", { min: 0, max: 1, high: 0.9, value: Math.min(1, leaf.used) }), ` ${share(leaf.used)}`] : "-")],
     ["as of step", (leaf) => number(leaf.from_step), false, "from_step"],
     ["age in updates", (leaf) => number(leaf.age_steps), false, "age_steps"],
-  ], leaves);
+  ], rows);
+}
+
+// Python values. Those of one container are folded if they are many.
+function scalarsOf(shown) {
+  const groups = new Map();
+  for (const row of shown.scalars) {
+    const parent = row.path.slice(0, row.path.lastIndexOf("/") + 1);
+    if (!groups.has(parent)) groups.set(parent, []);
+    groups.get(parent).push(row);
+  }
+  const columns = [["type", (row) => row.type, true], ["", (row) => name(row.text ?? JSON.stringify(row.value)), true]];
+  const draw = (rows) => table([["value", (row) => name(row.path), true], ...columns], rows);
+  const rows = [...groups].flatMap(([parent, members]) => (members.length > MOST_VALUES ? [{ parent, members }] : members));
+  return table([
+    ["value", (row) => (row.members === undefined ? name(row.path) : folded(`${row.parent}*`, row.members, () => draw(row.members))), true],
+    ...columns.map(([title, cell, word]) => [title, (row) => (row.members === undefined ? cell(row) : ""), word]),
+  ], rows);
+}
+
+function segmentsOf(shown) {
+  const draw = () => table([["segment", (row) => name(row.id), true], ["stored", (row) => size(row.stored_bytes)]], shown.segments);
+  return shown.segments.length > MOST_SEGMENTS ? folded("segments that a restore reads", shown.segments, draw) : draw();
 }
 
 // --- values of a leaf ----------------------------------------------------------------------------
@@ -297,9 +336,13 @@ function change({ path, dtype, shape: sizes }, before, after) {
       );
       // A map of one colour says no more than the share beside it.
       const isUniform = data.map.shares.every((cell) => cell === data.map.shares[0]);
-      picture.replaceChildren(isUniform
-        ? element("p", { class: "quiet" }, "the same share in all parts of the leaf")
-        : heatMap(data.map, `${share(data.density)} of the elements of ${path} changed`));
+      if (isUniform) {
+        text.append(element("p", { class: "quiet" }, "the same share in all parts of the leaf"));
+        picture.replaceChildren();
+        row.classList.add("flat");
+      } else {
+        picture.replaceChildren(heatMap(data.map, `${share(data.density)} of the elements of ${path} changed`));
+      }
     } catch (error) {
       picture.replaceChildren(failure(error));
     }
