@@ -220,9 +220,10 @@ def decode_brief(content: bytes, path: Place) -> Brief:
         Damaged: The content is no manifest, or its checksum or its brief is wrong.
         UnsupportedFormat: Another version or an unknown feature.
     """
-    head = _decoded(content, ManifestHead) if _is_bound(content) else None
     # A compact form lists its segments elsewhere.
-    return Brief.of(decode_manifest(content, path) if head is None or head.compact else head)
+    is_plain = _COMPACT not in content and _is_bound(content)
+    head = _decoded(content, ManifestHead) if is_plain else None
+    return Brief.of(decode_manifest(content, path) if head is None else head)
 
 
 def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:

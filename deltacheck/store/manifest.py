@@ -713,7 +713,6 @@ class ManifestHead(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
     must_understand: tuple[str, ...] = ()
     course: str = ""
-    compact: msgspec.Raw = msgspec.Raw()
 
 
 @lru_cache(1024)
