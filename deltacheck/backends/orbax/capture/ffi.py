@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from deltacheck.codec import memory
 from deltacheck.codec.base import (
+    HEAD_ENTRIES,
     ROW_WIDTH,
     STREAMS,
     U8,
@@ -28,8 +29,6 @@ from deltacheck.codec.base import (
 )
 from deltacheck.codec.native import NativeCodec
 
-# Number of rows, 1 if the payload was too small, then the bytes of each stream.
-_HEAD = 2 + len(STREAMS)
 # The smallest size of a payload. Larger ones are powers of two, because XLA compiles a program for
 # each size.
 _LEAST_PAYLOAD_BYTES = 4096
@@ -208,7 +207,7 @@ def _encode(
     results = [
         *(_shaped(base.shape, base.dtype) for base in bases),
         _shaped((chunks, ROW_WIDTH), np.uint32),
-        _shaped((_HEAD, 2), np.uint32),
+        _shaped((HEAD_ENTRIES, 2), np.uint32),
         # Always large enough, because no chunk is stored in more than its own bytes.
         _shaped((total,), np.uint8),
     ]

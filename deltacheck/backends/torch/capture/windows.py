@@ -17,6 +17,7 @@ from deltacheck.backends.torch.capture.device import Accelerator, StreamEvent
 from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import (
+    HEAD_ENTRIES,
     ROW_WIDTH,
     STREAMS,
     U8,
@@ -31,8 +32,6 @@ from deltacheck.leaf.digest import chunk_digests
 # The struct Chunk of the extension.
 CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
 INTERFACE = 2  # of the extension, see module_cuda.cc
-# Number of rows, 1 if the payload was too small, then the bytes of each stream.
-HEAD_ENTRIES = 2 + len(STREAMS)
 WINDOWS = 2  # at a time: one is computed while the other is copied to the host
 
 
