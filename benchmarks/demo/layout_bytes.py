@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 
-from benchmarks import layouts, prepared
+from benchmarks import prepared
 from benchmarks.demo.methods import AUTO, EXACT, LAW
+from benchmarks.layouts import LAYOUTS, Layout
 from benchmarks.schedules import Course, saved_under
+from benchmarks.workloads.recipe import Recipe
 from deltacheck import Policy
 
 OTHER_LAYOUTS = ("float32 weights", "LoRA on frozen bfloat16 weights")
@@ -28,20 +30,20 @@ def measure(every: int, folder: Path, *, quick: bool) -> dict[str, dict[str, flo
         ``torch.save``.
     """
     size = prepared.SIZES["tiny" if quick else "small"]
-    shares: dict[str, dict[str, float]] = {}
-    for layout in layouts.LAYOUTS:
-        if layout.name not in OTHER_LAYOUTS:
-            continue
-        recipe = prepared.recipe_of(layout.task, size)
-        place = folder / layout.name.replace(" ", "-")
-        place.mkdir()
-        course = Course(
-            layout.name,
-            lambda _, layout=layout, recipe=recipe: layout.start(recipe),
-            every,
-            _SAVES_QUICK if quick else _SAVES,
-        )
-        training = layout.start(recipe)
-        saved = saved_under(training, course, _POLICIES, place, peer=training.torch_save)
-        shares[layout.name] = {key: mean(saves.shares) for key, saves in saved.items()}
-    return shares
+    pace = every, _SAVES_QUICK if quick else _SAVES
+    return {
+        layout.name: _shares(layout, prepared.recipe_of(layout.task, size), pace, folder)
+        for layout in LAYOUTS
+        if layout.name in OTHER_LAYOUTS
+    }
+
+
+def _shares(
+    layout: Layout, recipe: Recipe, pace: tuple[int, int], folder: Path
+) -> dict[str, float]:
+    place = folder / layout.name.replace(" ", "-")
+    place.mkdir()
+    course = Course(layout.name, lambda folder: layout.start(recipe), *pace)
+    training = layout.start(recipe)
+    saved = saved_under(training, course, _POLICIES, place, peer=training.torch_save)
+    return {key: mean(saves.shares) for key, saves in saved.items()}

@@ -27,7 +27,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import typer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -35,7 +34,7 @@ import deltacheck
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.cli.app import app
+from deltacheck.cli.app import root_command
 from deltacheck.cli.output import Column, columns_within
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore import export
@@ -1256,7 +1255,7 @@ def test_help_lists_every_command_with_a_line(deltacheck_: Command) -> None:
 
 
 def test_the_help_of_each_command_ends_with_an_example_that_it_takes() -> None:
-    commands: Any = typer.main.get_command(app)
+    commands: Any = root_command
     for name, command in commands.commands.items():
         program, *words = shlex.split(command.epilog.removeprefix("Example: "))
         assert (program, words[0]) == ("deltacheck", name)
