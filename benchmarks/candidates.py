@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks import entropy
 from benchmarks.record import Cell, Unit
+from benchmarks.repaired import repair
 from benchmarks.ways import FIRST, MASTER, SECOND, WEIGHTS, Run, State, class_of
 from deltacheck.codec.lossy import lattice
 from deltacheck.leaf import tree
@@ -121,14 +122,10 @@ def _candidates(run: Run, live: State, older: State, age: int) -> dict[str, Stat
     def stale_pair(path: str) -> NDArray[Any]:
         if class_of(path) == FIRST:
             return before[path]
-        return adam.repair(
-            before[path].view(np.float32) * np.float32(rescale), older_first[path], limit
-        )
+        return repair(before[path].view(np.float32) * np.float32(rescale), older_first[path], limit)
 
     def stale_repaired(path: str) -> NDArray[Any]:
-        return adam.repair(
-            before[path].view(np.float32) * np.float32(rescale), first_of[path], limit
-        )
+        return repair(before[path].view(np.float32) * np.float32(rescale), first_of[path], limit)
 
     return {
         f"weights and master {age} steps old": with_class(
@@ -140,7 +137,7 @@ def _candidates(run: Run, live: State, older: State, age: int) -> dict[str, Stat
         ),
         "m zero": with_class((FIRST,), lambda path: np.zeros_like(now[path])),
         "v within half an octave": with_class(
-            (SECOND,), lambda path: adam.repair(_octaves(now[path]), first_of[path], limit)
+            (SECOND,), lambda path: repair(_octaves(now[path]), first_of[path], limit)
         ),
         f"v {age} steps old, m kept": with_class((SECOND,), lambda path: before[path]),
         f"v {age} steps old, m kept, repaired": with_class((SECOND,), stale_repaired),

@@ -108,23 +108,6 @@ def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     return math.expm1(step * math.log(beta2)) / math.expm1(stored_step * math.log(beta2))
 
 
-def repair(second: F32, first: F32, limit: float) -> F32:
-    """Return max(v, m^2 / C): v, raised to the least value that obeys the law m^2 <= C v.
-
-    A v that is too small for its m, because it is stale or coarsely rounded, would multiply updates
-    by up to 10^5. A live state stays as it is, up to rounding. NaN stays NaN.
-
-    Args:
-        second: v, float32.
-        first: m, float32 of the same shape.
-        limit: C of ``moment_limit``.
-    """
-    # The square of a float32 overflows or vanishes for elements that are valid themselves.
-    wide = np.square(first, dtype=np.float64)
-    wide /= limit
-    return np.maximum(second, wide.astype(np.float32))
-
-
 def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROUNDING) -> int:
     """Return the number of elements with m^2 > C v (1 + tolerance), or with a negative or NaN v.
 
@@ -156,14 +139,7 @@ def update(
     return direction
 
 
-def update_change(
-    first: F32,
-    second: F32,
-    stale_second: F32,
-    eps: float,
-    step: int | None = None,
-    betas: tuple[float, float] | None = None,
-) -> float:
+def update_change(first: F32, second: F32, stale_second: F32, eps: float) -> float:
     """Return ||u(m, v') - u(m, v)|| / ||u(m, v)||, the L2 change of the update if v' replaces v.
 
     Args:
@@ -171,16 +147,14 @@ def update_change(
         second: The live v, float32 of the same shape.
         stale_second: v', the moment that a restore would give.
         eps: The constant of the optimizer.
-        step: The step count; if it is given together with ``betas``, biases are corrected.
-        betas: The decay rates of m and v.
 
     Returns:
         The relative change, 0 if nothing is updated. It is infinite if u has an infinite or NaN
         element, because such a state must not be reused.
     """
     with np.errstate(all="ignore"):
-        live = update(first, second, eps, step, betas)
-        difference = float(np.linalg.norm(update(first, stale_second, eps, step, betas) - live))
+        live = update(first, second, eps)
+        difference = float(np.linalg.norm(update(first, stale_second, eps) - live))
         size = float(np.linalg.norm(live))
     if not (math.isfinite(difference) and math.isfinite(size)):
         return math.inf

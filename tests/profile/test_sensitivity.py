@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.repaired import repair
 from deltacheck.policy import adam
 from deltacheck.profile.record import AdamRule
 from deltacheck.profile.sensitivity import (
@@ -130,7 +131,7 @@ def test_the_same_second_moment_is_accepted_once_it_is_repaired_by_the_law(
     )
     limit = adam.moment_limit(RULE.beta1, RULE.beta2)
     repaired = stale | {
-        "adam": [stale["adam"][0], adam.repair(stale["adam"][1], stale["adam"][0], limit)]
+        "adam": [stale["adam"][0], repair(stale["adam"][1], stale["adam"][0], limit)]
     }
     verdict = verdicts(live, repaired=repaired)["repaired"]
     assert verdict.law_violations == 0
