@@ -253,10 +253,8 @@ def _on_disk(pair: Pair, folder: Path) -> tuple[int, int]:
     assert report is not None
     assert all(leaf.kind is not LeafKind.KEYFRAME for leaf in report.leaves)
     newest = max((folder / layout.SEGMENTS).glob("s*"))
-    streams = (newest / layout.DELTA).glob("*/*/c.*")
-    return arrays.bytes_on_disk(newest), sum(
-        file.stat().st_size for file in streams if file.parent.name != "index"
-    )
+    streams = newest.glob(f"{layout.DELTA}.*/c.*")
+    return arrays.bytes_on_disk(newest), sum(file.stat().st_size for file in streams)
 
 
 def _pipeline(pairs: list[Pair], seconds_per_byte: dict[str, float]) -> float:

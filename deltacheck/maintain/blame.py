@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
-from deltacheck.restore.resolve import proven_chains
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 
@@ -116,7 +116,7 @@ def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[
     """Find the origin of the chunks of leaves and tiles, by the paths they are stored under."""
     origins: dict[str, Blame] = {}
     digests: dict[str, NDArray[np.uint64]] = {}
-    for path, chain in proven_chains(root, manifest, paths).items():
+    for path, chain in resolve_chains(root, manifest, paths).items():
         count = chain.spec.chunk_count
         # Until an older step is read, each chunk is as old as the step itself "or older".
         origins[path] = Blame(
@@ -141,7 +141,7 @@ def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[
         open_paths -= {
             path for path in open_paths - comparable if _tiled_otherwise(path, manifest, before)
         }
-        chains = proven_chains(root, before, sorted(comparable))
+        chains = resolve_chains(root, before, sorted(comparable))
         for path in sorted(open_paths):
             origin = origins[path]
             # A leaf that the older step lacks, or has in another shape, counts as changed

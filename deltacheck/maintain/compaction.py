@@ -15,8 +15,7 @@ import msgspec
 
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import proven_chains
+from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
 from deltacheck.save.chains.merged_deltas import Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole
@@ -83,7 +82,7 @@ def compact(root: Root, *, merge: bool = False) -> Compacted | None:
     """
     _refuse_manager(root)
     before = root.manifest()
-    chains = proven_chains(root, before, before.stored)
+    chains = resolve_chains(root, before, before.stored)
     seq = root.next_seq()
     rewritten = _merge(root, before, chains, seq) if merge else _write_whole(root, chains, seq)
     if rewritten.ref is None:
@@ -327,7 +326,7 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
         # Several steps name the same segment. They agree in its reference, which has the table's
         # digest.
         refs |= {ref.id: ref for ref in manifest.segments}
-        for path, leaf in proven_chains(root, manifest, manifest.stored).items():
+        for path, leaf in resolve_chains(root, manifest, manifest.stored).items():
             for segment, entry in (leaf.key, *leaf.deltas):
                 # The entry of a path is the same for every step that needs it, so the first
                 # manifest is enough.
@@ -377,7 +376,7 @@ def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
         record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
         # A manifest that ends at the segment, and asks for the leaf as it was there.
         truncated = msgspec.structs.replace(manifest.on(earlier), leaves={path: record}, tiles={})
-        chains |= proven_chains(root, truncated, [path])
+        chains |= resolve_chains(root, truncated, [path])
     return chains
 
 
@@ -397,7 +396,7 @@ def _keyframes(root: Root, need: Need) -> dict[str, Chain]:
     # A manifest of this segment alone, which asks for the leaves as they were there.
     manifest = next(iter(keyframes.values()))[0]
     truncated = msgspec.structs.replace(manifest.on([need.ref]), leaves=records, tiles={})
-    return proven_chains(root, truncated, records)
+    return resolve_chains(root, truncated, records)
 
 
 def _with_replacements(
@@ -415,7 +414,7 @@ def _with_replacements(
         {ref.id: old for old, ref in replacements.items()},
     )
     root.with_tables(after)
-    chains = proven_chains(root, after, after.stored).values()
+    chains = resolve_chains(root, after, after.stored).values()
     needed_ids = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed_ids])
 

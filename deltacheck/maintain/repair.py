@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltacheck.codec.base import U64
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.maintain import verify
 from deltacheck.maintain.reconstruct import Content, Damage, Irrecoverable, Reconstructor
-from deltacheck.maintain.survey import Survey, proven_digests, stored_chunks, survey, tables
+from deltacheck.maintain.survey import Survey, survey
 from deltacheck.restore import read
-from deltacheck.restore.resolve import proven_chains
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.save.chains.whole_leaves import RewrittenLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
@@ -33,7 +32,6 @@ from deltacheck.store.roots.manager_steps import MANAGER_STORE
 from deltacheck.store.roots.opening import open_root
 from deltacheck.store.roots.root import Root, open_segments
 from deltacheck.store.roots.store import Store
-from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Repaired:
     """The result of a repair, or of a dry run.
 
     Attributes:
-        documents: ``zarr.json`` files, and arrays of chunk digests, that were written again.
+        documents: ``zarr.json`` files that were written again.
         healed: The leaves that were repaired.
         lost: The leaves and steps that cannot be repaired.
         steps: Training steps that were repaired.
@@ -173,10 +171,6 @@ def repair(
             if not dry_run:
                 backup.set_aside(_step_folder(root, path))
     chains = survey(root, manifests.values(), without_lost=True)
-    # What follows from whole content is repaired first, because it needs no data of other steps.
-    if _repair_digests(root, chains, backup, result, dry_run):
-        root = root.afresh()
-        chains = survey(root, manifests.values(), without_lost=True)
     _repair_documents(root, chains, backup, result, dry_run)
     damage = Damage.find(manifests.values(), chains)
     reconstructor = Reconstructor(chains, damage, list(manifests.values()))
@@ -232,7 +226,7 @@ def _restores(root: Root, manifest: Manifest) -> bool:
     try:
         open_segments(root, manifest)
         for path in manifest.stored:
-            chains = proven_chains(root, manifest, [path])
+            chains = resolve_chains(root, manifest, [path])
             read.read_chunks(chains, {path: list(range(chains[path].spec.chunk_count))})
     except Damaged:
         return False
@@ -308,41 +302,6 @@ class _Backup:
             number += 1
             free = target.with_name(f"{target.name}.{number}")
         return free
-
-
-def _repair_digests(
-    root: Root, chains: Survey, backup: _Backup, result: Repaired, dry_run: bool
-) -> bool:
-    """Write arrays of chunk digests again, from content that the leaf digests prove.
-
-    Rows of leaves whose content is damaged, too, stay as they are, or are zeros if they cannot be
-    read. Returns true if an array was written.
-    """
-    # Segment -> first row of an entry -> its rows.
-    proven_rows: dict[str, tuple[Segment, dict[int, U64]]] = {}
-    for lineage in chains.lineages:
-        if tables(lineage).error is None:
-            continue
-        for links, digests in proven_digests(lineage).items():
-            segment, entry = lineage.links[links - 1]
-            stored = digests[stored_chunks(segment, entry, lineage.spec_chunks)]
-            proven_rows.setdefault(segment.id, (segment, {}))[1][entry.digests] = stored
-    is_written = False
-    for segment, rows in proven_rows.values():
-        before = segment.readable_digests()
-        after = before.copy()
-        for first, stored in rows.items():
-            after[first : first + stored.shape[0]] = stored
-        if segment.has_digests() and (after == before).all():
-            continue
-        folder = segment.path / layout.DIGESTS
-        result.documents.append(str(folder))
-        if not dry_run:
-            if storage.storage_of(folder).name_exists():
-                backup.set_aside(folder)
-            root.store.write_digests(segment, after)
-            is_written = True
-    return is_written
 
 
 def _repair_documents(

@@ -209,8 +209,8 @@ def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None
             limits.check_tables(
                 root.store.path,
                 (ref.id,),
-                segment.table.digests,
-                _DIGEST_BYTES * segment.table.digests + _ROW_BYTES * rows,
+                segment.table.digest_count,
+                _DIGEST_BYTES * segment.table.digest_count + _ROW_BYTES * rows,
                 f"segment {ref.id}",
             )
             result.segments[ref] = segment
@@ -310,7 +310,7 @@ def tables(lineage: Lineage) -> Tables:
             if chunks.size and int(chunks.max()) >= count:
                 raise Damaged(
                     f"leaf {lineage.path!r} has a row beyond its {count} chunks in {segment.path}",
-                    file=segment.path / "delta",
+                    file=segment.path / "zarr.json",
                     leaf=lineage.path,
                 )
             current[chunks] = rows
@@ -318,7 +318,7 @@ def tables(lineage: Lineage) -> Tables:
                 raise Damaged(
                     f"leaf {lineage.path!r}: the chunk digests in {segment.path} give"
                     f" {leaf_digest(current)}, its table has {entry.digest}",
-                    file=segment.path / "digests",
+                    file=segment.path / "zarr.json",
                     leaf=lineage.path,
                 )
             digests.append(current)

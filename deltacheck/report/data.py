@@ -309,7 +309,7 @@ def cost_of(segment: Segment) -> Cost:
         rows = np.zeros(index.shape[0])
         sizes_of = stream_sizes(index)
         for codec, lengths in columns.stream_arrays(part).items():
-            file_bytes = files.get((layout.DELTA, str(number), codec), 0)
+            file_bytes = files.get((columns.stream_array(number, codec),), 0)
             sizes = sum(sizes_of[name].astype(np.float64) for name in lengths)
             rows += sizes * (file_bytes / sum(lengths.values()))
             method_sizes = np.bincount(
@@ -349,15 +349,12 @@ def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
     sizes: dict[tuple[str, ...], int] = {(): 0}
     for folder, _, names in os.walk(path):
         place = Path(folder).relative_to(path).parts
-        # ``delta/<part>/<codec>`` has three levels, ``leaves/<name>`` and ``packed/<dtype>`` have
-        # two (format.md, section 1).
-        array = place[: 3 if place[:1] == (layout.DELTA,) else 2]
         for name in names:
             size = (Path(folder) / name).stat().st_size
             sizes[()] += size
             # Metadata of arrays counts as tables.
-            if name != "zarr.json" and array:
-                sizes[array] = sizes.get(array, 0) + size
+            if name != "zarr.json" and place:
+                sizes[place] = sizes.get(place, 0) + size
     return sizes
 
 

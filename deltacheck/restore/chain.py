@@ -32,7 +32,6 @@ from deltacheck.restore.content import (
     machine_bytes,
 )
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
-from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
@@ -162,7 +161,6 @@ def resolve_chains(
     paths: Iterable[str],
     max_bytes: int | None = None,
     held: Mapping[str, KnownContent] | None = None,
-    unproven: dict[str, Damaged] | None = None,
 ) -> dict[str, Chain]:
     """Find the chains of stored leaves and check each link by the digests of the tables.
 
@@ -170,13 +168,10 @@ def resolve_chains(
         root: The root.
         manifest: The step.
         paths: Stored paths, which must be in ``manifest.stored``.
-        max_bytes: Refuse digests and indexes that take more than this and more than 64 MiB, before
-            they are read; ``None``: the memory of the machine.
+        max_bytes: Refuse digests and indexes that take more than this and more than 64 MiB;
+            ``None``: the memory of the machine.
         held: Content that the caller already has, by stored path. If a link of a chain has this
             content, only later links are read.
-        unproven: Receives the error of each leaf whose chunk digests cannot be read while all else
-            of its chain can. Its chain then has zeros in their place, and the caller must prove
-            the content by the digest of the whole leaf. ``None``: raise that error.
 
     Returns:
         The chains by stored path.
@@ -188,8 +183,6 @@ def resolve_chains(
     """
     paths = list(paths)
     segments = open_segments(root, manifest, paths)
-    # The tables of segments state how long their indexes are, so a table that is too large is
-    # refused before any of them is read.
     _refuse_large_tables(root, manifest, paths, segments, max_bytes)
     entries_of = entries_by_path(segments, set(paths))
     links = [
@@ -199,13 +192,6 @@ def resolve_chains(
     chains: dict[str, Chain] = {}
     for link, digests in zip(links, _checked_digests(links, segments, manifest.step), strict=True):
         spec, _, entries = link
-        if isinstance(digests, Damaged):
-            if unproven is None:
-                raise digests
-            # Its traceback leads to this dict, and such a cycle keeps files open for the collector.
-            unproven[spec.path] = digests.with_traceback(None)
-            # The rows must fit the leaf even if their digests are unknown.
-            (digests,) = _expected_digests([link], segments, with_digests=False)
         key, *deltas = [(segments[number], entry) for number, entry in entries]
         held_leaf = (held or {}).get(spec.path)
         covered_links = 0 if held_leaf is None else _covered_links(entries, held_leaf.digest)
@@ -237,7 +223,7 @@ def _refuse_large_tables(
 ) -> None:
     """Raise ``BudgetExceeded`` if the digests and indexes of the leaves take too much memory."""
     chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
-    digest_count = sum(segment.table.digests for segment in segments)
+    digest_count = sum(segment.table.digest_count for segment in segments)
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
     size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * digest_count + _INDEX_ROW_BYTES * rows
     budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
@@ -300,39 +286,26 @@ def _links(
     return _Links(record.spec(path), record, entries)
 
 
-def _checked_digests(
-    links: Sequence[_Links], segments: Sequence[Segment], step: int
-) -> list[U64 | Damaged]:
-    """Return the expected chunk digests of each leaf, or the error if they are not to be had."""
-    try:
-        tables = _expected_digests(links, segments)
-    except Damaged as error:
-        if len(links) == 1:
-            return [error]
-        # One damaged table fails the call for all leaves, so each leaf is looked at alone.
-        return [_checked_digests([link], segments, step)[0] for link in links]
-    return [
+def _checked_digests(links: Sequence[_Links], segments: Sequence[Segment], step: int) -> list[U64]:
+    """Return the expected chunk digests of each leaf."""
+    tables = _expected_digests(links, segments)
+    for (spec, record, _), digests in zip(links, tables, strict=True):
         # This ties the chunk digests to the manifest: from here on they prove the bytes of each
         # chunk.
-        digests
-        if leaf_digest(digests) == record.digest
-        else Damaged(
-            f"step {step}, leaf {spec.path!r}: the chunk digests of its segments give"
-            f" {leaf_digest(digests)}, the manifest promises {record.digest}",
-            leaf=spec.path,
-        )
-        for (spec, record, _), digests in zip(links, tables, strict=True)
-    ]
+        if leaf_digest(digests) != record.digest:
+            raise Damaged(
+                f"step {step}, leaf {spec.path!r}: the chunk digests of its segments give"
+                f" {leaf_digest(digests)}, the manifest promises {record.digest}",
+                leaf=spec.path,
+            )
+    return tables
 
 
-def _expected_digests(
-    links: Sequence[_Links], segments: Sequence[Segment], *, with_digests: bool = True
-) -> list[U64]:
+def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
     """Return the digests that the chunks of each leaf must have after all of its links.
 
     All leaves share one array, so that each part of a segment is indexed once, whatever number of
-    leaves it serves. ``with_digests``: if false, only the rows are checked, and the result is
-    zeros.
+    leaves it serves.
     """
     counts = np.array([link.spec.chunk_count for link in links], np.int64)
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -363,11 +336,12 @@ def _expected_digests(
     for number, part, *_ in runs:
         numbers_of.setdefault(number, set()).add(part)
     load_tables(
-        [(segments[number], sorted(parts)) for number, parts in sorted(numbers_of.items())],
-        digests=with_digests,
+        segments[number].part(part)
+        for number, parts in sorted(numbers_of.items())
+        for part in sorted(parts)
     )
     # A keyframe comes before the deltas to it, so they replace its digests.
-    for number, leaf, row, count in keys if with_digests else ():
+    for number, leaf, row, count in keys:
         digests[bases[leaf] : bases[leaf + 1]] = segments[number].digests[row : row + count]
     if not runs:
         return by_leaf
@@ -390,16 +364,15 @@ def _expected_digests(
         raise Damaged(
             f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count}"
             " chunks",
-            file=segment.path / layout.DELTA / str(part_of[run]) / "index",
+            file=segment.part(int(part_of[run])).path,
             leaf=spec.path,
         )
     positions = bases[owners] + chunks
-    if with_digests:
-        of_segments = [segments[number].digests for number in sorted(numbers_of)]
-        first_digest = np.zeros(len(segments), np.int64)
-        first_digest[sorted(numbers_of)] = np.cumsum([0, *map(len, of_segments)])[:-1]
-        rows = ranges(first_digest[number_of] + row_of, count_of)
-        digests[positions] = np.concatenate(of_segments)[rows]
+    of_segments = [segments[number].digests for number in sorted(numbers_of)]
+    first_digest = np.zeros(len(segments), np.int64)
+    first_digest[sorted(numbers_of)] = np.cumsum([0, *map(len, of_segments)])[:-1]
+    rows = ranges(first_digest[number_of] + row_of, count_of)
+    digests[positions] = np.concatenate(of_segments)[rows]
     is_encoded = np.isin(order, encoded_runs)
     is_covered[positions[np.repeat(is_encoded, count_of)]] = True
     missing = np.flatnonzero(~is_covered)
@@ -410,7 +383,7 @@ def _expected_digests(
         raise Damaged(
             f"segment {segments[number].id}: leaf {path!r} has no row for chunk"
             f" {int(missing[0] - bases[leaf])}",
-            file=segments[number].path / layout.DELTA,
+            file=segments[number].path / "zarr.json",
             leaf=path,
         )
     return by_leaf

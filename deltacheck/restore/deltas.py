@@ -119,8 +119,8 @@ class _Rows:
         # Names of segments ascend with the saves, so the deltas of a leaf are applied oldest first.
         order = sorted(parts_of)
         numbers = {key: position for position, key in enumerate(order)}
-        load_tables([(parts_of[key], (key[1],)) for key in order], digests=False)
         self._parts: list[PartReader] = [parts_of[key].part(key[1]) for key in order]
+        load_tables(self._parts)
         for position, item in enumerate(items):
             runs += [
                 (numbers[segment.id, part], position, first, rows)
@@ -179,7 +179,7 @@ class _Rows:
     def start(self, first: int, stop: int, memory: U8) -> _Batch:
         """Begin to read the streams of some rows, into ``memory`` if it is large enough."""
         part, row = self._part[first:stop], self._row[first:stop]
-        place = self._parts[part[0]].path
+        place = self._parts[part[0]].folder
         read = JoinedRead(place)
         # Neighbouring rows of a part are one range.
         begins = np.flatnonzero(np.append(True, (np.diff(part) != 0) | (np.diff(row) != 1)))

@@ -108,7 +108,7 @@ def follow_links(
 
     Args:
         chains: The chains by path.
-        verified: If false, nothing is compared and no digests are read; the caller must compare.
+        verified: If false, nothing is compared; the caller must compare.
 
     Yields:
         The segment, its entries, and the bytes of its leaves by path. The bytes change when the
@@ -129,7 +129,7 @@ def follow_links(
     for _, (segment, entries) in sorted(links.items()):
         limits.check_time()
         parts = {run[0] for entry in entries.values() for run in entry.delta}
-        load_tables([(segment, sorted(parts))], digests=verified)
+        load_tables(map(segment.part, sorted(parts)))
         # Each link is read as a chain of its own, whose rows are applied to the current memory.
         link = {
             path: (
@@ -195,9 +195,7 @@ def _check_link(item: Filling) -> None:
         digests += count
         if wrong.size:
             file = (
-                segment.path / layout.DELTA / str(part)
-                if entry.key is None
-                else _keyframe_path(segment, entry.key)
+                segment.part(part).path if entry.key is None else _keyframe_path(segment, entry.key)
             )
             raise Damaged(
                 f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from deltacheck.errors import (
-    BudgetExceeded,
     ContractNotMet,
     Damaged,
     LeafNotFound,
@@ -17,9 +15,7 @@ from deltacheck.errors import (
 )
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
-from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore import read
 from deltacheck.restore.chain import Chain, KnownContent, resolve_chains
 from deltacheck.restore.content import check_budget
 from deltacheck.restore.leaf_kinds import Formula, GroupPart, Leaf, Tiled
@@ -118,7 +114,7 @@ def resolve_leaves(
         for number, name in tile_names.items()
         if manifest.tiles[path].stored_dtype(number) is not None
     ]
-    chains = proven_chains(root, manifest, stored_paths, max_bytes, held)
+    chains = resolve_chains(root, manifest, stored_paths, max_bytes, held)
     leaves: dict[str, Leaf] = {}
     return {path: _leaf_at(path, manifest, chains, names, leaves) for path in requested}
 
@@ -179,60 +175,6 @@ def _tile_at(
     # The source is cut alike, so the tile of the same number is the one at the same place.
     source = _tile_at(rule.of, number, manifest, chains, names) if rule.of else None
     return Formula(LeafSpec.of(name, rule.shape, rule.dtype), rule, chains.get(name), source)
-
-
-def proven_chains(
-    root: Root,
-    manifest: Manifest,
-    paths: Iterable[str],
-    max_bytes: int | None = None,
-    held: Mapping[str, KnownContent] | None = None,
-) -> dict[str, Chain]:
-    """Find the chains of stored leaves, with chunk digests from the content if their table is lost.
-
-    The digests of chunks are redundant: the manifest has the digest of each leaf, which follows
-    from its content. A leaf whose chunk digests cannot be read is read whole here, one at a time.
-
-    Args:
-        root: The root.
-        manifest: The step.
-        paths: Stored paths.
-        max_bytes: As for ``resolve_chains``.
-        held: As for ``resolve_chains``.
-
-    Returns:
-        The chains by stored path.
-
-    Raises:
-        ChainBroken, Damaged, BudgetExceeded: As ``resolve_chains`` raises them.
-    """
-    unproven: dict[str, Damaged] = {}
-    chains = resolve_chains(root, manifest, paths, max_bytes, held, unproven)
-    for path, error in unproven.items():
-        spec = chains[path].spec
-        try:
-            check_budget(max_bytes, spec.raw_bytes)
-        except BudgetExceeded:
-            raise error from None
-        digests = all_chunk_digests(spec, read.read_unverified(chains[path]))
-        if leaf_digest(digests) != manifest.stored[path].digest:
-            # Neither leaf nor file is named in the attributes: which of its files is wrong cannot
-            # be known without the digests of the chunks.
-            raise Damaged(
-                f"leaf {path!r}: {error}; and the content does not have the leaf's digest"
-            ) from error
-        chains[path] = dataclasses.replace(chains[path], digests=digests)
-    if unproven:
-        log.warning(
-            "step %d of %s: the chunk digests of %d leaves cannot be read, the first time because:"
-            " %s. Their content was proven by the digest of each leaf; `deltacheck repair` writes"
-            " the chunk digests again",
-            manifest.step,
-            root.path,
-            len(unproven),
-            str(next(iter(unproven.values()))),
-        )
-    return chains
 
 
 def _needed_tiles(

@@ -12,7 +12,8 @@ import msgspec
 
 from deltacheck.leaf.contracts import weakest_of
 from deltacheck.leaf.tree import array_nodes, without_arrays
-from deltacheck.restore.resolve import matches, needed_by, proven_chains
+from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.resolve import matches, needed_by
 from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside
@@ -115,6 +116,6 @@ def partial_manifest(root: Root, manifest: Manifest, patterns: Sequence[str]) ->
         ),
     )
     after = msgspec.structs.replace(after, must_understand=after.features)
-    chains = proven_chains(root, after, after.stored).values()
+    chains = resolve_chains(root, after, after.stored).values()
     needed = {segment.id for chain in chains for segment, _ in (chain.key, *chain.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed])

@@ -73,7 +73,7 @@ def commit(
         if fenced:
             # Another writer may have taken over between the first check and the creation.
             _fence(root, manifest, still_ours)
-        durability.sync_directory(folder)
+        # TensorStore has synced the directory of the manifest with it.
         durability.sync_directory(folder.parent)
     except BaseException:
         # The save fails, so the step must not be listed.

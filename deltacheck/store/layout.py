@@ -26,7 +26,7 @@ CONTROL = "control"
 TAGS = "tags"  # below control/
 # In a manager root: keeps Orbax's clean-up of unfinished steps away from our directory.
 COMMIT_MARK = "commit_success.txt"
-LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
+LEAVES, PACKED, DELTA = "leaves", "packed", "delta"
 # Orbax gives an unfinished directory this ending; older releases append a number.
 UNFINISHED_STEP = ".orbax-checkpoint-tmp"
 # The name under which Orbax records the writer of an item. It is permanent.

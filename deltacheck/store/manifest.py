@@ -24,6 +24,8 @@ from deltacheck.leaf.tree import ArrayNode, array_nodes
 
 # Hexadecimal digits of an xxh3_128.
 DIGEST_DIGITS = 32
+CHUNK_DIGEST_BYTES = 16
+INDEX_ROW_BYTES = 32
 # Stands for the digest of a tile that has none (docs/reference/format.md, section 3).
 NO_DIGEST = "0" * DIGEST_DIGITS
 
@@ -110,10 +112,20 @@ class Stream(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A closed group of delta rows and their streams; it bounds the memory of a write or read."""
+    """A closed group of delta rows and their streams; it bounds the memory of a write or read.
 
-    rows: int
+    Attributes:
+        index: The rows, uint32 little-endian, ``INDEX_ROW_BYTES`` each.
+        streams: The streams of the rows by name.
+    """
+
+    index: bytes
     streams: dict[str, Stream]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.index) // INDEX_ROW_BYTES
 
 
 def method_features(methods: U32) -> set[str]:
@@ -135,26 +147,38 @@ def segment_features(leaves: Mapping[str, LeafEntry], chunks: Collection[str]) -
 
 
 class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The table of a segment: its leaves, packed arrays and parts."""
+    """The table of a segment: its leaves, packed arrays and parts.
+
+    Attributes:
+        format: Of all documents.
+        version: Of all documents.
+        id: The name of the segment.
+        leaves: Its entries by path.
+        digests: The digests of the stored chunks, ``CHUNK_DIGEST_BYTES`` each: the upper and the
+            lower 64 bits, little-endian.
+        packed: The elements of each packed array.
+        parts: The parts of its deltas.
+        must_understand: The features that a reader needs.
+    """
 
     format: str
     version: int
     id: str
     leaves: dict[str, LeafEntry]
-    digests: int
+    digests: bytes
     packed: dict[str, int] = {}
     parts: tuple[Part, ...] = ()
     must_understand: tuple[str, ...] = ()
 
     @property
+    def digest_count(self) -> int:
+        """The number of digests."""
+        return len(self.digests) // CHUNK_DIGEST_BYTES
+
+    @property
     def delta_arrays(self) -> int:
         """The number of arrays of its deltas."""
-        return arrays_of(self.parts)
-
-
-def arrays_of(parts: Sequence[Part]) -> int:
-    """Return the number of arrays of some parts: an index each, and one for each codec."""
-    return sum(1 + len({stream.codec for stream in part.streams.values()}) for part in parts)
+        return sum(len({stream.codec for stream in part.streams.values()}) for part in self.parts)
 
 
 class SegmentRef(msgspec.Struct, frozen=True, gc=False):

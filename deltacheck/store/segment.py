@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
@@ -26,7 +25,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
-from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.files.arrays import ArraySpec, Pending, Reading, StreamWriter
 from deltacheck.store.files.chunk_files import Cells, ranges
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
@@ -35,7 +34,7 @@ from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
-# Section 1 of the format fixes the columns.
+# Section 2 of the format fixes the columns.
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
@@ -100,18 +99,9 @@ def stream_spec(codec: str, lengths: Mapping[str, int]) -> ArraySpec:
     return ArraySpec.flat(sum(lengths.values()), "uint8", codec, attributes)
 
 
-def index_spec(rows: int) -> ArraySpec:
-    """Return the array of a part's index."""
-    return ArraySpec.table(
-        rows, len(INDEX), "uint32", {"columns": list(INDEX), "content": "one row a stored chunk"}
-    )
-
-
-def digests_spec(rows: int) -> ArraySpec:
-    """Return the array of chunk digests."""
-    return ArraySpec.table(
-        rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"}
-    )
+def stream_array(part: int, codec: str) -> str:
+    """Return the name of the array of the streams of a part that have a codec."""
+    return f"{layout.DELTA}.{part}.{codec}"
 
 
 def stream_codec(pieces: Sequence[U8]) -> str:
@@ -198,25 +188,24 @@ class SegmentWriter:
             streams: Name -> pieces, which must not change until the writes are done. The dictionary
                 is emptied, so that the memory of each array is freed as soon as it is written.
         """
-        path = self.path / layout.DELTA / str(len(self.parts))
         sizes = {name: sum(piece.size for piece in streams[name]) for name in streams}
         part = Part(
-            index.shape[0],
+            index.astype("<u4", copy=False).tobytes(),
             {
                 name: Stream(sizes[name], stream_codec(streams[name]))
                 for name in STREAMS
                 if sizes.get(name)
             },
         )
-        self.parts.append(part)
-        self._features |= schema.method_features(index[:, METHOD])
-        pending = [self._write(path / "index", index_spec(part.rows), index)]
+        pending: list[Pending] = []
+        self._check_place()
         for codec, lengths in stream_arrays(part).items():
             pieces = [piece for name in lengths for piece in streams.pop(name)]
-            spec = stream_spec(codec, lengths)
-            pending.append(self._streams.write(path / codec, spec, pieces))
-            # ``_write`` has noted the write of the index.
-            self._pending.append(pending[-1])
+            path = self.path / stream_array(len(self.parts), codec)
+            pending.append(self._streams.write(path, stream_spec(codec, lengths), pieces))
+        self.parts.append(part)
+        self._features |= schema.method_features(index[:, METHOD])
+        self._pending += pending
         return pending
 
     @property
@@ -228,10 +217,13 @@ class SegmentWriter:
         """Return the memory that ``size`` bytes of streams take until they are written."""
         return self._streams.held_bytes(size)
 
-    def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+    def _check_place(self) -> None:
+        """Check the way to the segment before the first write of all, which makes it."""
         if not self._pending:
-            # Before the first write of all, which makes the directories.
             inside(self._root, self.path)
+
+    def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+        self._check_place()
         pending = arrays.write(path, spec, values, self._context)
         self._pending.append(pending)
         return pending
@@ -253,7 +245,7 @@ class SegmentWriter:
             self._write(
                 self.path / layout.PACKED / storage, packed_spec(storage, values.size), values
             )
-        self._write(self.path / layout.DIGESTS, digests_spec(digests.shape[0]), digests)
+        self._check_place()
         # The table may name only what the storage has.
         for pending in self._pending:
             try:
@@ -270,7 +262,7 @@ class SegmentWriter:
             version=layout.VERSION,
             id=self.id,
             leaves=dict(leaves),
-            digests=digests.shape[0],
+            digests=digests.astype("<u8", copy=False).tobytes(),
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
             must_understand=schema.segment_features(leaves, self._features),
@@ -282,25 +274,17 @@ class SegmentWriter:
                 " report it"
             )
         # The table comes last: a segment without it is garbage that the collector removes.
-        for group in self._groups():
-            arrays.create_file(group, "zarr.json", layout.group_json({}), self._durability)
-        if not arrays.create_file(self.path, "zarr.json", content, self._durability):
-            raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
+        documents_of = dict.fromkeys(self._groups(), layout.group_json({})) | {self.path: content}
+        for folder, document in documents_of.items():
+            arrays.write_document(folder, document, self._durability)
         # Files were synced as they were written. Their names survive only from here on.
         self._durability.sync_tree(self.path)
         stored_bytes = storage_of(self.path).bytes_written()
         return SegmentRef(self.id, document_digest(content), stored_bytes)
 
     def _groups(self) -> list[Place]:
-        holds = {
-            layout.LEAVES: self._has_natural,
-            layout.PACKED: self._packed,
-            layout.DELTA: self.parts,
-        }
-        present = [name for name, anything in holds.items() if anything]
-        return [self.path / name for name in present] + [
-            self.path / layout.DELTA / str(k) for k in range(len(self.parts))
-        ]
+        holds = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed}
+        return [self.path / name for name, anything in holds.items() if anything]
 
 
 # Waits for the content of a segment's table, and returns it.
@@ -358,40 +342,14 @@ class Segment:
                 file=self.path / "zarr.json",
             )
         self._parts: dict[int, PartReader] = {}
-        self._digests: U64 | None = None
         self._folders: dict[tuple[str, ...], Place] = {}
         # The pin lives as long as the segment and keeps its files from being removed.
         self.pin: object = None
 
-    @property
+    @cached_property
     def digests(self) -> U64:
         """Chunk digests, uint64 ``(rows, 2)``."""
-        if self._digests is None:
-            load_tables([(self, ())], digests=True)
-            assert self._digests is not None
-        return self._digests
-
-    def has_digests(self) -> bool:
-        """Return whether the array of chunk digests can be read."""
-        try:
-            _ = self.digests
-        except Damaged:
-            return False
-        return True
-
-    def readable_digests(self) -> U64:
-        """Return the chunk digests as far as they can be read, zeros in place of the others."""
-        if self.has_digests():
-            return self.digests
-        spec = digests_spec(self.table.digests)
-        digests = np.zeros(spec.shape, np.uint64)
-        rows = spec.chunk[0]
-        for first in range(0, spec.shape[0], rows):
-            stop = min(first + rows, spec.shape[0])
-            with contextlib.suppress(Damaged):
-                array = ReadableArray(self._folder(layout.DIGESTS), spec)
-                digests[first:stop] = array.read([slice(first, stop), slice(0, 2)])
-        return digests
+        return np.frombuffer(self.table.digests, "<u8").reshape(-1, 2)
 
     def add_natural(
         self, read: JoinedRead, spec: LeafSpec, name: str, out: U8, box: Sequence[slice]
@@ -411,9 +369,9 @@ class Segment:
     def part(self, number: int) -> PartReader:
         """Return the reader of a part."""
         if number not in self._parts:
-            path = self._folder(layout.DELTA, str(number))
             self._parts[number] = PartReader(
-                path,
+                self.path,
+                number,
                 self.table.parts[number],
                 frozenset(self.table.must_understand),
             )
@@ -433,20 +391,16 @@ class Segment:
         present = {
             layout.LEAVES: any(key.array for key in keys),
             layout.PACKED: self.table.packed,
-            layout.DELTA: self.table.parts,
         }
-        groups = [self.path / name for name, holds in present.items() if holds]
-        return groups + [
-            self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))
-        ]
+        return [self.path / name for name, holds in present.items() if holds]
 
     def leaves_in(self, file: str) -> list[str]:
         """Return the leaves that need an array of this segment, or a file of it.
 
-        All leaves need its table and its digests.
+        All leaves need its table.
         """
         names = file.removeprefix(f"{self.path}/").split("/")
-        match names[:2]:
+        match [*names[0].split(".")[:2], *names[1:]][:2]:
             case (layout.LEAVES, name):
                 return [
                     path
@@ -469,56 +423,33 @@ class Segment:
 
     def array_specs(self) -> dict[Place, ArraySpec]:
         """Return every array of the segment and the metadata that it must have."""
-        specs: dict[Place, ArraySpec] = {
-            self.path / layout.DIGESTS: digests_spec(self.table.digests)
-        }
+        specs: dict[Place, ArraySpec] = {}
         for path, entry in self.table.leaves.items():
             if entry.key is not None and entry.key.array:
                 specs[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
         for storage, length in self.table.packed.items():
             specs[self.path / layout.PACKED / storage] = packed_spec(storage, length)
         for number, part in enumerate(self.table.parts):
-            folder = self.path / layout.DELTA / str(number)
-            specs[folder / "index"] = index_spec(part.rows)
             specs |= {
-                folder / codec: stream_spec(codec, lengths)
+                self.path / stream_array(number, codec): stream_spec(codec, lengths)
                 for codec, lengths in stream_arrays(part).items()
             }
         return specs
 
 
-def load_tables(requests: Sequence[tuple[Segment, Iterable[int]]], *, digests: bool) -> None:
-    """Read the indexes of some parts of segments, and the chunk digests of the segments if asked.
-
-    All that was not read yet is read by one call.
+def load_tables(parts: Iterable[PartReader]) -> None:
+    """Check the indexes of some parts, all of those that were not checked yet by one call.
 
     Raises:
-        Damaged: A table cannot be read, or a row of an index describes no chunk: sizes are
-            computed from all rows.
+        Damaged: A row of an index describes no chunk: sizes are computed from all rows.
     """
-    parts = [segment.part(number) for segment, numbers in requests for number in numbers]
-    _load([segment for segment, _ in requests if digests], parts)
-
-
-def _load(segments: Sequence[Segment], parts: Sequence[PartReader]) -> None:
-    segments = [segment for segment in segments if segment._digests is None]
     parts = [part for part in parts if part.stored_table is None]
-    if not segments and not parts:
+    if not parts:
         return
-    place = segments[0].path if segments else parts[0].path
-    read = JoinedRead(place)
-    digests = []
-    for segment in segments:
-        spec = digests_spec(segment.table.digests)
-        digests.append(np.empty(spec.shape, np.uint64))
-        _add_table(read, segment._folder(layout.DIGESTS), spec, digests[-1])
     ends = np.cumsum([0, *(part.rows for part in parts)]).tolist()
-    index = np.empty((ends[-1], len(INDEX)), np.uint32)
-    for part, begin, end in zip(parts, ends, ends[1:], strict=False):
-        _add_table(read, _array(part.path, "index"), index_spec(part.rows), index[begin:end])
-    Reading(read, place, index).result()
-    for segment, values in zip(segments, digests, strict=True):
-        segment._digests = values
+    index = np.frombuffer(b"".join(part.stored_index for part in parts), "<u4").reshape(
+        -1, len(INDEX)
+    )
     _check_indexes(parts, ends, index)
     offsets = np.zeros((ends[-1] + 1, len(STREAMS)), np.uint64)
     np.cumsum(_stream_size_table(index), axis=0, out=offsets[1:])
@@ -530,11 +461,6 @@ def _load(segments: Sequence[Segment], parts: Sequence[PartReader]) -> None:
         )
         part.check_lengths(table.offsets[-1])
         part.stored_table = table
-
-
-def _add_table(read: JoinedRead, path: Place | str, spec: ArraySpec, out: NDArray[Any]) -> None:
-    box = [slice(0, size) for size in spec.shape]
-    read.add_box(path, spec.cells, spec.codec, box, out.reshape(-1).view(np.uint8))
 
 
 def _check_indexes(parts: Sequence[PartReader], ends: Sequence[int], index: U32) -> None:
@@ -592,18 +518,22 @@ class PartReader:
     """The rows of one part and their streams.
 
     Attributes:
-        path: The directory of the part.
+        path: The common beginning of the paths of its arrays.
+        folder: The directory of the segment.
         features: Those that the table of the segment lists.
         rows: The number of rows.
-        stored_table: The rows, once they were read.
+        stored_index: The bytes of the index.
+        stored_table: The rows, once they were checked.
     """
 
-    def __init__(self, path: Place, part: Part, features: frozenset[str]) -> None:
-        self.path = path
+    def __init__(self, folder: Place, number: int, part: Part, features: frozenset[str]) -> None:
+        self.path = folder / f"{layout.DELTA}.{number}"
+        self.folder = folder
         self.features = features
         self.rows = part.rows
+        self.stored_index = part.index
         self.stored_table: _PartTable | None = None
-        self._part = part
+        self._number, self._part = number, part
 
     @property
     def index(self) -> U32:
@@ -617,7 +547,7 @@ class PartReader:
     def table(self) -> _PartTable:
         """The rows of the part; ``Damaged`` as for ``index``."""
         if self.stored_table is None:
-            _load((), (self,))
+            load_tables([self])
             assert self.stored_table is not None
         return self.stored_table
 
@@ -631,7 +561,7 @@ class PartReader:
             if end != length:
                 raise Damaged(
                     f"{self.path}: stream {name} has {length} bytes, its index asks for {end}",
-                    file=self.path / "index",
+                    file=self.path,
                 )
 
     @cached_property
@@ -642,7 +572,8 @@ class PartReader:
             sizes = np.array(list(lengths.values()), np.int64)
             columns = [STREAMS.index(name) for name in lengths]
             spec = stream_spec(codec, lengths)
-            places.append((_array(self.path, codec), spec, columns, np.cumsum(sizes) - sizes))
+            array = _array(self.folder, stream_array(self._number, codec))
+            places.append((array, spec, columns, np.cumsum(sizes) - sizes))
         return places
 
     def stream_bytes(self, first: int, stop: int) -> int:
@@ -682,11 +613,11 @@ class PartReader:
 
     def streams(self, first: int, stop: int) -> Mapping[str, U8]:
         """Read the streams of rows ``first`` to ``stop``; those without bytes are left out."""
-        read = JoinedRead(self.path)
+        read = JoinedRead(self.folder)
         begins = self.join(read, np.array([first]), np.array([stop]))[0].tolist()
         sizes = (self.table.offsets[stop] - self.table.offsets[first]).tolist()
         data = np.empty(read.size, np.uint8)
-        Reading(read, self.path, data).result()
+        Reading(read, self.folder, data).result()
         return {
             name: data[begin : begin + size]
             for name, begin, size in zip(STREAMS, begins, sizes, strict=True)

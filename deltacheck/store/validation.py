@@ -23,7 +23,9 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.manifest import (
+    CHUNK_DIGEST_BYTES,
     DIGEST_DIGITS,
+    INDEX_ROW_BYTES,
     STAGES,
     TILES,
     LeafEntry,
@@ -379,13 +381,17 @@ def check_segment(table: SegmentTable) -> None:
     # The index of a part shows which features its chunks need.
     if table.must_understand != segment_features(table.leaves, table.must_understand):
         raise ValueError(f"its leaves and the features {table.must_understand} do not match")
-    _check_covers(digests, table.digests, "digests")
+    if len(table.digests) % CHUNK_DIGEST_BYTES or any(
+        len(part.index) % INDEX_ROW_BYTES for part in table.parts
+    ):
+        raise ValueError("its digests or an index of it end within a row")
+    _check_covers(digests, table.digest_count, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
         raise ValueError("its packed arrays or its parts are not those that its leaves name")
     for storage, ranges in packed.items():
         _check_covers(ranges, table.packed[storage], f"packed/{storage}")
     for number, declared in enumerate(table.parts):
-        _check_covers(rows[number], declared.rows, f"delta/{number}")
+        _check_covers(rows[number], declared.rows, f"{layout.DELTA}.{number}")
         # No chunk is stored in more than its own bytes. The bound is generous, and keeps a reader
         # from allocating what a forged length asks for.
         limit = 2 * raw_bytes[number] + 1024 * declared.rows

@@ -163,7 +163,7 @@ def test_the_same_tree_gives_the_same_leaf_paths_and_the_same_segment_bytes(
         assert from_torch.manifest(step).tree == from_jax.manifest(step).tree
     ours, theirs = segment_files(tmp_path / "torch"), segment_files(tmp_path / "jax" / "deltacheck")
     assert len(ours) == len(theirs) == 4
-    assert any(name.startswith("delta/") for name in ours[1])
+    assert any(name.startswith("delta.") for name in ours[1])
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one.keys() == other.keys(), number
         assert [name for name in one if one[name] != other[name]] == [], number

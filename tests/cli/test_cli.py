@@ -172,11 +172,11 @@ def deltacheck_(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 def data_files(root: Path, segment: int, kind: str) -> list[Path]:
-    """The data files of the n-th segment below its group ``kind``."""
+    """The data files of the n-th segment in its arrays and groups ``kind``."""
     folder = sorted((root / "segments").iterdir(), key=lambda path: (path.is_file(), path.name))[
         segment
     ]
-    return sorted(path for path in (folder / kind).rglob("c.*") if path.is_file())
+    return sorted(path for path in folder.glob(f"{kind}*/**/c.*") if path.is_file())
 
 
 def flip(path: Path) -> None:
@@ -957,8 +957,8 @@ def littered(damaged: Path) -> tuple[Path, str]:
     shutil.rmtree(damaged / "checkpoints" / "c0000000001")
     shutil.rmtree(damaged / "checkpoints" / "c0000000002")
     litter = damaged / "segments" / "s0000000009-0123abcd"
-    (litter / "delta").mkdir(parents=True)
-    (litter / "delta" / "c.0").write_bytes(b"x" * 1000)
+    (litter / "delta.0.stream").mkdir(parents=True)
+    (litter / "delta.0.stream" / "c.0").write_bytes(b"x" * 1000)
     return damaged, litter.name
 
 

@@ -300,7 +300,7 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
     with places.engine(persist_every=100) as engine:
         save(engine, 0, 1)
         idle(engine)
-        victim = next((places.memory / "segments").glob("s0000000001-*/delta/0/index/c*"))
+        victim = next((places.memory / "segments").glob("s0000000001-*/delta.0.stream/c*"))
         victim.unlink()
         with pytest.raises(errors.SaveFailed, match=r"bytes, .* were committed"):
             engine.persist(240)

@@ -64,9 +64,7 @@ def run(tmp_path: Path) -> Run:
 
 def data_of(root: Path, seq: int, inside: str) -> list[Path]:
     (segment,) = (root / "segments").glob(f"s{seq:010d}-*")
-    return sorted(
-        p for p in (segment / inside).rglob("c*") if p.is_file() and p.parent.name != "index"
-    )
+    return sorted(p for p in segment.glob(f"{inside}*/**/c*") if p.is_file())
 
 
 def spoil(path: Path) -> None:

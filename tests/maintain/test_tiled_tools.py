@@ -259,9 +259,10 @@ def test_verify_goes_through_all_tiles_in_parts_and_in_full(
 
 
 def flipped(saved: Saved, segment: int, what: str) -> Path:
-    """Change a bit in the largest file of a group of a step's segment."""
+    """Change a bit in the largest file of a group or an array of a step's segment."""
     ref = open_root(saved.root).manifest(3).segments[segment]
-    files = [p for p in (saved.root / "segments" / ref.id / what).rglob("c.*") if p.is_file()]
+    folder = saved.root / "segments" / ref.id
+    files = [p for p in folder.glob(f"{what}*/**/c.*") if p.is_file()]
     path = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -115,7 +115,7 @@ def tiles_by_rule(count: int) -> Callable[[dict[str, Any]], None]:
 
 def many_rows(root: Path) -> None:
     def edit(table: dict[str, Any]) -> None:
-        table["digests"] = 1 << 40
+        table["digests"] = "A" * (1 << 20)
 
     for number in range(2):
         forge.forge_table(manifest_path(root), number, edit)

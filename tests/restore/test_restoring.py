@@ -229,13 +229,13 @@ def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with
     def changed_decode(rows: Any, batch: Any, streams: Any) -> None:
         for row, offsets in enumerate(batch.offsets, batch.first):
             part, leaf = rows.owner_of(row)
-            if (part.path, leaf) == (last.path / "delta" / str(number), path):
+            if (part.path, leaf) == (last.path / f"delta.{number}", path):
                 tiles = int(offsets[STREAMS.index("tiles")])
                 streams[tiles : tiles + 6] = 255
         decode(rows, batch, streams)
 
     monkeypatch.setattr(deltas, "_decode", changed_decode)
-    with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):
+    with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta.{number}: "):
         load_leaves(resolve_leaves(root, manifest))
 
 

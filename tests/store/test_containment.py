@@ -41,7 +41,6 @@ PLACES = {
     "segments": "segments",
     "one segment": "segments/s0000000000-*",
     "leaves": "segments/s0000000000-*/leaves",
-    "digests": "segments/s0000000000-*/digests",
     "unfinished": "control/marks/zarr.json.__lock",
 }
 
@@ -114,7 +113,6 @@ MANAGER_PLACES = {
     "segments": "deltacheck/segments",
     "one segment": "deltacheck/segments/s0000000000-*",
     "keyframes": "deltacheck/segments/s0000000000-*/leaves",
-    "digests": "deltacheck/segments/s0000000000-*/digests",
     "one step": "1",
     "one item": "1/default",
     "one manifest": "1/default/zarr.json",

@@ -27,7 +27,6 @@ from deltacheck.backends.torch import Engine
 from deltacheck.leaf import grid
 from deltacheck.store.files import arrays, native_files
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
-from deltacheck.store.segment import digests_spec, index_spec
 from tests.support.oracle import REFUSED, read_by_tensorstore
 
 Bytes = NDArray[np.uint8]
@@ -143,20 +142,6 @@ def test_ranges_of_one_file_that_are_far_apart_are_asked_for_separately(
     out = np.empty(read.size, np.uint8)
     arrays.Reading(read, tmp_path, out).result()
     assert np.array_equal(out, np.concatenate([content[b : b + size] for b in begins.tolist()]))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 40_000, 150_000])
-def test_tables_of_every_length_are_read(tmp_path: Path, rows: int) -> None:
-    random = np.random.default_rng(1)
-    for name, spec in (("index", index_spec(rows)), ("digests", digests_spec(rows))):
-        content = random.integers(0, 1 << 31, spec.shape).astype(spec.dtype)
-        arrays.write(tmp_path / name, spec, content, arrays.context(1)).result()
-        array = ReadableArray(tmp_path / name, spec)
-        assert np.array_equal(array.read(), content)
-        assert array.read().dtype == content.dtype
-        if rows > 2:
-            part = [slice(1, rows - 1), slice(0, spec.shape[1])]
-            assert np.array_equal(array.read(part), content[1 : rows - 1])
 
 
 @settings(max_examples=80, deadline=None)

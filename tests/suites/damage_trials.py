@@ -91,14 +91,8 @@ def kind_of(path: Path) -> str:
         what = {
             layout.LEAVES: "keyframe",
             layout.PACKED: "packed keyframes",
-            layout.DIGESTS: "digests",
         }.get(inside[0], "stream")
-        what = "index" if "index" in inside else what
-        return (
-            what
-            if inside[-1] != "zarr.json"
-            else f"zarr.json of {'a group' if len(inside) < 3 and what == 'stream' else what}"
-        )
+        return what if inside[-1] != "zarr.json" else f"zarr.json of {what}"
     if parts[0] == layout.CONTROL:
         return "control"
     if parts in (("zarr.json",), ("commit_success.txt",)):
@@ -398,16 +392,12 @@ def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
 
 
 def every_bit(subject: Subject, tally: Tally, stride: int) -> None:
-    """Flip every bit (each ``stride``-th) of every byte of metadata: documents, tables, indexes and
-    digests.
-    """
+    """Flip every bit (each ``stride``-th) of every byte of metadata: documents and tables."""
     door = next(iter(subject.doors))
     for kind, paths in sorted(subject.files.items()):
         if "zarr.json" not in kind and kind not in (
             "manifest",
             "segment table",
-            "index",
-            "digests",
             "control",
         ):
             continue

@@ -21,9 +21,9 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.limits import Limits, applied, check_bytes
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import KnownContent
+from deltacheck.restore.chain import KnownContent, resolve_chains
 from deltacheck.restore.follow.new_steps import NewSteps, polled
-from deltacheck.restore.resolve import proven_chains, resolve_leaves
+from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest, Tiles
@@ -319,7 +319,7 @@ class Follower:
         ]
         # Taken before `self._stored` refers to the new content.
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
-        chains = proven_chains(self._root, manifest, fresh, held=self._stored)
+        chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
         loaded = read.read_chunks(
             chains, {name: list(range(chain.spec.chunk_count)) for name, chain in chains.items()}
         )

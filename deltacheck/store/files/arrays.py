@@ -234,16 +234,13 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], context: ts.Contex
         "store_data_equal_to_fill_value": True,
     }
     target = ts.open(array, open=True, assume_metadata=True, context=context).result()
-    metadata_write = _start_describe(path, spec, context)
+    writes = [storage_of(path).start_write_new("zarr.json", _metadata_content(spec), context)]
     # An array without elements has no chunk files, only its metadata.
-    if math.prod(spec.shape) == 0:
-        return _Writes(metadata_write, [])
-    return _Writes(
+    if math.prod(spec.shape):
         # TensorStore reads ``values`` in place instead of copying them first. ``commit`` is done
         # when the data has reached the storage, which the copy future does not promise.
-        metadata_write,
-        [target.write(values, can_reference_source_data_indefinitely=True).commit],
-    )
+        writes.append(target.write(values, can_reference_source_data_indefinitely=True).commit)
+    return _Writes(writes)
 
 
 def write_stream_file(
@@ -291,7 +288,6 @@ class StreamWriter:
     _NICENESS = 5
 
     def __init__(self, place: Place, durability: Durability = Durability.POWER) -> None:
-        self._context = context(durability=durability, parent=storage_of(place).context())
         self._durability = durability
         self._has_files = storage_of(place).has_files
         self._background = Background(self._THREADS, "deltacheck-streams", self._NICENESS)
@@ -318,8 +314,7 @@ class StreamWriter:
         # The native module takes plain runs of bytes. Only pieces that are not contiguous are
         # copied.
         contiguous = [np.ascontiguousarray(piece) for piece in pieces]
-        metadata_write = _start_describe(path, spec, self._context)
-        data: list[Any] = []
+        storage, writes = storage_of(path), list[Any]()
 
         def write_file(number: int) -> None:
             def make(descriptor: int) -> None:
@@ -327,15 +322,22 @@ class StreamWriter:
                 with self._making:
                     write_stream_file(descriptor, spec, contiguous, number)
 
-            name = chunk_files.name_of([number])
-            upload = storage_of(path).start_array_file(name, make, self._durability)
-            if upload is not None:
-                data.append(upload)
+            uploads = []
+            # An array without elements has no files, only its metadata.
+            if number < spec.file_count:
+                name = chunk_files.name_of([number])
+                uploads.append(storage.start_array_file(name, make, self._durability))
+            if number == 0:
+                content = _metadata_content(spec)
+                uploads.append(storage.start_document("zarr.json", content, self._durability))
+            writes.extend(upload for upload in uploads if upload is not None)
 
-        data += [
-            self._background.start(partial(write_file, number)) for number in range(spec.file_count)
+        # Each may add others while it is under way.
+        writes += [
+            self._background.start(partial(write_file, number))
+            for number in range(max(1, spec.file_count))
         ]
-        return _Writes(metadata_write, data)
+        return _Writes(writes)
 
     def close(self) -> None:
         """End the threads. No write may be under way, and none may follow."""
@@ -346,31 +348,23 @@ class _Writes:
     """The writes of one array, done when all are.
 
     Args:
-        described: The write of the metadata.
-        data: The writes of data. One that is under way may add others.
+        writes: The writes. One that is under way may add others.
     """
 
-    def __init__(self, described: Any, data: list[Any]) -> None:
-        self._described = described
-        self._data = data
+    def __init__(self, writes: list[Any]) -> None:
+        self._writes = writes
 
     def result(self, timeout: float | None = None) -> None:
         deadline = Deadline.after(timeout)
-        for future in self._data:
-            future.result(timeout=deadline.left)
-        # A write whose condition failed has no generation: the metadata existed before.
-        if not self._described.result(timeout=deadline.left).generation:
-            # The text of TensorStore's own create.
-            raise ValueError("ALREADY_EXISTS: the array is there already")
+        for write in self._writes:
+            write.result(timeout=deadline.left)
 
     def done(self) -> bool:
-        return all(future.done() for future in (*self._data, self._described))
+        return all(write.done() for write in self._writes)
 
 
-def _start_describe(path: Place, spec: ArraySpec, context: ts.Context) -> Any:
-    """Begin to write an array's metadata; return the future."""
-    content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
-    return storage_of(path).start_write_new("zarr.json", content, context)
+def _metadata_content(spec: ArraySpec) -> bytes:
+    return json.dumps(spec.metadata(), separators=(",", ":")).encode()
 
 
 class ReadableArray:
@@ -438,6 +432,19 @@ class Reading:
         """Wait until the read has ended, with or without an error."""
         for task, _ in self._tasks:
             task.wait(self._patience or TIMEOUT_SECONDS)
+
+
+def write_document(directory: Place, content: bytes, durability: Durability) -> None:
+    """Write the ``zarr.json`` of a new directory in one atomic step.
+
+    Args:
+        directory: The directory, which is made unless it exists.
+        content: The file's content.
+        durability: Whether the file is synced. Its name is not.
+    """
+    upload = storage_of(directory).start_document("zarr.json", content, durability)
+    if upload is not None:
+        wait_for(upload, directory / "zarr.json")
 
 
 def create_file(

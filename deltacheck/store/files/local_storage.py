@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 UNFINISHED = ".__lock"  # TensorStore appends it to a file's name until the file is whole
 _LOCK_SECONDS = 10.0  # a holder works for milliseconds; after this time it counts as stopped
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# O_EXCL: a segment's files are written once, and a file of this name is another writer's.
+_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _COPY_BYTES = 8 << 20  # of one piece of a copied file
 
 
@@ -204,17 +206,32 @@ class LocalStorage(Storage[Path]):
     def start_array_file(
         self, name: str, make: Callable[[int], None], durability: Durability
     ) -> None:
-        # TensorStore may be creating the same directory for ``zarr.json`` at this moment.
-        self.path.mkdir(parents=True, exist_ok=True)
-        # O_EXCL: a segment's files are written once, and a file of this name is another writer's.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         # Not by TensorStore, which would copy a file of 32 MiB while it holds the GIL.
-        descriptor = os.open(self.path / name, flags, 0o666)
+        path = f"{self.path}/{name}"
+        try:
+            descriptor = os.open(path, _NEW_FLAGS, 0o666)
+        except FileNotFoundError:
+            # Another thread may be making the same directory.
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, _NEW_FLAGS, 0o666)
         try:
             make(descriptor)
             durability.sync_file(descriptor)
         finally:
             os.close(descriptor)
+
+    def start_document(self, name: str, content: bytes, durability: Durability) -> None:
+        def make(descriptor: int) -> None:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+        unfinished, path = f"{name}{UNFINISHED}", f"{self.path}/{name}"
+        self.start_array_file(unfinished, make, durability)
+        # A rename would replace a file of another writer.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        os.rename(f"{self.path}/{unfinished}", path)
 
     def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
         for directory in dict.fromkeys(file.path for file in files):

@@ -147,6 +147,9 @@ class ObjectStorage(Storage[ObjectPath]):
             os.close(descriptor)
         return (self.path / name).start_write(content)
 
+    def start_document(self, name: str, content: bytes, durability: Durability) -> Any:
+        return (self.path / name).start_write(content)
+
     def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
         # All requests are under way before the first is waited for.
         fetches = [_Fetch(file) for file in files]

@@ -154,6 +154,19 @@ class Storage(ABC, Generic[PathT]):
         """
 
     @abstractmethod
+    def start_document(self, name: str, content: bytes, durability: Durability) -> Any:
+        """Begin to write a file below the path in one atomic step, which no other writer names.
+
+        Args:
+            name: The file's name.
+            content: Its content.
+            durability: Whether the file is synced. Its name is not.
+
+        Returns:
+            The future of the write; ``None`` if the storage has the file already.
+        """
+
+    @abstractmethod
     def open_array_files(self, files: Sequence[ArrayFile]) -> Iterator[int]:
         """Open files of arrays below the path for the native reader.
 

@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 
 import tensorstore as ts
 
-from deltacheck.codec.base import U64
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as places
@@ -21,7 +20,7 @@ from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import existing
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
 from deltacheck.store.manifest import SegmentRef
-from deltacheck.store.segment import Segment, SegmentWriter, TableRead, digests_spec, start_table
+from deltacheck.store.segment import Segment, SegmentWriter, TableRead, start_table
 
 
 class Store:
@@ -149,15 +148,6 @@ class Store:
         return SegmentWriter(
             self.path, layout.segment_id(seq), self._writing, self._streams, self.durability
         )
-
-    def write_digests(self, segment: Segment, digests: U64) -> None:
-        """Write the array of chunk digests of a segment, which must not exist, and sync it.
-
-        For repair only: nothing else writes to a committed segment.
-        """
-        folder = inside(self.path, segment.path / layout.DIGESTS)
-        arrays.write(folder, digests_spec(digests.shape[0]), digests, self._writing).result()
-        self.durability.sync_tree(folder)
 
     def segments(self, refs: Iterable[SegmentRef]) -> list[Segment]:
         """Open committed segments. An object store reads all tables at the same time.

@@ -125,17 +125,6 @@ export function runArray(files, path, n, itemBytes, codec) {
   return new StoredArray(files, path, { itemBytes, counts: [count], chunk: [chunk], shard, codec });
 }
 
-// A table: rows of `rowBytes` bytes, as one buffer.
-export async function readRows(files, path, rows, rowBytes) {
-  const perChunk = Math.max(1, Math.min(rows, Math.floor(2 ** 20 / rowBytes)));
-  const counts = [Math.ceil(rows / perChunk), 1];
-  const layout = { itemBytes: 1, counts, chunk: [perChunk, rowBytes], codec: "zstd" };
-  const array = new StoredArray(files, path, layout);
-  const parts = [];
-  for (let number = 0; number < counts[0]; number++) parts.push(await array.chunk([number, 0]));
-  return concat(parts).subarray(0, rows * rowBytes);
-}
-
 // Bytes `start` to `end` of a 1-D array of `n` elements.
 export async function readRun(array, start, end) {
   const parts = [];

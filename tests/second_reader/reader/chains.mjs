@@ -85,7 +85,7 @@ async function applyDelta(segment, entry, grid, state) {
   }
   const digests = await segment.digests(entry.digests, rows.length);
   for (const [number, [part, row]] of rows.entries()) {
-    const file = `${segment.folder}/delta/${part}`;
+    const file = `${segment.folder}/delta.${part}`;
     await located({ file }, async () => {
       check(row.chunk < grid.chunks, `chunk ${row.chunk} of ${grid.chunks}`);
       check(row.wordBytes === Math.min(8, grid.itemBytes), `words of ${row.wordBytes} bytes`);

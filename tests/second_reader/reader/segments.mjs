@@ -2,7 +2,7 @@
 import { check, Damage, located, Refused } from "./base/errors.mjs";
 import { viewOf } from "./base/bytes.mjs";
 import { isCount, isDigest, isObject, readDocument } from "./documents.mjs";
-import { readRows, readRun, runArray, StoredArray } from "./arrays.mjs";
+import { readRun, runArray, StoredArray } from "./arrays.mjs";
 import { isLaw, isOrdered, STREAMS, streamSizes } from "./decode/methods.mjs";
 import { itemBytes, storageType } from "./leaves.mjs";
 
@@ -53,10 +53,9 @@ export class Segment {
 
   // Digests of `count` stored chunks from row `first`.
   async digests(first, count) {
-    const rows = this.table.digests ?? 0;
+    const bytes = this.once("digests", () => rowsOf(this.table.digests, 16, this.file));
+    const rows = bytes.length / 16;
     check(isCount(first) && first + count <= rows, `digests ${first}+${count} of ${rows}`, { file: this.file });
-    if (count === 0) return [];
-    const bytes = await this.once("digests", () => readRows(this.files, `${this.folder}/digests`, rows, 16));
     const view = viewOf(bytes);
     return Array.from({ length: count }, (_, i) => {
       const at = 16 * (first + i);
@@ -87,10 +86,9 @@ export class Segment {
   part(number) {
     return this.once(`part ${number}`, async () => {
       const part = this.table.parts?.[number];
-      check(isObject(part) && isCount(part.rows) && isObject(part.streams), `no part ${number}`, { file: this.file });
-      const path = `${this.folder}/delta/${number}`;
-      const bytes = await readRows(this.files, `${path}/index`, part.rows, 32);
-      return located({ file: `${path}/index` }, async () => layRows(bytes, part, this.features));
+      check(isObject(part) && isObject(part.streams), `no part ${number}`, { file: this.file });
+      const bytes = rowsOf(part.index, 32, this.file);
+      return located({ file: this.file }, async () => layRows(bytes, part, this.features));
     });
   }
 
@@ -101,7 +99,7 @@ export class Segment {
     for (const [name, start, size] of row.places) {
       if (size === 0) { streams[name] = new Uint8Array(0); continue; }
       const { codec, begin } = arrays.places.get(name);
-      const path = `${this.folder}/delta/${number}/${codec}`;
+      const path = `${this.folder}/delta.${number}.${codec}`;
       if (codec !== "stream" && codec !== "store") throw new Refused(`codec ${codec}`, { file: this.file });
       const bytes = arrays.lengths.get(codec);
       const array = this.once(path, () => runArray(this.files, path, bytes, 1, codec === "store" ? "store" : "zstd"));
@@ -109,6 +107,20 @@ export class Segment {
     }
     return streams;
   }
+}
+
+// The bytes of a base64 text, which are whole rows of `rowBytes`.
+function rowsOf(text, rowBytes, file) {
+  check(typeof text === "string", "rows that are no text", { file });
+  let characters;
+  try {
+    characters = atob(text);
+  } catch {
+    throw new Damage("rows that are no base64", { file });
+  }
+  const bytes = Uint8Array.from(characters, (character) => character.charCodeAt(0));
+  check(bytes.length % rowBytes === 0, `rows of ${rowBytes} bytes that end within one`, { file });
+  return bytes;
 }
 
 function layRows(bytes, part, features) {
