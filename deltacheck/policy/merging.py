@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 # A merge is finished one save after it began, or later. Its leaf must not reach a limit meanwhile.
 _SPARE_SAVES = 2
 # Leaves of one group are merged together. More groups: smaller bursts of writing; fewer groups:
-# fewer segments that a restore opens.
+# less work, since each merge opens all segments of the step, and fewer segments for a restore.
 _GROUPS = 4
+# A state of at most so many bytes is one group: merging all of it is a small burst.
+_ONE_GROUP_BYTES = 64 << 20
 # Deltas that hold at least this share of a leaf are not merged: together they change nearly all of
 # it, and it is due again after few saves, so keyframes take fewer bytes.
 _DENSE_SHARE = 0.5
@@ -77,16 +79,34 @@ def group_limits(policy: Policy, deltas: DeltasSinceKeyframe) -> Policy:
     )
 
 
-def is_due(policy: Policy, path: str, deltas: DeltasSinceKeyframe) -> bool:
+def depth_limit(policy: Policy, path: str, state_bytes: int) -> int:
+    """Return the number of deltas at which a leaf is due.
+
+    The leaves of a large state are spread over a few groups, which are due at different lengths.
+
+    Args:
+        policy: The policy that sets the limits.
+        path: The path of the leaf.
+        state_bytes: The size of all leaves together.
+    """
+    depth = policy.max_chain_depth
+    groups = 1 if state_bytes <= _ONE_GROUP_BYTES else _GROUPS
+    spread = path_hash(path) % groups * (depth // (2 * groups))
+    return max(2, depth - _SPARE_SAVES - spread)
+
+
+def is_due(policy: Policy, depth: int, deltas: DeltasSinceKeyframe) -> bool:
     """Decide if deltas of a leaf are to be merged, so that its chain does not reach a limit.
 
-    The leaves are spread over a few groups, which are due at different lengths of their chains.
-    The result depends on the path, so every process decides alike.
+    Args:
+        policy: The policy that sets the limits.
+        depth: The ``depth_limit`` of the leaf.
+        deltas: Its deltas.
     """
     sizes = deltas.decoded_bytes
     if len(sizes) - deltas.merged < 2 or is_dense(deltas):
         return False
-    if len(sizes) >= _depth_limit(policy, path):
+    if len(sizes) >= depth:
         return True
     ratio = policy.max_restore_ratio
     if ratio is None or deltas.raw_bytes < LEAST_RATIO_BYTES:
@@ -95,7 +115,7 @@ def is_due(policy: Policy, path: str, deltas: DeltasSinceKeyframe) -> bool:
 
 
 def first_merged(
-    policy: Policy, path: str, deltas: DeltasSinceKeyframe
+    policy: Policy, depth: int, deltas: DeltasSinceKeyframe
 ) -> tuple[int, float] | None:
     """Choose the deltas of a leaf to merge: those that cost the fewest bytes for each later save.
 
@@ -103,7 +123,7 @@ def first_merged(
 
     Args:
         policy: The policy that sets the limits.
-        path: The path of the leaf.
+        depth: The ``depth_limit`` of the leaf.
         deltas: Its deltas.
 
     Returns:
@@ -113,7 +133,7 @@ def first_merged(
     ways = [
         ((_merged_share(deltas, first) + _READ_SHARE) / saves, -first, saves)
         for first in range(deltas.merged + 1)
-        if (saves := _saves_after(policy, path, deltas, first)) >= 1
+        if (saves := _saves_after(policy, depth, deltas, first)) >= 1
     ]
     if not ways:
         return None
@@ -134,13 +154,6 @@ def pays(merged: float, saves: float, keyframe: float, delta: float, deltas_betw
     return merged / saves < (keyframe - delta) / max(1, deltas_between)
 
 
-def _depth_limit(policy: Policy, path: str) -> int:
-    """Return the number of deltas at which a leaf is due."""
-    depth = policy.max_chain_depth
-    spread = path_hash(path) % _GROUPS * (depth // (2 * _GROUPS))
-    return max(2, depth - _SPARE_SAVES - spread)
-
-
 def _typical(deltas: DeltasSinceKeyframe) -> float:
     """Return the mean decoded size of the deltas of saves."""
     sizes = deltas.decoded_bytes[deltas.merged :]
@@ -158,9 +171,9 @@ def _merged_share(deltas: DeltasSinceKeyframe, first: int) -> float:
     return 1 - unchanged
 
 
-def _saves_after(policy: Policy, path: str, deltas: DeltasSinceKeyframe, first: int) -> float:
+def _saves_after(policy: Policy, depth: int, deltas: DeltasSinceKeyframe, first: int) -> float:
     """Return the number of saves until a leaf is due again if the deltas from ``first`` merge."""
-    saves: float = _depth_limit(policy, path) - (first + 1)
+    saves: float = depth - (first + 1)
     ratio = policy.max_restore_ratio
     if ratio is not None and deltas.raw_bytes >= LEAST_RATIO_BYTES:
         kept_share = sum(deltas.decoded_bytes[:first]) / deltas.raw_bytes

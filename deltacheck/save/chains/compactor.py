@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import deltas_between
-from deltacheck.policy.merging import first_merged, is_due, pays
+from deltacheck.policy.merging import depth_limit, first_merged, is_due, pays
 from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.job.leaf_state import LeafState
@@ -96,15 +96,17 @@ def deltas_to_merge(leaves: Mapping[str, LeafState], policy: Policy) -> dict[str
         policy: The policy that limits them.
     """
     links: dict[str, Links] = {}
+    state_bytes = sum(leaf.spec.raw_bytes for leaf in leaves.values())
     for path, leaf in leaves.items():
-        if leaf.base is None or not leaf.delta_segments:
+        if leaf.base is None or not leaf.delta_segments or not leaf.may_merge:
             continue
-        key, segments = leaf.key_segment, tuple(leaf.delta_segments)
-        deltas = leaf.deltas
-        if leaf.may_merge and is_due(policy, path, deltas):
-            choice = first_merged(policy, path, deltas)
+        depth, deltas = depth_limit(policy, path, state_bytes), leaf.deltas
+        if is_due(policy, depth, deltas):
+            choice = first_merged(policy, depth, deltas)
             if choice is not None:
-                links[path] = Links(key, segments, *choice, leaf.spec.raw_bytes)
+                links[path] = Links(
+                    leaf.key_segment, tuple(leaf.delta_segments), *choice, leaf.spec.raw_bytes
+                )
     return links
 
 
@@ -260,6 +262,8 @@ class Compactor:
         # Replaced, not updated: `segments` may be copying the set.
         running.segments = running.segments | {writer.id}
         try:
+            # Held, so that their tables are read once for all that follows.
+            held = root.store.segments(manifest.segments)
             stored_paths = [path for path in plan.links if path in manifest.stored]
             # The plan was made before its save was committed, so its chains may differ.
             chains = {
@@ -274,6 +278,7 @@ class Compactor:
                 if runs
                 else Merged(None)
             )
+            del held
             result = CompactedChains(
                 plan.epoch, merged.ref, links, merged.decoded_bytes, merged.declined
             )
