@@ -50,6 +50,14 @@ def test_example_continues_from_its_last_step(example: str, framework: str, tmp_
     assert first + second[1:] == whole  # losses included
 
 
+def test_the_queue_of_rollouts_trains_on_each_prompt_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    _run("rollout_queue.py", tmp_path / "run", 10)
+    resumed, *_, end = _run("rollout_queue.py", tmp_path / "run", 20)
+    assert resumed == "resumed from step 10"
+    assert end == "each of 80 prompts was trained on once"
+
+
 @pytest.mark.timeout(300)  # three processes that import a framework, one after the other
 def test_a_checkpoint_of_every_step_continues_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -35,7 +35,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import deltacheck
 from deltacheck import Keep, SaveOptions
-from deltacheck.backends.torch import Engine, ResumableLoader, RolloutQueue
+from deltacheck.backends.torch import Engine, ResumableLoader
+from examples.rollout_queue import RolloutQueue
 
 SAMPLES = 23  # the last batch is smaller
 BATCH = 4

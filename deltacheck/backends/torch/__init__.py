@@ -14,7 +14,6 @@ from deltacheck.backends.torch.state.follow import apply
 if TYPE_CHECKING:
     from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
     from deltacheck.backends.torch.state.data_position import ResumableLoader
-    from deltacheck.backends.torch.state.rollouts import RolloutQueue
     from deltacheck.backends.torch.state.shards import Shard
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Engine",
     "RestoreHandle",
     "ResumableLoader",
-    "RolloutQueue",
     "Shard",
     "apply",
     "load",
@@ -36,7 +34,6 @@ _LATER = {
     "DeltaStorageReader": "dcp",
     "DeltaStorageWriter": "dcp",
     "ResumableLoader": "state.data_position",
-    "RolloutQueue": "state.rollouts",
     "Shard": "state.shards",
 }  # some import much of torch
 

@@ -1,21 +1,28 @@
-"""Keep prompts and rollouts between asynchronous workers and the training, for a checkpoint.
+"""Asynchronous reinforcement learning whose checkpoints lose no prompt and no rollout.
 
 Workers are ahead of the training: prompts were drawn whose rollouts are not there yet, and rollouts
-wait that no step has used. The position in the prompts alone would lose them.
+wait that no step has used. The position in the prompts alone would lose them. Copy ``RolloutQueue``
+into your code, and let a step have its state.
+
+    python examples/rollout_queue.py FOLDER --steps 10
+    python examples/rollout_queue.py FOLDER --steps 20    # continues from step 10
 """
 
 from __future__ import annotations
 
+import argparse
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deltacheck.leaf.external_errors import typed
+import torch
+from torch.utils.data import DataLoader
+
+from deltacheck.backends.torch import Engine, ResumableLoader
 
 
-@typed
 class RolloutQueue:
-    """A queue between workers that generate rollouts and the training, for ``Engine.save``.
+    """A queue between workers that generate rollouts and the training.
 
     Its state has the position in the prompts, the prompts in the hands of workers, and the rollouts
     that wait. After a resume, these prompts are given out again before new ones, and the training
@@ -205,3 +212,63 @@ class RolloutQueue:
                 f"prompt {number} is not in the hands of a worker: it was finished already, or is"
                 " of a run before the resume"
             )
+
+
+def main() -> None:
+    """Train on rollouts of two workers, and continue from the newest checkpoint."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("folder")
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
+    options = arguments.parse_args()
+
+    torch.manual_seed(0)
+    prompts = DataLoader(range(20), batch_size=None, shuffle=True)
+    queue = RolloutQueue(ResumableLoader(prompts), capacity=8)
+    model = torch.nn.Linear(8, 8)
+    trained: list[int] = []  # the numbers of the prompts
+
+    def generate() -> None:  # in as many threads as you want; each may serve a remote worker
+        for number, prompt in queue:
+            queue.finish(number, {"number": number, "tokens": torch.arange(8.0) + prompt})
+
+    with Engine(options.folder) as engine:
+        last_step = engine.latest_step() or 0
+        if last_step:
+            saved = engine.restore()
+            model.load_state_dict(saved["model"])
+            trained = saved["trained"].tolist()
+            queue.load_state_dict(saved["rollouts"])  # before workers begin
+            print(f"resumed from step {last_step}")
+        workers = [threading.Thread(target=generate) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        for step in range(last_step + 1, options.steps + 1):
+            rollouts = queue.take(4)
+            loss = model(torch.stack([rollout["tokens"] for rollout in rollouts])).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-4 * parameter.grad
+                    parameter.grad = None
+            trained += [rollout["number"] for rollout in rollouts]
+            if step % options.every == 0:
+                state = {
+                    "model": model.state_dict(),
+                    "trained": torch.tensor(trained),
+                    "rollouts": queue.state_dict(),
+                }
+                engine.save(step, state)
+                print(f"step {step}: {len(trained)} rollouts, loss {loss.item():.3f}")
+        queue.close()
+        for worker in workers:
+            worker.join()
+    waiting = [int(key) for part in ("in_hand", "waiting") for key in queue.state_dict()[part]]
+    assert sorted(trained + waiting) == list(range(len(trained) + len(waiting)))
+    print(f"each of {len(trained)} prompts was trained on once")
+
+
+if __name__ == "__main__":
+    main()
