@@ -178,7 +178,7 @@ class BudgetExceeded(DeltacheckError, MemoryError):
 class Damaged(DeltacheckError):
     """Bytes in storage differ from those that were committed.
 
-    Restore one of the steps that the message lists as whole, or run ``deltacheck repair``.
+    Restore one of the steps that the message lists as whole.
 
     Args:
         message: The description of the damage.
@@ -222,7 +222,7 @@ class ReceiptFailed(Damaged):
 class ChainBroken(Damaged):
     """A segment that a step needs is missing, or does not continue the chain of a leaf.
 
-    Restore one of the steps that the message lists as whole, or run ``deltacheck repair``.
+    Restore one of the steps that the message lists as whole.
 
     Args:
         message: The description of the damage.

@@ -170,7 +170,7 @@ def _print_verified(root: Root, result: Verified, reads_data: bool) -> None:
 
 
 def _print_remedy(root: Root, result: Verified) -> None:
-    """Print the steps that no damage was found in, and the command that says what can be saved."""
+    """Print the steps that no damage was found in, and the command that sets the others aside."""
     from deltacheck.store.roots.wording import listed
 
     damaged = {finding.step for finding in result.findings}
@@ -179,7 +179,8 @@ def _print_remedy(root: Root, result: Verified) -> None:
         output.print_line(f"steps without a finding: {listed(intact)}")
     # A repair needs a root on this machine.
     if isinstance(root.path, Path):
-        output.print_line(f"next: deltacheck repair {shlex.quote(str(root.path))} --dry-run")
+        command = f"deltacheck repair {shlex.quote(str(root.path))} --lossy"
+        output.print_line(f"next: {command} --dry-run names the steps that it would set aside")
 
 
 def _step_to_check(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
@@ -266,27 +267,22 @@ def _summarize_contracts(contracts: list[Row]) -> str:
 
 def repair(
     words: RootOnly = None,
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Repair only this step. Default: all steps."),
-    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Change nothing; print what would be repaired and what is lost."
+            "--dry-run", help="Change nothing; print what would be written and what is lost."
         ),
     ] = False,
     lossy: Annotated[
         bool,
         typer.Option(
-            "--lossy",
-            help="Set aside steps that cannot be repaired, and manifests that cannot be read.",
+            "--lossy", help="Set aside steps that are lost, and manifests that cannot be read."
         ),
     ] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Repair damaged steps with the data of other steps.
+    """Write damaged digests and metadata again, and name the steps that are lost.
 
     Refused while a training writes to the root. The exit code is 1 if something is lost and still
     in the root.
@@ -321,7 +317,7 @@ def repair(
         if not (dry_run and result.documents):
             root = open_root(path, item)
             resources.callback(root.store.close)
-            repairing.repair(root, step, dry_run=dry_run, lossy=lossy, result=result)
+            repairing.repair(root, dry_run=dry_run, lossy=lossy, result=result)
     if as_json:
         output.print_json({"root": str(path), "dry_run": dry_run, "lossy": lossy, **asdict(result)})
     else:
@@ -346,29 +342,13 @@ def _print_repaired(result: Repaired, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     for document in result.documents:
         output.print_line(f"{document} {would}written again")
-    for healed in result.healed:
-        output.print_line(
-            f"step {healed.step}, leaf {healed.leaf}: {would}repaired from {healed.source}"
-        )
     for lost in result.lost:
         step = "a step" if lost.step is None else f"step {lost.step}"
         leaf = "" if lost.leaf is None else f", leaf {lost.leaf}"
-        chunks = ""
-        if lost.chunks:
-            # A leaf may have thousands of chunks. The JSON document has all of them.
-            ellipsis = ", ..." if len(lost.chunks) > 8 else ""
-            chunks = f", chunks {', '.join(map(str, lost.chunks[:8]))}{ellipsis}"
-        output.print_line(f"{step}{leaf}{chunks}: lost: {lost.problem}")
+        output.print_line(f"{step}{leaf}: lost: {lost.problem}")
     for manifest in result.removed:
         output.print_line(f"{manifest}: its step {would}set aside")
     if result.backup is not None:
         output.print_line(f"documents that were replaced or set aside are in {result.backup}")
-    if not (result.documents or result.healed or result.lost):
+    if not (result.documents or result.lost):
         output.print_line("nothing to do: no damage found")
-    elif result.steps:
-        output.print_line(
-            f"{output.count(len(result.steps), 'step')} {would}repaired"
-            f" ({', '.join(map(str, result.steps))}),"
-            f" {output.size(result.stored_bytes)} written. Run gc to remove the segments that no"
-            " step needs any more"
-        )

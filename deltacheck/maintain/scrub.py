@@ -71,8 +71,8 @@ class ScrubProgress:
 
     def record(self, key: str, is_whole: bool) -> None:
         """Record the result of a check. The file is written every few seconds."""
-        # A chain that was repaired leaves the damaged ones, and one that decayed leaves the sound
-        # ones.
+        # A chain whose files were replaced leaves the damaged ones, and one that decayed leaves the
+        # sound ones.
         (self.damaged if is_whole else self.sound).discard(key)
         (self.sound if is_whole else self.damaged).add(key)
         if time.monotonic() - self._last_save > _SAVE_SECONDS:
@@ -81,7 +81,7 @@ class ScrubProgress:
     def restart(self) -> None:
         """Forget the whole lineages after all were checked, so that the next run reads them again.
 
-        Damaged ones are kept: every run reports them until they are repaired.
+        Damaged ones are kept: every run reports them.
         """
         self.sound.clear()
         self.save()

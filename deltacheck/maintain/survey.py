@@ -15,7 +15,7 @@ import numpy as np
 
 from deltacheck.codec.base import U64
 from deltacheck.errors import ChainBroken, Damaged
-from deltacheck.leaf import limits, sharding
+from deltacheck.leaf import limits
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain
@@ -102,14 +102,12 @@ class Survey:
     broken: list[Broken]
 
 
-def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = False) -> Survey:
-    """List the chains of steps.
+def survey(root: Root, manifests: Iterable[Manifest]) -> Survey:
+    """List the chains of steps. Steps that have lost segments are left out.
 
     Args:
         root: Root to read.
         manifests: Manifests of the steps, in ascending order of their sequence numbers.
-        without_lost: If true, a step that has lost segments is read without them, so that
-            ``broken`` names the leaves that need them. If false, such a step is left out.
 
     Returns:
         Chains, segments and problems.
@@ -124,7 +122,7 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
             if (segment := _open_segment(root, ref, result)) is not None
         ]
         # The missing links would make sound chains look broken.
-        if len(segments) < len(manifest.segments) and not without_lost:
+        if len(segments) < len(manifest.segments):
             continue
         names = {segment.id for segment in segments}
         # A step that no longer names a segment has its leaves from elsewhere, so chains through
@@ -161,41 +159,18 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
 
 
 def _records(manifest: Manifest, result: Survey) -> Iterator[tuple[str, LeafRecord]]:
-    """Yield the stored leaves and tiles of a step.
-
-    If the tables of a lane are lost, and with them the digests of its tiles, ``broken`` names one
-    tile of it for each leaf.
-    """
+    """Yield the stored leaves and tiles of a step. Leaves without digests are ``broken``."""
     yield from manifest.leaves.items()
     for path, cut in manifest.tiles.items():
         try:
             complete = manifest.tiling(path)
-        except Damaged:
-            yield from _readable_tiles(manifest, path, result)
+        except Damaged as error:
+            result.broken.append(Broken(manifest, path, error))
             continue
         assert complete is not None
         for name, record in zip(cut.names(path), complete.records(), strict=True):
             if record is not None:
                 yield name, record
-
-
-def _readable_tiles(
-    manifest: Manifest, path: str, result: Survey
-) -> Iterator[tuple[str, LeafRecord]]:
-    """Yield the tiles of a leaf whose digests can be read, and note one of each other lane."""
-    cut, readable_lanes = manifest.tiles[path], set[int]()
-    for lane in sorted(set(cut.lanes)):
-        number = cut.lanes.index(lane)
-        try:
-            manifest.require_digests(path, [number])
-        except Damaged as error:
-            (name,) = sharding.names_of(path, cut.cuts, [number])
-            result.broken.append(Broken(manifest, name, error))
-        else:
-            readable_lanes.add(lane)
-    numbers = [number for number, lane in enumerate(cut.lanes) if lane in readable_lanes]
-    for name in sharding.names_of(path, cut.cuts, numbers):
-        yield name, manifest.stored[name]
 
 
 def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None:
@@ -339,41 +314,6 @@ def stored_chunks(
         for part, first, rows in entry.delta
     ]
     return np.concatenate(runs).astype(np.int64)
-
-
-def proven_digests(lineage: Lineage) -> dict[int, U64]:
-    """Return the chunk digests after each link, from the content alone.
-
-    The arrays of chunk digests are not read: the digest of the leaf, which the table has, proves
-    the content. So these are the links at which a restore gives the saved bytes. A link that is
-    damaged may be followed by others that restore, if later deltas replace what it gave.
-
-    Returns:
-        Number of links, counted from 1 -> digests of all chunks, uint64 ``(chunks, 2)``.
-    """
-    proven: dict[int, U64] = {}
-    spec = lineage.record.spec(lineage.path)
-    links = _count_fitting_links(lineage)
-    chains = {lineage.path: lineage.chain(links)} if links else {}
-    with suppress(Damaged):  # no later link can be read either
-        walk = read.follow_links(chains, verified=False)
-        for number, (_, entries, content) in enumerate(walk, 1):
-            digests = all_chunk_digests(spec, content[lineage.path])
-            if leaf_digest(digests) == entries[lineage.path].digest:
-                proven[number] = digests
-    return proven
-
-
-def _count_fitting_links(lineage: Lineage) -> int:
-    """Count the links, from the keyframe on, whose rows are of chunks that the leaf has."""
-    for number, (segment, entry) in enumerate(lineage.links):
-        try:
-            chunks = stored_chunks(segment, entry, lineage.spec_chunks)
-        except Damaged:
-            return number
-        if chunks.size and int(chunks.max()) >= lineage.spec_chunks:
-            return number
-    return len(lineage.links)
 
 
 def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Lineage]]:

@@ -169,7 +169,7 @@ def check(
     if subset is not None:
         remaining = sample(remaining, subset * total, random.Random(seed))
     remaining_bytes -= sum(map(cost_bytes, remaining))
-    # Damaged chains are read in every run, so that every run reports them until they are repaired.
+    # Damaged chains are read in every run, so that every run reports them.
     selected = remaining + damaged
     size = sum(map(cost_bytes, selected))
     limits.check_bytes(

@@ -79,7 +79,7 @@ def _next_command(record: Record) -> str:
     """Return a sentence with the command that helps most."""
     root = shlex.quote(record.root)
     if record.problems:
-        return f"Next: deltacheck repair {root} --dry-run says what can be repaired."
+        return f"Next: deltacheck repair {root} --dry-run names the steps that are lost."
     last = record.steps[-1]
     if last.held:
         return (

@@ -12,7 +12,6 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged
 from deltacheck.leaf import grid, limits
 from deltacheck.leaf.digest import chunk_digests
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.buffers import Filling, allocate_blocks, extents_of
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
@@ -143,28 +142,6 @@ def follow_links(
         for item in link.values() if verified else ():
             _check_link(item)
         yield segment, entries, {path: items[path].data for path in entries}
-
-
-def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -> U8:
-    """Return the bytes of a leaf after one segment.
-
-    Args:
-        spec: The leaf.
-        segment: The segment.
-        entry: The entry of the leaf in it.
-        base: The bytes before the segment; ``None`` if the entry is a keyframe.
-
-    Raises:
-        Damaged: A chunk differs from its digest; names leaf and file.
-    """
-    # The zeros are never compared: `_check_link` takes the digests of the segment.
-    link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
-    ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
-    if base is not None:
-        item.data[:] = base
-    _fill({spec.path: item})
-    _check_link(item)
-    return item.data
 
 
 def _check_link(item: Filling) -> None:

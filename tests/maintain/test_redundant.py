@@ -100,8 +100,6 @@ def test_the_command_reports_redundant_damage_apart_and_succeeds(
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"lossy": True},
-    {"step": 2},
-    {"step": 2, "lossy": True},
     {"dry_run": True, "lossy": True},
 ]
 

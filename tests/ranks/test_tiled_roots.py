@@ -600,46 +600,7 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         assert_whole(root, copied.states, [0, 5, NEWEST])
 
 
-@pytest.mark.parametrize("step", [0, RECUT])
-def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(
-    copied: Roots, tool: Any, step: int
-) -> None:
-    """The mask never moves; each of its tiles is lost once, in the segments of the first save or of
-    the first after the other cut.
-    """
-    root = open_root(copied.many)
-    harmed = set()
-    for ref in root.manifest(step).segments:
-        segment = root.store.segment(ref)
-        if (
-            any(path.startswith(MASK) for path in segment.table.leaves)
-            and layout.seq_of(ref.id) == step
-        ):
-            (chunk,) = (
-                file for file in (copied.many / "segments" / ref.id / "packed" / "bool").glob("c.*")
-            )
-            chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
-            harmed.add(ref.id)
-    assert len(harmed) == (4 if step == 0 else 3)
-    done = tool(copied.many, "repair", ROOT)
-    assert done["lost"] == []
-    assert done["steps"] == list(range(RECUT) if step == 0 else range(RECUT, NEWEST + 1))
-    assert {(row["leaf"], row["source"].partition(": ")[2]) for row in done["healed"]} == {
-        (
-            MASK,
-            (
-                f"leaf {MASK!r} of step {NEWEST if step == 0 else RECUT - 1}, which has it in other"
-                " tiles"
-            ),
-        )
-    }
-    assert_whole(copied.many, copied.states, list(range(NEWEST + 1)))
-
-
-def test_repair_makes_nothing_of_tiles_that_hold_something_else(copied: Roots, tool: Any) -> None:
-    """A leaf that has moved since, and is stored under other cuts, is no cure: what is lost is
-    told.
-    """
+def test_repair_sets_aside_the_steps_of_a_damaged_tile(copied: Roots, tool: Any) -> None:
     root = open_root(copied.many)
     segments = [
         root.store.segment(ref)

@@ -224,7 +224,7 @@ FAULTS: list[Fault] = [
 
 # --- one trial ------------------------------------------------------------------------------------
 
-MENDED = ("whole", "healed", "lost")
+MENDED = ("whole", "lost")
 OUTCOMES = ("error", "harmless", *MENDED)
 _WAY_OUT = re.compile(
     r"(?:Steps that still restore|Steps that it has|steps that restore then): ([0-9, .]+)|No other"
@@ -369,7 +369,7 @@ def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
         names = list(subject.doors)
         give, wanted = subject.doors[names[0]]
         lost = {loss.step for loss in done.lost}
-        outcome, text = ("healed" if done.steps else "lost" if lost else "whole"), ""
+        outcome, text = ("lost" if lost else "whole"), ""
         for step in deltacheck.open(root).steps():
             try:
                 wrong = list(differences(wanted[step], give(root, step)))

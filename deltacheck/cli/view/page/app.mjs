@@ -380,7 +380,7 @@ async function viewCheck({ step, deep }) {
     ...head,
     result.ok
       ? element("p", { class: "fine" }, `${count(result.steps.length, "step")} without a finding${read}.`)
-      : [problems(`${count(result.findings.length, "finding")} in ${count(result.steps.length, "step")}${read}`, ["A restore of what is named here is refused. deltacheck repair --dry-run names what can be repaired."]), table(columns, result.findings)],
+      : [problems(`${count(result.findings.length, "finding")} in ${count(result.steps.length, "step")}${read}`, ["A restore of what is named here is refused. deltacheck repair --dry-run names the steps that are lost."]), table(columns, result.findings)],
     result.redundant.length > 0 ? [element("h2", {}, "Damage to files that no restore needs"), table(columns, result.redundant)] : [],
     result.contracts.length > 0 ? [element("h2", {}, "Contracts"), table([
       ["step", (row) => row.step], ["leaf", (row) => name(row.leaf), true], ["contract", (row) => row.contract, true],
