@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from deltacheck.backends.torch.datastates import SECTION as DATASTATES_SECTION
-from deltacheck.backends.torch.datastates import datastates_options
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.policy import Keep, KeepBest, Policy
 from deltacheck.save.save_options import SaveOptions
 
 _SECTION = "deltacheck"
+# The section of DataStates-LLM's checkpoint engine. Its other two options have no counterpart: the
+# encoder takes idle processors, and copies from a device always go to pinned memory.
+_DATASTATES, _DATASTATES_OPTIONS = "datastates_ckpt", ("parser_threads", "pin_host_cache")
 # Of the arguments of ``Engine``, those that belong to this adapter or that several ranks lack.
 _NOT_CONFIGURABLE = {"process_group", "storage", "memory"}
 
@@ -61,11 +62,35 @@ def engine_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dic
         merged["keep"] = Keep(**{**merged["keep"], "best": best})
     fields = merged.get("options", {})
     if isinstance(fields, Mapping):
-        rival = config.get(DATASTATES_SECTION)
-        datastates = datastates_options(rival) if isinstance(rival, Mapping) else SaveOptions()
         _check(SaveOptions, "options", fields)
-        merged["options"] = dataclasses.replace(datastates, **fields)
+        merged["options"] = SaveOptions(**{**_datastates_options(config), **fields})
     return merged
+
+
+def _datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of ``SaveOptions`` that correspond to DataStates-LLM's options.
+
+    ``host_cache_size`` (GiB) becomes ``host_cache_bytes``.
+    """
+    section = config.get(_DATASTATES, {})
+    # ``true`` selects DataStates-LLM without options.
+    section = section if isinstance(section, Mapping) else {}
+    for name in section:
+        if name not in ("host_cache_size", *_DATASTATES_OPTIONS):
+            raise ValueError(
+                f"{_DATASTATES} has the option {name!r}, which is not one of"
+                f" {', '.join(('host_cache_size', *_DATASTATES_OPTIONS))}; leave it out"
+            )
+    if "host_cache_size" not in section:
+        return {}
+    size = section["host_cache_size"]
+    # bool is a subclass of int, and ``true`` would mean 1 GiB.
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
+        raise ValueError(
+            f"{_DATASTATES}.host_cache_size must be a number of GiB above 0, not {size!r}"
+        )
+    # A small fraction of a GiB is rounded to 0 bytes, which ``Engine`` refuses.
+    return {"host_cache_bytes": max(1, int(size * (1 << 30)))}
 
 
 def _check(kind: type[Keep | KeepBest | SaveOptions], name: str, section: Any) -> None:
