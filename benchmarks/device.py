@@ -19,7 +19,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck import SaveOptions
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture import tensor_codec, windows
-from deltacheck.codec.base import METHOD, METHOD_NAMES, STREAMS, GroupJob
+from deltacheck.codec.base import METHOD_NAMES, ROW_METHOD, STREAMS, GroupJob
 
 REPETITIONS = 9
 CHUNK_BYTES = 1 << 20
@@ -107,7 +107,7 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
             groups = list(windows.encode(device, [job], size, lambda used: None, lambda: None))
             encoded = [group.encoded for group in groups]
             streams = sum(stream.size for part in encoded for stream in part.streams.values())
-            names = {METHOD_NAMES[m] for part in encoded for m in part.rows[:, METHOD]}
+            names = {METHOD_NAMES[m] for part in encoded for m in part.rows[:, ROW_METHOD]}
             methods = "+".join(sorted(names)) or "unchanged"
             plain = _kernels(
                 device, place, job, digests=False, before=lambda b=base, o=original: b.copy_(o)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import _native
 from deltacheck.codec import NativeCodec, memory
-from deltacheck.codec.base import METHOD, METHOD_NAMES
+from deltacheck.codec.base import METHOD_NAMES, ROW_METHOD
 
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 1.0)
 CHUNK_BYTES = 1 << 20
@@ -151,7 +151,7 @@ def measure(
         )[0]
         for n, edges in enumerate(bounds)
     ]
-    methods = {int(m) for part in parts for m in part.rows[:, METHOD]} or {
+    methods = {int(m) for part in parts for m in part.rows[:, ROW_METHOD]} or {
         METHOD_NAMES.index("sparse")
     }
     method = max(methods)

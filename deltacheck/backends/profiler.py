@@ -120,5 +120,13 @@ def package_of(value: object) -> str:
     return next((package for package in packages if package in _ADAPTERS), "")
 
 
+def framework_of(state: object) -> str | None:
+    """Return the framework of a state's arrays, ``"torch"`` or ``"jax"``; ``None``: neither."""
+    packages = {package_of(array) for array in flatten(state).arrays.values()}
+    if "torch" in packages:
+        return "torch"
+    return "jax" if packages & {"jax", "jaxlib"} else None
+
+
 def _adapter(package: str) -> Adapter | None:
     return cast(Adapter, import_module(_ADAPTERS[package])) if package else None

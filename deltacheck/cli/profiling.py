@@ -201,8 +201,7 @@ def steps_as(
     from deltacheck.backends import profiler
     from deltacheck.evaluate.offline.recorded import recorded
 
-    arrays = profiler.flatten(like).arrays.values()
-    as_torch = any(profiler.package_of(array) == "torch" for array in arrays)
+    as_torch = profiler.framework_of(like) == "torch"
     return recorded(source, item, as_torch=as_torch, step_set=step_set)
 
 

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec.base import (
-    CHANGED,
-    GAP_BYTES,
     GRADIENT_LAW,
     LAW_PARTS,
     MEAN_LAW,
+    ROW_CHANGED,
+    ROW_GAP_BYTES,
+    ROW_WIDE_COUNT,
     STEPS_LAW,
     U8,
-    WIDE_COUNT,
 )
 from deltacheck.codec.extension import native
 
@@ -175,7 +175,9 @@ class Sample:
         if int(rows[0, 1]) != law.method:
             return 1.0
         row = rows[0]
-        exceptions = int(row[CHANGED]) + int(row[GAP_BYTES]) + _WORD * int(row[WIDE_COUNT])
+        exceptions = (
+            int(row[ROW_CHANGED]) + int(row[ROW_GAP_BYTES]) + _WORD * int(row[ROW_WIDE_COUNT])
+        )
         return exceptions / now.size
 
 

@@ -73,7 +73,7 @@ STREAMS = (
 )
 
 # Columns of a row.
-CHUNK, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(5)
+ROW_CHUNK, ROW_METHOD, ROW_CHANGED, ROW_GAP_BYTES, ROW_WIDE_COUNT = range(5)
 ROW_WIDTH = 5
 # Numbers at the head of the results of a call on a device: of rows, 1 if the payload was too small,
 # then the bytes of each stream.

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from dataclasses import asdict
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from deltacheck.evaluate.workload import (
     Factory,
     NoWorkload,
     Workload,
+    backend_of,
     create_workload,
     load_factory,
 )
@@ -56,7 +56,6 @@ from deltacheck.profile import Profile, sensitivity
 # is that of the save in progress or of the one before.
 LIVE_SNAPSHOTS = 3
 _WAIT_FOR_KILL_SECONDS = 120.0
-_BACKENDS = {"torch": "torch", "jax": "orbax"}
 
 
 class WorkerRun:
@@ -66,10 +65,10 @@ class WorkerRun:
         self.workload: Workload = create_workload(factory, seed)
         self.step, self.losses = 0, dict[int, float]()
         # Only the backend of the state's framework is imported: the other may not be installed.
-        self.framework = _framework(self.workload.state())
-        self.backend: Any = import_module(
-            f"deltacheck.backends.{_BACKENDS[self.framework]}.files.evaluation"
-        )
+        self.framework = profiler.framework_of(self.workload.state())
+        if self.framework is None:
+            raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
+        self.backend = backend_of(self.framework)
 
     def train_until(self, step: int) -> float:
         """Train up to a step, and return the last loss."""
@@ -414,16 +413,6 @@ def _profile(run: WorkerRun, plan: EvaluationPlan) -> Profile:
 def _policy(plan: EvaluationPlan, folder: Path) -> Policy:
     file = folder / PROFILE if plan.profile == MEASURED else plan.profile
     return policy_of(plan.policy, Profile.read(file) if file else None)
-
-
-def _framework(state: Any) -> str:
-    # Packages follow from the modules of the types, so no framework is imported to test for it.
-    packages = {profiler.package_of(array) for array in profiler.flatten(state).arrays.values()}
-    if "torch" in packages:
-        return "torch"
-    if packages & {"jax", "jaxlib"}:
-        return "jax"
-    raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
 
 
 def report_saved(save_times: tuple[int, float, float, int] | None, **fields: Any) -> None:

@@ -181,6 +181,15 @@ def load_factory(reference: str) -> Factory:
     return cast(Factory, factory)
 
 
+def backend_of(framework: str | None) -> Any:
+    """Return the module that saves states of ``"torch"`` or ``"jax"``; ``None``: what is there."""
+    is_torch = framework == "torch" or (
+        framework is None and importlib.util.find_spec("torch") is not None
+    )
+    backend = "torch" if is_torch else "orbax"
+    return importlib.import_module(f"deltacheck.backends.{backend}.files.evaluation")
+
+
 @contextmanager
 def workload_folder() -> Iterator[None]:
     """Provide a temporary folder that factories may write to, unless an evaluation provides one."""

@@ -281,18 +281,6 @@ def rolled_back(state: Any, older: Any, select: Callable[[str], bool], factor: f
     )
 
 
-def rounded(state: Any, select: Callable[[str], bool], spacing: float) -> Any:
-    """Return ``state`` with the selected leaves rounded to multiples of ``spacing``.
-
-    All elements have the same phase, so this only imitates a lower precision. Rounding around a
-    fresh base would return every element to the base: this seems harmless, but stalls training. A
-    bounded master is stored with ``codec.lossy.lattice`` instead.
-    """
-    return changed(
-        state, lambda path, leaf: (leaf / spacing + 0.5) // 1 * spacing if select(path) else leaf
-    )
-
-
 def _changed(node: Any, keys: tuple[str, ...], change: Callable[[str, Any], Any]) -> Any:
     if isinstance(node, Mapping):
         return {

@@ -80,7 +80,7 @@ def rebuild(
             )
     # The tables that the given store has opened come from before the read-back, so a new one opens
     # the files.
-    fresh = Store(store.path, store.threads)
+    fresh = Store(store.path)
     forget(store, manifest)
     raw_bytes = 0
     try:

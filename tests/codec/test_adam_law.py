@@ -10,7 +10,7 @@ import pytest
 from deltacheck import _native
 from deltacheck.codec import adam_law, default_codec
 from deltacheck.codec.adam_law import Law
-from deltacheck.codec.base import GRADIENT_LAW, LAWS, MEAN_LAW, METHOD, STEPS_LAW, Encoded
+from deltacheck.codec.base import GRADIENT_LAW, LAWS, MEAN_LAW, ROW_METHOD, STEPS_LAW, Encoded
 from deltacheck.errors import DamagedStream
 from tests.reference import law as reference
 from tests.reference.codec import ReferenceCodec
@@ -109,7 +109,7 @@ def test_any_bits_come_back_with_the_bytes_of_the_reference(name, method):
         expected = encoded_by(ReferenceCodec(), before, now, law)
         assert_equal(encoded_by(default_codec(), before, now, law), expected)
         if mean == square == weight == 0:
-            assert expected.rows[:, METHOD].tolist() == [method]
+            assert expected.rows[:, ROW_METHOD].tolist() == [method]
 
 
 def test_the_number_of_threads_does_not_matter():
@@ -172,7 +172,7 @@ def test_clipped_bfloat16_gradients_are_found_and_stored(scale):
     # Powers of two belong to the gradients.
     assert math.frexp(law.scale)[0] == pytest.approx(math.frexp(scale)[0], rel=1e-7)
     encoded = encoded_by(default_codec(), *groups, law)
-    assert set(encoded.rows[:, METHOD].tolist()) == {GRADIENT_LAW}
+    assert set(encoded.rows[:, ROW_METHOD].tolist()) == {GRADIENT_LAW}
     exceptions = sum(encoded.streams[name].size for name in ("gaps", "values"))
     assert exceptions < 0.1 * 200_000
 
@@ -216,7 +216,7 @@ def test_a_wrong_law_costs_bytes_and_no_bits():
     before, now = adam_law.grouped(state(50_000)), adam_law.grouped(state(50_000, seed=5))
     for method in (GRADIENT_LAW, MEAN_LAW):
         encoded = encoded_by(default_codec(), before, now, Law(method))
-        assert not set(encoded.rows[:, METHOD].tolist()) & set(LAWS)
+        assert not set(encoded.rows[:, ROW_METHOD].tolist()) & set(LAWS)
         assert_equal(encoded, encoded_by(ReferenceCodec(), before, now, Law(method)))
     encoded_by(default_codec(), before, now, Law(STEPS_LAW))
 

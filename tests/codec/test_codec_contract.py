@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltacheck.codec.base import LAWS, METHOD, METHOD_NAMES, STREAMS, Encoded
+from deltacheck.codec.base import LAWS, METHOD_NAMES, ROW_METHOD, STREAMS, Encoded
 from tests.contracts.codec import CASES, DecoderContract
 from tests.reference.codec import ReferenceCodec
 
@@ -90,7 +90,7 @@ def test_the_cases_use_every_method_and_every_stream():
             encoded, _ = ReferenceCodec().encode(
                 case.current, base, case.bounds, case.word_bytes, ordered=ordered
             )
-            methods |= {METHOD_NAMES[m] for m in encoded.rows[:, METHOD]}
+            methods |= {METHOD_NAMES[m] for m in encoded.rows[:, ROW_METHOD]}
             streams |= set(encoded.streams)
     # Those of laws are in test_adam_law.py.
     assert methods == set(METHOD_NAMES) - {"unchanged", *(METHOD_NAMES[m] for m in LAWS)}
@@ -98,6 +98,6 @@ def test_the_cases_use_every_method_and_every_stream():
 
 
 def test_the_vectors_use_every_method():
-    assert {row[METHOD] for vector in VECTORS for row in vector["rows"]} == {
+    assert {row[ROW_METHOD] for vector in VECTORS for row in vector["rows"]} == {
         *range(1, len(METHOD_NAMES))
     } - {*LAWS}

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from deltacheck import _native
 from deltacheck.codec import NativeCodec
 from deltacheck.codec.base import (
-    CHANGED,
     DIFF,
-    METHOD,
     ORDERED,
     PLANES,
+    ROW_CHANGED,
+    ROW_METHOD,
     STREAMS,
     TILE_BYTES,
     Encoded,
@@ -126,8 +126,8 @@ def test_words_of_two_bytes_are_ordered_by_the_exponents_of_their_base(density):
     moves = np.random.default_rng(0).random(base.size) < density * 2 ** (124 - exponents)
     case = Case("", (base + moves).view(np.uint8), base.view(np.uint8), _bounds(base.size), 2)
     plain, ordered = encode(NativeCodec(), case)[0], encode(NativeCodec(), case, ordered=True)[0]
-    assert ordered.rows[0, METHOD] == ORDERED[int(plain.rows[0, METHOD])]
-    assert ordered.rows[0, CHANGED] == plain.rows[0, CHANGED]
+    assert ordered.rows[0, ROW_METHOD] == ORDERED[int(plain.rows[0, ROW_METHOD])]
+    assert ordered.rows[0, ROW_CHANGED] == plain.rows[0, ROW_CHANGED]
     order = np.argsort(exponents, kind="stable")
     expected, _ = ReferenceCodec().encode(
         (base + moves)[order].view(np.uint8), base[order].view(np.uint8), case.bounds, 2
@@ -186,7 +186,7 @@ def test_only_words_of_two_bytes_are_ordered(codec, word_bytes):
     encoded, _ = encode(codec, case, ordered=True)
     assert same(encoded, encode(codec, case)[0])
     rows = encoded.rows.copy()
-    rows[0, METHOD] = ORDERED[int(rows[0, METHOD])]
+    rows[0, ROW_METHOD] = ORDERED[int(rows[0, ROW_METHOD])]
     with pytest.raises(DamagedStream, match=f"chunk 0: words of {word_bytes} bytes cannot be"):
         codec.apply(Encoded(rows, encoded.streams), case.base.copy(), case.bounds, case.word_bytes)
 
@@ -232,7 +232,7 @@ def test_the_first_bad_chunk_is_named_on_any_number_of_threads():
         moved(base, 0.2, 3).view(np.uint8), base.view(np.uint8).copy(), bounds, 2
     )
     values = encoded.streams["values"].copy()
-    values[int(encoded.rows[:50, CHANGED].sum()) :] = 255
+    values[int(encoded.rows[:50, ROW_CHANGED].sum()) :] = 255
     damaged = encoded._replace(streams={**encoded.streams, "values": values})
     for threads in (1, 2, 3):
         _native.set_threads(threads)
@@ -435,7 +435,9 @@ def test_the_methods_of_a_training_step_are_those_that_the_documents_name():
     assert (
         NativeCodec()
         .encode(stepped.view(np.uint8), base.view(np.uint8).copy(), bounds, 4)[0]
-        .rows[0, METHOD]
+        .rows[0, ROW_METHOD]
         == DIFF
     )
-    assert NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, METHOD] == PLANES
+    assert (
+        NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, ROW_METHOD] == PLANES
+    )

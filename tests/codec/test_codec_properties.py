@@ -18,9 +18,9 @@ from deltacheck.codec import NativeCodec
 from deltacheck.codec.base import (
     BITMAP,
     DIFF,
-    METHOD,
     PLANES,
     RAW,
+    ROW_METHOD,
     SPARSE,
     STREAMS,
     TILE_BYTES,
@@ -200,7 +200,7 @@ def test_a_method_that_would_not_be_chosen_gives_the_same_bytes_everywhere_and_c
 
     encoded = encode(kernels, threads, offset)
     assert same(encoded, encode("plain", 1, 0))
-    assert set(encoded.rows[:, METHOD].tolist()) <= (
+    assert set(encoded.rows[:, ROW_METHOD].tolist()) <= (
         {method, RAW} if method in (SPARSE, BITMAP) else {method}
     )
     for codec in (NativeCodec(), ReferenceCodec()):

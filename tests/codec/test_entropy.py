@@ -35,7 +35,7 @@ from tests.support.oracle import REFUSED, read_by_tensorstore
 from tests.support.waiting import wait_until
 
 Bytes = NDArray[np.uint8]
-WHERE = arrays.context(2)
+WHERE = arrays.context()
 CHUNK = STREAM_CHUNK_BYTES
 SHARD = 32 * CHUNK
 

@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 
 from deltacheck.codec.base import (
     BITMAP,
-    CHANGED,
-    CHUNK,
     DIFF,
-    GAP_BYTES,
-    METHOD,
     ORDERED_BITMAP,
     ORDERED_SPARSE,
     PLANES,
     RAW,
+    ROW_CHANGED,
+    ROW_CHUNK,
+    ROW_GAP_BYTES,
+    ROW_METHOD,
+    ROW_WIDE_COUNT,
     ROW_WIDTH,
     SPARSE,
     STREAMS,
     TILE_BYTES,
     U8,
     U64,
-    WIDE_COUNT,
     Codec,
     Encoded,
 )
@@ -286,21 +286,25 @@ def damages() -> Iterator[Damage]:
         return edit
 
     n = int(bounds[2] - bounds[1])
-    yield made("a-method-that-is-never-stored", SPARSE, {METHOD: 0}, {}, "chunk 1: method 0")
-    yield made("an-unknown-method", SPARSE, {METHOD: 11}, {}, "chunk 1: method 11")
+    yield made("a-method-that-is-never-stored", SPARSE, {ROW_METHOD: 0}, {}, "chunk 1: method 0")
+    yield made("an-unknown-method", SPARSE, {ROW_METHOD: 11}, {}, "chunk 1: method 11")
     yield made(
-        "more-changed-words-than-words", RAW, {CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words"
+        "more-changed-words-than-words", RAW, {ROW_CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words"
     )
-    yield made("a-chunk-that-is-not-there", SPARSE, {CHUNK: 2}, {}, "chunk 2: there are only 2")
-    yield made("a-chunk-twice", SPARSE, {CHUNK: 0}, {}, "chunk 0: its row comes after")
-    yield made("gap-bytes-under-bitmap", BITMAP, {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
-    yield made("gap-bytes-under-raw", RAW, {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
-    ordered = {METHOD: ORDERED_BITMAP}
+    yield made("a-chunk-that-is-not-there", SPARSE, {ROW_CHUNK: 2}, {}, "chunk 2: there are only 2")
+    yield made("a-chunk-twice", SPARSE, {ROW_CHUNK: 0}, {}, "chunk 0: its row comes after")
+    yield made("gap-bytes-under-bitmap", BITMAP, {ROW_GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
+    yield made("gap-bytes-under-raw", RAW, {ROW_GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
+    ordered = {ROW_METHOD: ORDERED_BITMAP}
     yield made(
-        "gap-bytes-under-ordered-bitmap", BITMAP, ordered | {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes"
+        "gap-bytes-under-ordered-bitmap",
+        BITMAP,
+        ordered | {ROW_GAP_BYTES: 1},
+        {},
+        "chunk 1: gap_bytes",
     )
-    yield made("wide-count-under-diff", DIFF, {WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
-    yield made("wide-count-under-planes", PLANES, {WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
+    yield made("wide-count-under-diff", DIFF, {ROW_WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
+    yield made("wide-count-under-planes", PLANES, {ROW_WIDE_COUNT: 1}, {}, "chunk 1: wide_count")
     for method, names in {
         SPARSE: ("tiles", "gaps", "values", "wide"),
         BITMAP: ("tiles", "bitmap", "values", "wide"),
@@ -347,7 +351,7 @@ def damages() -> Iterator[Damage]:
     yield made(
         "tiles-of-ordered-words-own-more-words",
         SPARSE,
-        {METHOD: ORDERED_SPARSE},
+        {ROW_METHOD: ORDERED_SPARSE},
         {"tiles": entry(1, 0, 1)},
         "chunk 1: its tiles own",
     )
@@ -394,7 +398,7 @@ def damages() -> Iterator[Damage]:
         {"tiles": both(entry(0, 2, 1), entry(1, 2, -1))},
         "are wide, its entry says",
     )
-    gaps_at = sparse.streams["gaps"].size - int(row[GAP_BYTES])
+    gaps_at = sparse.streams["gaps"].size - int(row[ROW_GAP_BYTES])
     tile_gaps = gaps_at + int(entries[-3, 1])  # where the gaps of chunk 1, tile 1 begin
     yield made(
         "a-position-past-the-last-tile",
@@ -646,14 +650,14 @@ class CodecContract:
             self.held(np.zeros(4000, np.uint8)), None, _bounds(0, 600, 1000), 4
         )
         assert base is None
-        assert encoded.rows[:, [CHUNK, CHANGED]].tolist() == [[0, 600], [1, 400]]
-        assert set(encoded.rows[:, METHOD].tolist()) <= {PLANES, RAW}
+        assert encoded.rows[:, [ROW_CHUNK, ROW_CHANGED]].tolist() == [[0, 600], [1, 400]]
+        assert set(encoded.rows[:, ROW_METHOD].tolist()) <= {PLANES, RAW}
 
     def test_a_chunk_never_takes_more_than_its_own_bytes(self, codec: Codec[Any]) -> None:
         for case in CASES:
             encoded, _ = self.encoded(codec, case)
             # Chunks without a change have no row and store nothing.
-            stored_words = np.diff(case.bounds)[encoded.rows[:, CHUNK]]
+            stored_words = np.diff(case.bounds)[encoded.rows[:, ROW_CHUNK]]
             assert (
                 sum(stream.size for stream in encoded.streams.values())
                 <= int(stored_words.sum()) * case.word_bytes

@@ -178,7 +178,7 @@ class Roots:
         """Change the content of an array, with its checksums right again."""
         segment = open_root(root).store.segment(manifest.segments[number])
         path, spec = rng.choice(sorted(segment.array_specs().items(), key=lambda one: str(one[0])))
-        where = arrays.context(1)
+        where = arrays.context()
         values = np.array(arrays.ReadableArray(path, spec).read())
         if values.ndim == 2 and values.dtype == np.uint32 and rng.random() < 0.7:
             column = values[:, rng.randrange(8)]

@@ -549,7 +549,7 @@ def test_a_shard_whose_index_leads_out_of_it_is_refused(
 ) -> None:
     spec = ArraySpec.flat(3 << 20, "uint8", "values", {})
     assert spec.shard is not None
-    where = arrays.context(1)
+    where = arrays.context()
     arrays.write(tmp_path / "a", spec, np.zeros(3 << 20, np.uint8), where).result()
     path = tmp_path / "a" / "c.0"
     content = bytearray(path.read_bytes())
@@ -574,7 +574,7 @@ def test_no_file_that_we_write_is_larger_than_a_reader_takes(
 ) -> None:
     spec = ArraySpec.flat(length, "uint8", codec, {})
     noise = np.frombuffer(np.random.default_rng(0).bytes(length), np.uint8)
-    arrays.write(tmp_path / "a", spec, noise, arrays.context(1)).result()
+    arrays.write(tmp_path / "a", spec, noise, arrays.context()).result()
     for path in (tmp_path / "a").glob("c.*"):
         os.close(chunk_files.open_file(path, spec.cells))
         assert path.stat().st_size <= spec.cells.most_bytes

@@ -43,7 +43,7 @@ def noise(size: int, seed: int = 0) -> Bytes:
 def written(path: Path, data: Bytes, codec: str) -> ArraySpec:
     spec = ArraySpec.flat(data.size, "uint8", codec, {})
     if codec == "values":
-        arrays.write(path, spec, data, arrays.context(1)).result(timeout=240)
+        arrays.write(path, spec, data, arrays.context()).result(timeout=240)
     else:
         StreamWriter(path).write(path, spec, [data]).result(timeout=240)
     return spec
@@ -58,7 +58,7 @@ def sharded(path: Path, data: Bytes, codec: str, chunks: int = 4) -> ArraySpec:
         (-(-data.size // chunks) * chunks,),
         codec,
     )
-    arrays.write(path, spec, data, arrays.context(1)).result()
+    arrays.write(path, spec, data, arrays.context()).result()
     return spec
 
 
@@ -172,7 +172,7 @@ def test_a_keyframe_of_any_shape_is_read_whole_and_by_chunks(
         np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 200, shape).astype(dtype)
     )
     path = tmp_path_factory.mktemp("any") / "k"
-    arrays.write(path, spec, content, arrays.context(1)).result()
+    arrays.write(path, spec, content, arrays.context()).result()
     array = ReadableArray(path, spec)
     number = data.draw(st.integers(0, grid.chunk_count(shape, chunk) - 1), "chunk")
     box = grid.box(shape, chunk, number)
@@ -193,7 +193,7 @@ def test_an_array_of_one_element_is_read(tmp_path: Path) -> None:
     for shape in ((6, 4), ()):
         spec = ArraySpec(shape, "float32", shape, None, "values")
         content = np.arange(24, dtype=np.float32)[: 24 if shape else 1].reshape(shape)
-        arrays.write(tmp_path / str(len(shape)), spec, content, arrays.context(1)).result()
+        arrays.write(tmp_path / str(len(shape)), spec, content, arrays.context()).result()
         found = ReadableArray(tmp_path / str(len(shape)), spec).read()
         assert np.array_equal(found, content)
         assert np.array_equal(read_by_tensorstore(tmp_path / str(len(shape)), spec), content)

@@ -5,10 +5,8 @@ The saver is the real one, and the figures are read from the roots that it wrote
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 from deltacheck.backends import profiler
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.recorded import Recorded
+from deltacheck.evaluate.workload import backend_of
 from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.policy.stage import STABLE, WARM, stable_start
@@ -90,7 +89,7 @@ def replay(
     try:
         for checkpoint in checkpoints:
             if not savers:
-                backend = backend_of(checkpoint.state)
+                backend = backend_of(profiler.framework_of(checkpoint.state))
                 for text, policy in policies.items():
                     savers[text] = backend.Saver(roots[text], policy)
             for saver in savers.values():
@@ -104,16 +103,6 @@ def replay(
     if steps < 2:
         raise StepNotFound(f"a replay needs at least two checkpoints, not {steps}")
     return tuple(replayed(text, root) for text, root in roots.items())
-
-
-def backend_of(state: object) -> Any:
-    """Return the module that saves a state: that of its arrays, else any that is installed."""
-    packages = {profiler.package_of(array) for array in profiler.flatten(state).arrays.values()}
-    is_torch = "torch" in packages or (
-        not packages & {"jax", "jaxlib"} and importlib.util.find_spec("torch") is not None
-    )
-    framework = "torch" if is_torch else "orbax"
-    return import_module(f"deltacheck.backends.{framework}.files.evaluation")
 
 
 def replayed(text: str, root: Path) -> PolicyReplay:

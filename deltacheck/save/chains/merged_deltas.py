@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from deltacheck.codec import default_codec, host_memory
-from deltacheck.codec.base import CHUNK, U8, U64, Encoded
+from deltacheck.codec.base import ROW_CHUNK, U8, U64, Encoded
 from deltacheck.errors import Damaged, SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
@@ -177,7 +177,7 @@ def write_merged(
                 declined.add(path)
                 continue
             parts.make_room(window.size)
-            digests = run.after.digests[encoded.rows[:, CHUNK].astype(np.int64)]
+            digests = run.after.digests[encoded.rows[:, ROW_CHUNK].astype(np.int64)]
             parts.add(EncodedChunks((Span(leaves[path], 0, 0),), encoded, digests))
             del encoded
         # The next batch is read before these names get its content.
@@ -236,7 +236,7 @@ def _encoded(run: Run, chunks: list[int], before: U8, after: U8, bounds: U64) ->
             leaf=run.after.spec.path,
         )
     rows = encoded.rows.copy()
-    rows[:, CHUNK] = np.asarray(chunks, np.uint32)[rows[:, CHUNK]]
+    rows[:, ROW_CHUNK] = np.asarray(chunks, np.uint32)[rows[:, ROW_CHUNK]]
     return Encoded(rows, encoded.streams)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltacheck.codec.base import CHUNK, METHOD, U32, U64, Encoded
+from deltacheck.codec.base import ROW_CHUNK, ROW_METHOD, U32, U64, Encoded
 from deltacheck.save.job.leaf_state import LeafSave, RowRun, await_write
 from deltacheck.save.progress import Progress
 from deltacheck.store import segment
@@ -189,7 +189,7 @@ def _rows_of_spans(piece: EncodedChunks) -> Iterator[tuple[Span, int, int]]:
         yield piece.spans[0], 0, rows.shape[0]
         return
     edges = [
-        *np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(),
+        *np.searchsorted(rows[:, ROW_CHUNK], [span.start for span in piece.spans]).tolist(),
         rows.shape[0],
     ]
     for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
@@ -211,12 +211,12 @@ def _put_index_rows(table: U32, rows: U32, span: Span) -> U32:
     state = span.leaf.state
     assert state is not None  # set before the leaf is encoded
     # Two steps: the difference of the two numbers may be negative, and rows are unsigned.
-    chunks: U32 = rows[:, CHUNK] - np.uint32(span.start)
+    chunks: U32 = rows[:, ROW_CHUNK] - np.uint32(span.start)
     chunks += np.uint32(span.first_chunk)
     positions = chunks.astype(np.intp)
     table[:, segment.LEAF] = span.leaf.number
     table[:, segment.CHUNK] = chunks
     table[:, segment.WORDS] = state.bounds[positions + 1] - state.bounds[positions]
     table[:, segment.WORD_BYTES] = state.spec.word_bytes
-    table[:, segment.METHOD :] = rows[:, METHOD:]
+    table[:, segment.METHOD :] = rows[:, ROW_METHOD:]
     return chunks

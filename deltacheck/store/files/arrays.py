@@ -191,15 +191,11 @@ def _fill_value(dtype: str) -> Any:
 
 
 def context(
-    threads: int | None = None,
-    durability: Durability = Durability.POWER,
-    parent: ts.Context | None = None,
+    durability: Durability = Durability.POWER, parent: ts.Context | None = None
 ) -> ts.Context:
     """Return TensorStore resources.
 
     Args:
-        threads: Size of each pool; ``None``: TensorStore's default. Larger: faster I/O; smaller:
-            more of the processor is left for training.
         durability: Whether files are synced.
         parent: Resources that are not named here.
     """
@@ -208,11 +204,6 @@ def context(
         "cache_pool": {"total_bytes_limit": 0},
         "file_io_sync": durability.syncs,
     }
-    if threads is not None:
-        resources |= {
-            "data_copy_concurrency": {"limit": threads},
-            "file_io_concurrency": {"limit": max(4, threads)},
-        }
     return ts.Context(resources, parent)
 
 

@@ -32,7 +32,6 @@ from deltacheck.store.roots.wording import listed
 def open_root(
     path: str | os.PathLike[str] | ObjectPath,
     item: str | None = None,
-    threads: int | None = None,
     storage: ObjectStore | None = None,
 ) -> Root:
     """Open an engine root or a manager root.
@@ -41,7 +40,6 @@ def open_root(
         path: A local directory, or the address of a prefix of an object store. A folder with an
             engine root in ``deltacheck/``, as trainers make it, means that root.
         item: In a manager root, the item that is meant; ``None``: any.
-        threads: Size of TensorStore's pools; ``None``: its default.
         storage: How an object store is reached; ``None``: the defaults.
 
     Raises:
@@ -61,9 +59,9 @@ def open_root(
         attributes = _group_attributes(store)
         if attributes is not None and attributes.get("format") == layout.FORMAT:
             check_root(store)
-            return Root(_root_of(directory, store), Store(store, threads), item)
+            return Root(_root_of(directory, store), Store(store), item)
     for store in (directory, directory / MANAGER_STORE):
-        _refuse_lost(_root_of(directory, store), Store(store, threads), item)
+        _refuse_lost(_root_of(directory, store), Store(store), item)
     if isinstance(directory, Path):
         _refuse_copied_step(directory)
     raise NotACheckpointRoot(
@@ -168,11 +166,7 @@ def check_root(path: Place) -> None:
 
 
 def create_store(
-    path: Place,
-    threads: int | None = None,
-    durability: Durability = Durability.POWER,
-    *,
-    is_managers: bool = False,
+    path: Place, durability: Durability = Durability.POWER, *, is_managers: bool = False
 ) -> Store:
     """Create the directories of a root, unless they exist, and sync the way to them.
 
@@ -201,12 +195,10 @@ def create_store(
     # killed before its sync.
     durability.sync_directory(path)
     durability.sync_ancestors(path)
-    return Store(path, threads, durability)
+    return Store(path, durability)
 
 
-def create_manager_store(
-    root: Path, threads: int | None = None, durability: Durability = Durability.POWER
-) -> Store:
+def create_manager_store(root: Path, durability: Durability = Durability.POWER) -> Store:
     """Create the store beside the steps of a ``CheckpointManager``, unless it exists.
 
     Raises what ``create_store`` and ``refuse_engine_root`` raise.
@@ -223,7 +215,7 @@ def create_manager_store(
         if error.errno != errno.ELOOP:
             raise
         raise Damaged(f"{mark} is a link; remove it", file=mark) from error
-    return create_store(path, threads, durability, is_managers=True)
+    return create_store(path, durability, is_managers=True)
 
 
 def refuse_engine_root(root: Path) -> None:

@@ -54,7 +54,7 @@ class Root:
 
     def afresh(self) -> Root:
         """Return the same root with nothing cached, so that all is read from the storage."""
-        store = Store(self.store.path, self.store.threads, self.store.durability)
+        store = Store(self.store.path, self.store.durability)
         return Root(self.path, store, self._item)
 
     def manifest_paths(self) -> list[Place]:

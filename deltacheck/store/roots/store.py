@@ -28,15 +28,11 @@ class Store:
 
     Args:
         path: The directory that holds ``segments/`` and ``control/``.
-        threads: Size of TensorStore's pools; ``None``: its default.
         durability: What a written file survives.
     """
 
-    def __init__(
-        self, path: Place, threads: int | None = None, durability: Durability = Durability.POWER
-    ) -> None:
+    def __init__(self, path: Place, durability: Durability = Durability.POWER) -> None:
         self.path = path
-        self.threads = threads
         self.durability = durability
         # Steps share most of their segments. The weak references keep none in memory that no caller
         # uses.
@@ -44,7 +40,7 @@ class Store:
 
     @cached_property
     def _writing(self) -> ts.Context:
-        return arrays.context(self.threads, self.durability, places.context(self.path))
+        return arrays.context(self.durability, places.context(self.path))
 
     @cached_property
     def _streams(self) -> StreamWriter:
