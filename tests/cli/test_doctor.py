@@ -27,7 +27,6 @@ from deltacheck.cli.doctor.environment import (
     Encoder,
     FileSystem,
     MachineFacts,
-    Package,
     Steps,
     Trial,
 )
@@ -36,23 +35,16 @@ from deltacheck.evaluate.machine import Mount, innermost_mount
 GIB = 1 << 30
 HEALTHY = MachineFacts(
     python="3.12.1",
-    packages=(
-        Package("deltacheck", "0.1.0"),
-        Package("numpy", "2.4.6", "2.0"),
-        Package("msgspec", "0.19", "0.19"),
-        Package("torch", "2.13.0+cpu", "2.6", "torch"),
-        Package("jax", None, "0.8", "jax"),
-    ),
+    packages={"deltacheck": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu", "jax": None},
     encoder=Encoder("x86-64-v4", "x86-64-v4", 8, 16, None, True),
     devices=Devices(1, True, "", {"cuda:0": ""}),
     root="my root",
     file_system=FileSystem(
-        Mount("/", "ext4", frozenset({"rw"})), Trial(sync_seconds=1e-4), 100 * GIB, None
+        Mount("/", "ext4", frozenset({"rw"})), Trial(sync_seconds=1e-4), 100 * GIB
     ),
-    steps=Steps("", "root", 3, 20, 4 * GIB, GIB),
+    steps=Steps("", "root", 3, 20, 4 * GIB),
     state_bytes=4 * GIB,
     memory_bytes=64 * GIB,
-    temporary_bytes=64 * GIB,
 )
 
 
@@ -65,10 +57,8 @@ def changed(record: Any, path: str, value: Any) -> Any:
 def test_a_healthy_machine_has_no_degraded_line() -> None:
     lines = diagnose(HEALTHY)
     assert {line.status for line in lines} == {"ok"}
-    # A requirement of the base install is listed only if something is wrong with it.
     names = [line.name for line in lines]
-    assert "torch" in names
-    assert "msgspec" not in names
+    assert {"torch", "jax"} < set(names)
     assert len(names) == len(set(names))
     stored_elsewhere = [line.name for line in diagnose(replace(HEALTHY, file_system=None))]
     assert stored_elsewhere[-2:] == ["root", "storage"]
@@ -83,9 +73,6 @@ FREE = "file_system.free_bytes"
 @pytest.mark.parametrize(
     ("path", "value", "name", "status", "words"),
     [
-        ("packages", (Package("numpy", "1.26.4", "2.0"),), "numpy", "broken", "numpy>=2.0"),
-        ("packages", (Package("torch", "2.6.1", "2.13"),), "torch", "broken", "older than 2.13"),
-        ("packages", (Package("xxhash", None, "3.4"),), "xxhash", "broken", "not installed"),
         ("encoder.instruction_set", "plain", "instruction set", "degraded", "DELTACHECK_ISA"),
         ("encoder.core_quota", 2.0, "threads", "degraded", "2 at a time"),
         ("encoder.cores", 1, "threads", "degraded", "1 core"),
@@ -97,8 +84,7 @@ FREE = "file_system.free_bytes"
         ("devices", Devices(0, False, "", None), "CUDA", "ok", "no GPU"),
         ("devices", Devices(0, True, "no driver", None), "CUDA", "ok", "no GPU; built"),
         ("memory_bytes", 4 * GIB, "memory", "degraded", "host_cache_bytes"),
-        ("memory_bytes", 3 * GIB, "memory", "degraded", "mapped"),
-        ("state_bytes", 99 * GIB, "memory", "broken", "TMPDIR has 64.0 GiB"),
+        ("memory_bytes", 3 * GIB, "memory", "broken", "mapped"),
         ("steps", Steps("it is torn"), "root", "broken", "verify 'my root'"),
         ("steps", Steps("it is a file", "none"), "root", "broken", "new or empty folder"),
         (f"{TRIAL}.error", "read-only", "write access", "broken", "read-only"),
@@ -112,9 +98,7 @@ FREE = "file_system.free_bytes"
         (f"{TRIAL}.flock", "admits", "flock", "degraded", "second writer"),
         (f"{TRIAL}.flock", "not implemented", "flock", "broken", "not implemented"),
         (OPTIONS, {"local_lock=all"}, "flock", "degraded", "this machine only"),
-        (FREE, GIB - 1, "space", "broken", "took 1.0 GiB"),
         (FREE, 2 * GIB, "space", "degraded", "whole leaves"),
-        ("file_system.free_files", 3, "space", "broken", "3 more files"),
     ],
 )
 def test_a_planted_fact_changes_the_line_of_its_check(
@@ -136,12 +120,9 @@ def test_lines_that_depend_on_two_facts() -> None:
     # A slow fsync is no surprise in memory, and the line of the file system has its cost.
     in_memory = changed(changed(HEALTHY, KIND, "tmpfs"), f"{TRIAL}.sync_seconds", 1e-7)
     assert line(in_memory, "fsync").status == "ok"
-    # The first save writes all.
-    fresh = changed(changed(HEALTHY, "steps", Steps(kind="none")), FREE, 3 * GIB)
-    assert line(fresh, "space").status == "broken"
     no_handlers = changed(HEALTHY, "encoder.jax_handlers", False)
     assert line(no_handlers, "JAX handlers").status == "ok"
-    with_jax = changed(no_handlers, "packages", (Package("jax", "0.11.0", "0.8", "jax"),))
+    with_jax = changed(no_handlers, "packages", {"jax": "0.11.0"})
     assert line(with_jax, "JAX handlers").status == "broken"
 
 
@@ -168,28 +149,19 @@ def test_the_innermost_mount_is_that_of_a_folder(folder: str, kind: str, option:
     assert option in mount.options
 
 
-@pytest.mark.parametrize("version", ["2", "1"])
-def test_the_limits_of_a_container_count(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
-        "2": {
-            "cpu.max": "150000 100000",
-            "memory.max": "5000",
-            "memory.current": "4000",
-            "memory.stat": "anon 1\ninactive_file 300",
-        },
-        "1": {
-            "cpu/cpu.cfs_quota_us": "150000",
-            "cpu/cpu.cfs_period_us": "100000",
-            "memory/memory.limit_in_bytes": "5000",
-            "memory/memory.usage_in_bytes": "4000",
-            "memory/memory.stat": "inactive_file 300",
-        },
-    }[version]
-    monkeypatch.setattr(
-        inventory, "_group_values", lambda name: [files[name]] if name in files else []
-    )
+        "cpu.max": "150000 100000",
+        "memory.max": "5000",
+        "memory.current": "4000",
+        "memory.stat": "anon 1\ninactive_file 300",
+    }
+    monkeypatch.setattr(inventory, "_group_value", lambda name: files.get(name, ""))
     assert inventory.free_memory() == 1300
     assert inventory.encoder().core_quota == 1.5
+    files |= {"cpu.max": "max 100000", "memory.max": "max"}
+    assert inventory.free_memory() > 5000
+    assert inventory.encoder().core_quota is None
 
 
 @pytest.mark.parametrize(

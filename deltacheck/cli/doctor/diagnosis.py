@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from deltacheck.cli.doctor.environment import FileSystem, MachineFacts, Package
+from deltacheck.cli.doctor.environment import FileSystem, MachineFacts
 from deltacheck.report.formatting import format_bytes
 from deltacheck.save.save_options import SaveOptions, cache_bytes_of
 
 # A flush of a real disk takes tens of microseconds at the least, a system call that does nothing
 # less than one.
 _SHORTEST_SYNC_SECONDS = 5e-6
-_FEW_FILES = 1000  # a save creates some dozens
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "ceph", "gpfs", "glusterfs")
@@ -45,7 +43,9 @@ class Line:
 def diagnose(facts: MachineFacts) -> list[Line]:
     """Return one line for each check, in the order in which they are printed."""
     lines = [Line("python", "ok", facts.python)]
-    lines += [line for package in facts.packages if (line := package_line(package)) is not None]
+    lines += [
+        Line(name, "ok", version or "not installed") for name, version in facts.packages.items()
+    ]
     lines += [check(facts) for check in _MACHINE]
     lines += [steps(facts)]
     if facts.file_system is None:
@@ -54,27 +54,6 @@ def diagnose(facts: MachineFacts) -> list[Line]:
 
 
 # --- software -------------------------------------------------------------------------------------
-
-
-def package_line(package: Package) -> Line | None:
-    """Judge a package. Requirements of the base install need no line if nothing is wrong."""
-    name, installed, minimum = package.name, package.installed, package.minimum
-    command = f"pip install '{name}>={minimum}'" if minimum else f"pip install {name}"
-    if installed is None and package.extra is None:
-        return Line(name, "broken", "not installed", remedy=command)
-    if installed is None:
-        text = f"not installed; the extra [{package.extra}] needs it"
-        return Line(name, "ok", text)
-    if minimum is not None and _release(installed) < _release(minimum):
-        return Line(name, "broken", f"{installed}, older than {minimum}", remedy=command)
-    is_printed = package.extra is not None or name in ("deltacheck", "numpy", "tensorstore")
-    return Line(name, "ok", installed) if is_printed else None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without suffixes such as ``rc1`` and ``+cpu``."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers is not None else ()
 
 
 def instruction_set(facts: MachineFacts) -> Line:
@@ -128,7 +107,7 @@ def _cores(count: int) -> str:
 
 def jax_handlers(facts: MachineFacts) -> Line:
     """Judge the handlers of the Orbax backend."""
-    has_jax = any(package.name == "jax" and package.installed for package in facts.packages)
+    has_jax = facts.packages["jax"] is not None
     if facts.encoder.jax_handlers:
         return Line("JAX handlers", "ok", "built in")
     if not has_jax:
@@ -215,20 +194,8 @@ def memory(facts: MachineFacts) -> Line:
             cost="a large save may end the process for lack of memory",
             remedy="lower host_cache_bytes: saves then block while the disk catches up",
         )
-    if facts.temporary_bytes >= facts.state_bytes:
-        return Line(
-            "memory",
-            "degraded",
-            text,
-            cost="the shadow needs the disk, and each save writes its changed pages there",
-            remedy='SaveOptions(shadow="mapped"), which keeps the shadow in files of TMPDIR',
-        )
-    return Line(
-        "memory",
-        "broken",
-        f"{text}; TMPDIR has {format_bytes(facts.temporary_bytes)}",
-        remedy='use more processes, a larger TMPDIR with SaveOptions(shadow="mapped"), or "none"',
-    )
+    remedy = 'use more processes, SaveOptions(shadow="mapped"), which keeps it in TMPDIR, or "none"'
+    return Line("memory", "broken", text, remedy=remedy)
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -363,28 +330,17 @@ def locks(facts: MachineFacts, file_system: FileSystem) -> Line:
 
 
 def space(facts: MachineFacts, file_system: FileSystem) -> Line:
-    """Judge the free space against the newest step, or against the planned state."""
+    """Judge the free space against the state, which the first save and keyframes write."""
     free_bytes, state_bytes = file_system.free_bytes, facts.state_bytes
     text = f"{format_bytes(free_bytes)} free"
+    if state_bytes is None:
+        return Line("space", "ok", text)
+    text += f"; a state of {format_bytes(state_bytes)}"
+    if free_bytes >= state_bytes:
+        return Line("space", "ok", text)
+    cost = "a save that writes whole leaves fails"
     remedy = "free space, or delete steps: deltacheck prune, then deltacheck gc"
-    if file_system.free_files is not None and file_system.free_files < _FEW_FILES:
-        text += f", but only {file_system.free_files} more files"
-        return Line("space", "broken", text, remedy=remedy)
-    stored_bytes = facts.steps.stored_bytes
-    if stored_bytes and free_bytes < stored_bytes:
-        text += f"; the newest save took {format_bytes(stored_bytes)}"
-        return Line("space", "broken", text, remedy=remedy)
-    if state_bytes is not None:
-        text += f"; a state of {format_bytes(state_bytes)}"
-        if stored_bytes:
-            text += f", saves of {format_bytes(stored_bytes)}"
-        # Without steps, the next save is the first, which writes all.
-        if free_bytes < state_bytes and not facts.steps.count:
-            return Line("space", "broken", text, remedy=remedy)
-        if free_bytes < state_bytes:
-            cost = "a save that writes whole leaves fails"
-            return Line("space", "degraded", text, cost, remedy)
-    return Line("space", "ok", text)
+    return Line("space", "degraded", text, cost, remedy)
 
 
 _MACHINE: tuple[Callable[[MachineFacts], Line], ...] = (

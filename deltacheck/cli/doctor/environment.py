@@ -10,23 +10,6 @@ from deltacheck.evaluate.machine import Mount
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
-    """A package that deltacheck uses.
-
-    Attributes:
-        name: Name in the registry.
-        installed: Version; ``None``: not installed.
-        minimum: Oldest version that deltacheck admits; ``None``: any.
-        extra: The extra that needs the package; ``None``: every installation does.
-    """
-
-    name: str
-    installed: str | None
-    minimum: str | None = None
-    extra: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Encoder:
     """The native module and the processor that it runs on.
 
@@ -90,13 +73,11 @@ class FileSystem:
         mount: Its mount; ``None``: unknown.
         trial: What it did with a few small files.
         free_bytes: Bytes that this user may still write.
-        free_files: Files that may still be created; ``None``: no limit.
     """
 
     mount: Mount | None
     trial: Trial
     free_bytes: int
-    free_files: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +90,6 @@ class Steps:
         count: Number of steps.
         newest: The newest step.
         raw_bytes: Size of its state.
-        stored_bytes: Size of the files of its own save.
     """
 
     problem: str = ""
@@ -117,7 +97,6 @@ class Steps:
     count: int = 0
     newest: int | None = None
     raw_bytes: int = 0
-    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +105,8 @@ class MachineFacts:
 
     Attributes:
         python: Version of Python.
-        packages: deltacheck first.
+        packages: Name -> version of deltacheck and of the packages that it uses; ``None``: not
+            installed.
         encoder: The native module.
         devices: The GPUs.
         root: Address of the root.
@@ -134,11 +114,10 @@ class MachineFacts:
         steps: The steps of the root.
         state_bytes: Size of the state to plan for; ``None``: unknown.
         memory_bytes: Memory that this process can still get.
-        temporary_bytes: Free bytes of the folder for temporary files.
     """
 
     python: str
-    packages: tuple[Package, ...]
+    packages: Mapping[str, str | None]
     encoder: Encoder
     devices: Devices
     root: str
@@ -146,4 +125,3 @@ class MachineFacts:
     steps: Steps
     state_bytes: int | None
     memory_bytes: int
-    temporary_bytes: int

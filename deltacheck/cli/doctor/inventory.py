@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,21 +23,19 @@ from deltacheck.cli.doctor.environment import (
     Encoder,
     FileSystem,
     MachineFacts,
-    Package,
     Steps,
     Trial,
 )
 from deltacheck.codec.extension import native
 from deltacheck.errors import DeltacheckError, NotACheckpointRoot
 from deltacheck.evaluate.machine import mount_of
-from deltacheck.report import history
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.roots.opening import is_root_or_fresh, open_root
 
-# Beside the requirements of the base install: the frameworks and their extras.
-_FRAMEWORKS = {"torch": "torch", "jax": "jax", "orbax-checkpoint": "jax"}
+# Packages whose versions decide how deltacheck works.
+_PACKAGES = ("numpy", "tensorstore", "torch", "jax", "orbax-checkpoint")
 # The test of a device runs in a process of its own, which may import torch.
 _DEVICE_TEST = (
     "import json; from deltacheck.backends.torch.capture import tensor_codec;"
@@ -81,38 +78,21 @@ def collect(
         steps=steps,
         state_bytes=state_bytes or steps.raw_bytes or None,
         memory_bytes=free_memory(),
-        temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
     )
 
 
 # --- software -------------------------------------------------------------------------------------
 
 
-def packages() -> tuple[Package, ...]:
-    """Return the packages that deltacheck uses, with the versions that are installed."""
-    packages = {"deltacheck": Package("deltacheck", deltacheck.__version__)}
-    for name, minimum, extra in _requirements():
-        if extra is None or _FRAMEWORKS.get(name) == extra:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                packages[name] = Package(name, metadata.version(name), minimum, extra)
-                continue
-            packages[name] = Package(name, None, minimum, extra)
-    return tuple(packages.values())
-
-
-def _requirements() -> list[tuple[str, str | None, str | None]]:
-    """Return name, oldest version and extra of each requirement in the metadata of deltacheck."""
-    try:
-        lines = metadata.requires("deltacheck") or []
-    except metadata.PackageNotFoundError:  # a checkout that was never installed
-        return [(name, None, extra) for name, extra in _FRAMEWORKS.items()]
-    parsed = []
-    for line in lines:
-        requirement = re.match(r"([\w.-]+)(?:\[.*?\])?(?:>=([\w.]+))?", line)
-        extra = re.search(r"extra == ['\"](\w+)['\"]", line)
-        if requirement is not None:
-            parsed.append((requirement[1], requirement[2], extra and extra[1]))
-    return parsed
+def packages() -> dict[str, str | None]:
+    """Return the versions of deltacheck and of the packages that it uses, ``None``: not there."""
+    versions: dict[str, str | None] = {"deltacheck": deltacheck.__version__}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
 
 
 def encoder() -> Encoder:
@@ -143,9 +123,7 @@ def devices() -> Devices:
 
 def _device_tests() -> dict[str, str] | None:
     """Return the result of the CUDA encoder's test on each device; ``None`` if it cannot run."""
-    try:
-        metadata.version("torch")
-    except metadata.PackageNotFoundError:
+    if find_spec("torch") is None:
         return None
     try:
         result = subprocess.run(
@@ -170,12 +148,8 @@ def _device_tests() -> dict[str, str] | None:
 
 def _core_quota() -> float | None:
     """Return the processors that the control group may use at a time; ``None``: no quota."""
-    for text in _group_values("cpu.max"):
-        quota, period = text.split()
-        return None if quota == "max" else int(quota) / int(period)
-    quotas = [int(text) for text in _group_values("cpu/cpu.cfs_quota_us")]
-    periods = [int(text) for text in _group_values("cpu/cpu.cfs_period_us")]
-    return quotas[0] / periods[0] if quotas and periods and quotas[0] > 0 else None
+    quota, _, period = _group_value("cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() else None
 
 
 def free_memory() -> int:
@@ -185,24 +159,20 @@ def free_memory() -> int:
         # The system frees its caches for a process, and this number includes them.
         match = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
         available = int(match[1]) << 10 if match is not None else available
-    for limit_name, used_name, statistics_name in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        limits, used = _group_values(limit_name), _group_values(used_name)
-        if limits and used and limits[0].isdigit():
-            cache = re.search(r"^inactive_file (\d+)", _group_values(statistics_name)[0], re.M)
-            cached_bytes = int(cache[1]) if cache is not None else 0
-            available = min(available, int(limits[0]) - int(used[0]) + cached_bytes)
+    limit, used = _group_value("memory.max"), _group_value("memory.current")
+    if limit.isdigit() and used:
+        cache = re.search(r"^inactive_file (\d+)", _group_value("memory.stat"), re.M)
+        cached_bytes = int(cache[1]) if cache is not None else 0
+        available = min(available, int(limit) - int(used) + cached_bytes)
     return max(available, 0)
 
 
-def _group_values(name: str) -> list[str]:
+def _group_value(name: str) -> str:
     """Return the content of a file of the control group in which this process sees itself."""
     try:
-        return [Path("/sys/fs/cgroup", name).read_text().strip()]
+        return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
-        return []
+        return ""
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -224,7 +194,6 @@ def steps_of(root: Place, item: str | None = None) -> Steps:
         count=len(references),
         newest=newest.step,
         raw_bytes=newest.raw_bytes,
-        stored_bytes=history.stored_bytes(newest),
     )
 
 
@@ -247,8 +216,6 @@ def file_system(root: Path) -> FileSystem:
         mount=mount_of(folder),
         trial=try_files(folder),
         free_bytes=space.f_bavail * space.f_frsize,
-        # A file system without a table of inodes reports none at all.
-        free_files=space.f_favail if space.f_files else None,
     )
 
 
