@@ -143,44 +143,15 @@ def plan(  # noqa: PLR0913 - one argument per option
             help="Measure this machine and the storage of this folder (a few seconds, 200 MB).",
         ),
     ] = None,
-    disk_write: Annotated[
-        float | None,
+    speed: Annotated[
+        list[str] | None,
         typer.Option(
-            "--disk-write-bytes-per-second",
-            metavar="B",
-            help="Speed of writing, all processes together.",
-        ),
-    ] = None,
-    disk_read: Annotated[
-        float | None,
-        typer.Option(
-            "--disk-read-bytes-per-second",
-            metavar="B",
-            help="Speed of reading, all processes together.",
-        ),
-    ] = None,
-    encode: Annotated[
-        float | None,
-        typer.Option(
-            "--encode-bytes-per-second",
-            metavar="B",
-            help="State that one process compares and compresses.",
-        ),
-    ] = None,
-    apply: Annotated[
-        float | None,
-        typer.Option(
-            "--apply-bytes-per-second",
-            metavar="B",
-            help="State that one process applies deltas to.",
-        ),
-    ] = None,
-    copy: Annotated[
-        float | None,
-        typer.Option(
-            "--copy-bytes-per-second",
-            metavar="B",
-            help="Memory that the capture of one process copies.",
+            metavar="NAME=B",
+            help=(
+                "A speed of the machine in bytes per second, instead of the measured one: write or"
+                " read of all processes together; encode, apply (state) or copy (memory) of one"
+                " process. May be repeated."
+            ),
         ),
     ] = None,
     item: Item = None,
@@ -190,96 +161,168 @@ def plan(  # noqa: PLR0913 - one argument per option
 
     With --policy: also measure what policies write for recorded checkpoints, and what they restore.
     """
-    from deltacheck.profile import Profile, planner
-    from deltacheck.profile.rates import scaled
-
     names = policy or []
     if not names and (factory or keep):
         raise typer.BadParameter("--factory and --keep go with --policy")
     # The option accepts its minimum, 0, for which there is no best interval.
     if not mtbf_hours:
         raise typer.BadParameter("--mtbf-hours must be more than 0")
-    speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
+    speeds = _parse_speeds(speed or [])
     # The bytes of a policy depend on no machine, so they are shown without one.
-    predicts = not names or probe is not None or set(speeds.values()) != {None}
+    predicts = not names or probe is not None or bool(speeds)
     if predicts:
         _require_speeds(probe, speeds)
     source = str(parse(words).root)
     measured: Replays | None = None
     policies: dict[str, Policy] = {}
     if names:
-        run_profile = None if profile is None else Profile.read(profile)
-        policies = replays.policies_of(names, run_profile, max_chain_depth, max_restore_ratio)
         trial = None if factory is None else TrialOptions(factory, seed, trial_steps)
+        policies = replays.policies_of(names, profile, max_chain_depth, max_restore_ratio)
         with working_folder(keep, "deltacheck-plan-") as folder:
             measured = replays.measure(source, item, policies, interval_steps, trial, folder)
-    if measured is not None and not predicts:
-        if as_json:
-            document = replays.document(measured, run_steps)
-            output.print_json({"source": source, "policy": names[0], **document})
-        else:
-            _print_policies(measured, policies, run_steps)
-        return
-    observed = _observe(source, item, profile, measured)
-    # A given step time wins: the plan may be for another machine than that of the saves.
-    seconds = step_seconds or observed.step_seconds
-    if not seconds:
-        raise typer.BadParameter(
-            f"--step-seconds is needed: it cannot be derived from {observed.source}"
+    planned: _Plan | None = None
+    if predicts:
+        observed = _observe(source, item, profile, measured)
+        # A given step time wins: the plan may be for another machine than that of the saves.
+        seconds = step_seconds or observed.step_seconds
+        if not seconds:
+            raise typer.BadParameter(
+                f"--step-seconds is needed: it cannot be derived from {observed.source}"
+            )
+        job = _Job(seconds, mtbf_hours, processes, restart_seconds)
+        limits = _Limits(max_chain_depth, max_restore_ratio, max_restore_seconds)
+        planned = _predict(
+            observed, job, _machine(probe, speeds), limits, interval_steps, state_bytes
         )
-    run = planner.PlannedRun(seconds, mtbf_hours * 3600, processes, restart_seconds)
-    machine = _machine(probe, speeds)
+    if as_json:
+        measured_rows = replays.document(measured, run_steps)
+        document = (
+            {"source": source, "policy": names[0]}
+            if planned is None
+            else planned.document(run_steps)
+        )
+        output.print_json(document | measured_rows)
+        return
+    if planned is not None:
+        planned.show(interval_steps is not None)
+        output.print_line("")
+    if measured is not None:
+        _print_policies(measured, policies, run_steps)
+    if planned is None:
+        return
+    if measured is None and run_steps:
+        planned.show_run(run_steps)
+    for name, reason in () if measured is None else measured.unsteady.items():
+        output.warn(f"{name} is not in the table: {reason}")
+    if measured is None and profile is None:
+        output.print_line("other policies: add --policy exact --policy auto")
+
+
+class _Job(NamedTuple):
+    """The options of the planned job."""
+
+    step_seconds: float
+    mtbf_hours: float
+    processes: int
+    restart_seconds: float
+
+
+class _Limits(NamedTuple):
+    """The options that limit chains."""
+
+    max_chain_depth: int
+    max_restore_ratio: float
+    max_restore_seconds: float | None
+
+
+class _Plan(NamedTuple):
+    """A prediction, and what it was made from.
+
+    Attributes:
+        source: The root or the file that was observed.
+        policy: The planned policy; empty: that of the root.
+        rates: The rates of the planned policy.
+        run: The job.
+        machine: Its speeds.
+        prediction: The prediction for the planned policy.
+        ways: The costs of several policies at one interval, by name.
+    """
+
+    source: str
+    policy: str
+    rates: Rates
+    run: PlannedRun
+    machine: Machine
+    prediction: Prediction
+    ways: Mapping[str, Strategy]
+
+    def document(self, run_steps: int | None) -> Row:
+        """Return the keys of the prediction in the document of ``plan``."""
+        run_saves, run_bytes = (
+            (None, None) if run_steps is None else self.prediction.of_run(run_steps)
+        )
+        return {
+            "source": self.source,
+            "policy": self.policy or None,
+            "compared": [asdict(way) | {"name": name} for name, way in self.ways.items()],
+            "observed_interval_steps": self.rates.interval_steps,
+            "run": asdict(self.run),
+            "machine": asdict(self.machine),
+            "verdict": verdict(self.prediction),
+            **asdict(self.prediction),
+            "run_saves": run_saves,
+            "run_bytes": run_bytes,
+        }
+
+    def show_run(self, steps: int) -> None:
+        """Print what a run of some steps writes."""
+        saves, size = self.prediction.of_run(steps)
+        if saves and size:
+            state_bytes = self.prediction.state_bytes
+            output.print_line(replays.describe_run(steps, saves, size, state_bytes))
+
+    def show(self, is_interval_given: bool) -> None:
+        """Print the prediction."""
+        _print(self.prediction, self.rates, self.machine, self.run, self.ways, is_interval_given)
+
+
+def _predict(
+    observed: _Observation,
+    job: _Job,
+    machine: Machine,
+    limits: _Limits,
+    interval_steps: int | None,
+    state_bytes: int | None,
+) -> _Plan:
+    """Predict from observed rates: for the first policy, and a row for each of several."""
+    from deltacheck.profile import planner
+    from deltacheck.profile.rates import scaled
+
+    run = planner.PlannedRun(
+        job.step_seconds, job.mtbf_hours * 3600, job.processes, job.restart_seconds
+    )
     predict = partial(
         planner.plan,
         machine=machine,
         run=run,
-        max_chain_depth=max_chain_depth,
+        max_chain_depth=limits.max_chain_depth,
         # 0 means "no limit" on the command line, which the planner writes as ``None``.
-        max_restore_ratio=max_restore_ratio or None,
-        max_restore_seconds=max_restore_seconds,
+        max_restore_ratio=limits.max_restore_ratio or None,
+        max_restore_seconds=limits.max_restore_seconds,
     )
     rates = {
         name: observed_rates if state_bytes is None else scaled(observed_rates, state_bytes)
         for name, observed_rates in observed.rates.items()
     }
-    policy_name = next(iter(rates))
-    prediction = predict(rates[policy_name], interval_steps=interval_steps)
+    policy = next(iter(rates))
+    prediction = predict(rates[policy], interval_steps=interval_steps)
     ways: dict[str, Strategy] = {}
-    if len(names) > 1:
+    if observed.is_compared:
         # One interval for all rows: the one that was asked for, or the best one of the first.
         interval = prediction.ways[0].interval_steps
-        prediction = predict(rates[policy_name], interval_steps=interval)
+        prediction = predict(rates[policy], interval_steps=interval)
         ways = {name: predict(rates[name], interval_steps=interval).ways[0] for name in rates}
-    run_saves, run_bytes = (None, None) if run_steps is None else prediction.of_run(run_steps)
-    if as_json:
-        output.print_json(
-            {
-                "source": observed.source,
-                "policy": policy_name or None,
-                "compared": [asdict(way) | {"name": name} for name, way in ways.items()],
-                "observed_interval_steps": rates[policy_name].interval_steps,
-                "run": asdict(run),
-                "machine": asdict(machine),
-                "verdict": verdict(prediction),
-                **asdict(prediction),
-                "run_saves": run_saves,
-                "run_bytes": run_bytes,
-                **replays.document(measured, run_steps),
-            }
-        )
-        return
-    _print(prediction, rates[policy_name], machine, run, ways, interval_steps is not None)
-    output.print_line("")
-    if measured is None and run_saves and run_steps and run_bytes:
-        output.print_line(
-            replays.describe_run(run_steps, run_saves, run_bytes, prediction.state_bytes)
-        )
-    if measured is not None:
-        _print_policies(measured, policies, run_steps)
-        for name, reason in measured.unsteady.items():
-            output.warn(f"{name} is not in the table: {reason}")
-    elif profile is None:
-        output.print_line("other policies: add --policy exact --policy auto")
+    return _Plan(observed.source, policy, rates[policy], run, machine, prediction, ways)
 
 
 def verdict(prediction: Prediction) -> str:
@@ -297,11 +340,13 @@ class _Observation(NamedTuple):
     """Rates of change to predict from, and the time of a step if the source shows it.
 
     ``rates``: by policy, that of the plan first; the policy of a root has no name.
+    ``is_compared``: several policies were measured, even if some had no steady saves.
     """
 
     source: str
     rates: Mapping[str, Rates]
     step_seconds: float | None
+    is_compared: bool = False
 
 
 def _observe(
@@ -340,7 +385,8 @@ def _observe_policies(source: str, item: str | None, measured: Replays) -> _Obse
 
     if not measured.rates:
         raise StepNotFound(next(iter(measured.unsteady.values())))
-    return _Observation(source, measured.rates, _step_seconds_of(source, item))
+    is_compared = len(measured.policies) > 1
+    return _Observation(source, measured.rates, _step_seconds_of(source, item), is_compared)
 
 
 def _step_seconds_of(source: str, item: str | None) -> float | None:
@@ -355,36 +401,43 @@ def _step_seconds_of(source: str, item: str | None) -> float | None:
         return None
 
 
-def _require_speeds(folder: Path | None, options: Mapping[str, float | None]) -> None:
+def _parse_speeds(words: list[str]) -> dict[str, float]:
+    """Return the speeds of ``--speed`` by name."""
+    speeds: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            speeds[name] = float(value)
+        except ValueError:
+            speeds[name] = 0.0
+        # ``not >`` also catches NaN.
+        if name not in _MACHINE or not speeds[name] > 0:
+            raise typer.BadParameter(
+                f"--speed takes {', '.join(_MACHINE)} and a number of bytes per second above 0,"
+                f" such as write=1e9, not {word!r}"
+            )
+    return speeds
+
+
+def _require_speeds(folder: Path | None, speeds: Mapping[str, float]) -> None:
     """Raise ``BadParameter`` if a speed is neither given nor can be measured in a folder."""
-    missing = [name for name, speed in options.items() if speed is None]
+    missing = [f"--speed {name}=B" for name in _MACHINE if name not in speeds]
     if missing and folder is None:
-        names = ", ".join(
-            f"--{'disk-' if name in ('write', 'read') else ''}{name}-bytes-per-second"
-            for name in missing
-        )
         raise typer.BadParameter(
-            f"the speed of the machine is unknown: measure it with --probe FOLDER, or give {names}"
-        )
-    # ``not >`` also catches NaN.
-    invalid = {n: speed for n, speed in options.items() if speed is not None and not speed > 0}
-    if invalid:
-        values = " and ".join(f"{speed:g}" for speed in invalid.values())
-        raise typer.BadParameter(
-            f"{', '.join(invalid)}: a speed must be more than 0 bytes per second, not {values}"
+            "the speed of the machine is unknown: measure it with --probe FOLDER, or give"
+            f" {' '.join(missing)}"
         )
 
 
-def _machine(folder: Path | None, options: Mapping[str, float | None]) -> Machine:
+def _machine(folder: Path | None, speeds: dict[str, float]) -> Machine:
     """Return the speeds of the machine: those given, and measured ones for the others."""
     from deltacheck.profile import probe
     from deltacheck.profile.planner import Machine
 
-    speeds = {name: speed for name, speed in options.items() if speed is not None}
-    if folder is not None and len(speeds) < len(options):
-        # Given speeds overwrite measured ones: they may be those of another machine.
-        speeds = asdict(probe.measure(folder)) | speeds
-    return Machine(**speeds)
+    if folder is None or len(speeds) == len(_MACHINE):
+        return Machine(**speeds)
+    # Given speeds overwrite measured ones: they may be those of another machine.
+    return Machine(**(asdict(probe.measure(folder)) | speeds))
 
 
 def _print_policies(

@@ -18,7 +18,6 @@ from deltacheck.cli.profiling import TrialOptions, steps_as, steps_of
 if TYPE_CHECKING:
     from deltacheck.evaluate.offline.policy_replay import PolicyReplay
     from deltacheck.policy import Policy
-    from deltacheck.profile import Profile
     from deltacheck.profile.rates import Rates
     from deltacheck.profile.sensitivity import Verdict
 
@@ -44,18 +43,20 @@ class Replays(NamedTuple):
 
 
 def policies_of(
-    names: list[str], profile: Profile | None, max_chain_depth: int, max_restore_ratio: float
+    names: list[str], profile: Path | None, max_chain_depth: int, max_restore_ratio: float
 ) -> dict[str, Policy]:
     """Return the named policies.
 
     Args:
         names: The policies, as ``presets.policy_of`` reads them.
-        profile: The profile for ``auto``, ``None`` for none.
+        profile: The file of the profile for ``auto``, ``None`` for none.
         max_chain_depth: The limit of each policy that does not name its own.
         max_restore_ratio: The same; 0 for no limit.
     """
     from deltacheck.policy.presets import policy_of
+    from deltacheck.profile import Profile
 
+    run_profile = None if profile is None else Profile.read(profile)
     limits = {"max_chain_depth": max_chain_depth, "max_restore_ratio": max_restore_ratio or None}
 
     def limited(text: str) -> str:
@@ -69,7 +70,7 @@ def policies_of(
         return text + ("," if ":" in text else ":") + ",".join(words) if words else text
 
     try:
-        return {name: policy_of(limited(name), profile) for name in names}
+        return {name: policy_of(limited(name), run_profile) for name in names}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -57,10 +57,7 @@ COMMANDS = (
     "plan",
     "eval",
 )
-SPEEDS = [
-    f"--{name}-bytes-per-second=1e9"
-    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
-]
+SPEEDS = [f"--speed={name}=1e9" for name in ("write", "read", "encode", "apply", "copy")]
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,7 @@ from deltacheck.report.data import collect
 
 pytestmark = pytest.mark.tools
 
-SPEEDS = [
-    f"--{name}-bytes-per-second={10**9}"
-    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
-]
+SPEEDS = [f"--speed={name}=1e9" for name in ("write", "read", "encode", "apply", "copy")]
 EVERY, PLANNED_AT, STEPS = 5, 160, 240
 POLICIES = {"exact": Policy.exact(), "auto": Policy.auto()}
 

@@ -233,10 +233,7 @@ def test_a_report_has_every_leaf_once_and_adds_up(tiled: Saved, tool: Any, tmp_p
 
 
 def test_plan_reads_the_rates_of_tiled_leaves(tiled: Saved, tool: Any) -> None:
-    speeds = [
-        f"--{name}-bytes-per-second=1e9"
-        for name in ("disk-write", "disk-read", "encode", "apply", "copy")
-    ]
+    speeds = [f"--speed={name}=1e9" for name in ("write", "read", "encode", "apply", "copy")]
     found = tool("plan", tiled.root, *speeds, "--step-seconds", "1")
     assert found["state_bytes"] == sum(a.nbytes for path, a in arrays_of(tiled.states[0]).items())
 

@@ -375,10 +375,7 @@ def test_what_a_root_stores_at_four_times_the_interval_is_predicted_within_a_qua
     assert delta_bytes(rates) == pytest.approx(stored_bytes(roots[12]), rel=0.25)
 
 
-SPEEDS = [
-    f"--{name}-bytes-per-second={10**9}"
-    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
-]
+SPEEDS = [f"--speed={name}=1e9" for name in ("write", "read", "encode", "apply", "copy")]
 
 
 def test_the_command_plans_from_a_root(
@@ -453,12 +450,12 @@ def test_the_command_plans_from_a_profile(
     [
         (
             ["--step-seconds", "1"],
-            "measure it with --probe FOLDER, or give --disk-write-bytes-per-second, --disk-read",
+            "measure it with --probe FOLDER, or give --speed write=B --speed read=B",
         ),
         ([*SPEEDS, "--policy", "lossy"], "'lossy' is no policy"),
-        (["--policy", "auto", SPEEDS[0]], "or give --disk-read-bytes-per-second, --encode"),
+        (["--policy", "auto", SPEEDS[0]], "or give --speed read=B --speed encode=B"),
         (["--factory", "FILE.py:make"], "--factory and --keep go with --policy"),
-        ([*SPEEDS[1:], "--disk-write-bytes-per-second=0"], "write: a speed must be more than 0"),
+        ([*SPEEDS[1:], "--speed=write=0"], "such as write=1e9, not 'write=0'"),
         ([*SPEEDS, "--mtbf-hours", "0"], "--mtbf-hours must be more than 0"),
         ([*SPEEDS, "--profile", "PROFILE"], "--step-seconds is needed"),
     ],

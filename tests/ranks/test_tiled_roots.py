@@ -44,10 +44,7 @@ RECUT = 6  # the first step of the last group, which writes all large leaves who
 NEWEST = 7
 BIG, MASK = "model/big", "model/mask"
 ROOT = "ROOT"  # in a command of the tables
-SPEEDS = [
-    f"--{name}-bytes-per-second=1e9"
-    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
-]
+SPEEDS = [f"--speed={name}=1e9" for name in ("write", "read", "encode", "apply", "copy")]
 
 
 @dataclass(frozen=True)
