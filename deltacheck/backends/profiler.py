@@ -20,12 +20,9 @@ from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
 from deltacheck.profile.sample import SamplePlan
 
-# Package that defines the type of an array or container -> module with its functions ``describe``,
-# ``expand`` and ``take``.
-_ADAPTERS = {
-    "torch": "deltacheck.backends.torch.state.sampling",
-    **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "deltacheck.backends.orbax.state.sampling"),
-}
+# Package that defines the type of an array or container -> backend. Its ``state/sampling.py`` has
+# the functions ``describe``, ``expand`` and ``take``.
+_BACKENDS = {"torch": "torch", **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "orbax")}
 
 
 class Adapter(Protocol):
@@ -117,16 +114,17 @@ def _expand(value: object) -> Level | None:
 def package_of(value: object) -> str:
     """Return the framework that defines the type or one of its bases; empty if there is none."""
     packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
-    return next((package for package in packages if package in _ADAPTERS), "")
+    return next((package for package in packages if package in _BACKENDS), "")
 
 
-def framework_of(state: object) -> str | None:
-    """Return the framework of a state's arrays, ``"torch"`` or ``"jax"``; ``None``: neither."""
+def backend_of(state: object) -> str | None:
+    """Return the backend that saves a state's arrays; ``None``: they are of no framework."""
     packages = {package_of(array) for array in flatten(state).arrays.values()}
-    if "torch" in packages:
-        return "torch"
-    return "jax" if packages & {"jax", "jaxlib"} else None
+    return next((name for package, name in _BACKENDS.items() if package in packages), None)
 
 
 def _adapter(package: str) -> Adapter | None:
-    return cast(Adapter, import_module(_ADAPTERS[package])) if package else None
+    if not package:
+        return None
+    module = import_module(f"deltacheck.backends.{_BACKENDS[package]}.state.sampling")
+    return cast(Adapter, module)

@@ -201,7 +201,7 @@ def steps_as(
     from deltacheck.backends import profiler
     from deltacheck.evaluate.offline.recorded import recorded
 
-    as_torch = profiler.framework_of(like) == "torch"
+    as_torch = profiler.backend_of(like) == "torch"
     return recorded(source, item, as_torch=as_torch, step_set=step_set)
 
 

@@ -44,9 +44,9 @@ from deltacheck.evaluate.workload import (
     Factory,
     NoWorkload,
     Workload,
-    backend_of,
     create_workload,
     load_factory,
+    saving_module,
 )
 from deltacheck.policy import Policy
 from deltacheck.policy.presets import policy_of
@@ -65,10 +65,10 @@ class WorkerRun:
         self.workload: Workload = create_workload(factory, seed)
         self.step, self.losses = 0, dict[int, float]()
         # Only the backend of the state's framework is imported: the other may not be installed.
-        self.framework = profiler.framework_of(self.workload.state())
-        if self.framework is None:
+        backend = profiler.backend_of(self.workload.state())
+        if backend is None:
             raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
-        self.backend = backend_of(self.framework)
+        self.backend = saving_module(backend)
 
     def train_until(self, step: int) -> float:
         """Train up to a step, and return the last loss."""
@@ -116,7 +116,7 @@ def observe(plan: EvaluationPlan, folder: Path, factory: Factory) -> None:
     for seed in plan.unkilled_seeds():
         run = WorkerRun(factory, seed)
         if seed == first:
-            report("framework", name=run.framework, peer=run.backend.PEER)
+            report("framework", name=run.backend.FRAMEWORK, peer=run.backend.PEER)
         # The profiled run is one of the unkilled runs, so a profile costs no further training.
         if seed == first and plan.profile == MEASURED:
             _profile(run, plan).write(folder / PROFILE)

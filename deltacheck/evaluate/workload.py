@@ -181,12 +181,13 @@ def load_factory(reference: str) -> Factory:
     return cast(Factory, factory)
 
 
-def backend_of(framework: str | None) -> Any:
-    """Return the module that saves states of ``"torch"`` or ``"jax"``; ``None``: what is there."""
-    is_torch = framework == "torch" or (
-        framework is None and importlib.util.find_spec("torch") is not None
-    )
-    backend = "torch" if is_torch else "orbax"
+def saving_module(backend: str | None) -> Any:
+    """Return the module with which a backend takes part in evaluations.
+
+    ``None``: that of torch or JAX, whichever is installed.
+    """
+    if backend is None:
+        backend = "torch" if importlib.util.find_spec("torch") is not None else "orbax"
     return importlib.import_module(f"deltacheck.backends.{backend}.files.evaluation")
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deltacheck.backends.profiler import framework_of
+from deltacheck.backends.profiler import backend_of
 from deltacheck.evaluate.offline.policy_replay import replay
 from deltacheck.evaluate.offline.quality import Trials, hardest_step
 from deltacheck.evaluate.offline.recorded import Recorded
-from deltacheck.evaluate.workload import backend_of
+from deltacheck.evaluate.workload import saving_module
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import Policy, roles
 from deltacheck.profile.record import ClassSensitivity
@@ -47,7 +47,7 @@ def class_sensitivity(
     policies = {_EXACT: Policy.exact(), _LOSSY: Policy.auto(derive=False)}
     exact, lossy = replay(checkpoints, policies, folder)
     step = hardest_step([lossy])
-    backend = backend_of(framework_of(like))
+    backend = saving_module(backend_of(like))
     state, restored = (backend.load(result.root, step, like) for result in (exact, lossy))
     classes = classes_of(open_root(lossy.root).manifest(step))
     candidates = {

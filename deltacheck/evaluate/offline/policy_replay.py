@@ -14,7 +14,7 @@ from typing import Any
 from deltacheck.backends import profiler
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.offline.recorded import Recorded
-from deltacheck.evaluate.workload import backend_of
+from deltacheck.evaluate.workload import saving_module
 from deltacheck.policy import Policy
 from deltacheck.policy.causes import CAUSES, MERGED, REST
 from deltacheck.policy.stage import STABLE, WARM, stable_start
@@ -89,7 +89,7 @@ def replay(
     try:
         for checkpoint in checkpoints:
             if not savers:
-                backend = backend_of(profiler.framework_of(checkpoint.state))
+                backend = saving_module(profiler.backend_of(checkpoint.state))
                 for text, policy in policies.items():
                     savers[text] = backend.Saver(roots[text], policy)
             for saver in savers.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.backends.profiler import framework_of
+from deltacheck.backends.profiler import backend_of
 from deltacheck.errors import StepNotFound
 from deltacheck.evaluate.comparison import snapshot
 from deltacheck.evaluate.comparison.contract import trained_weights
@@ -22,8 +22,8 @@ from deltacheck.evaluate.offline.policy_replay import PolicyReplay
 from deltacheck.evaluate.workload import (
     Factory,
     NoWorkload,
-    backend_of,
     create_workload,
+    saving_module,
     workload_folder,
 )
 from deltacheck.policy.parameters import hyperparameters
@@ -96,7 +96,7 @@ class Trials:
 
 def _view(state: Any) -> Snapshot:
     """Return a state by the roles of its leaves."""
-    backend = backend_of(framework_of(state))
+    backend = saving_module(backend_of(state))
     return snapshot.take(backend.flat(state), backend.bytes_of)
 
 
@@ -139,7 +139,7 @@ def quality(
         NoWorkload: As ``Trials.measure`` raises it.
     """
     step = hardest_step(replays)
-    backend = backend_of(framework_of(like))
+    backend = saving_module(backend_of(like))
     candidates = {replay.policy: backend.load(replay.root, step, like) for replay in replays}
     return step, trials.measure(backend.load(exact.root, step, like), candidates)
 

@@ -21,7 +21,7 @@ from deltacheck.leaf import tree
 from deltacheck.policy import Policy
 from deltacheck.store.files.arrays import bytes_on_disk
 
-PEER = "numpy.savez + fsync"
+FRAMEWORK, PEER = "jax", "numpy.savez + fsync"
 
 
 def flat(state: object) -> tree.Flat:

@@ -20,7 +20,7 @@ from deltacheck.leaf import tree
 from deltacheck.policy import Policy
 from deltacheck.save.handle import SaveHandle
 
-PEER = "torch.save + fsync"
+FRAMEWORK, PEER = "torch", "torch.save + fsync"
 
 
 def flat(state: object) -> tree.Flat:
