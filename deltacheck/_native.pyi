@@ -38,6 +38,12 @@ def apply_rows(
     streams: NDArray[np.uint8],
     blocks: list[NDArray[np.uint8]],
 ) -> tuple[int, str] | None: ...
+def encode_changes(
+    before: NDArray[np.uint8], now: NDArray[np.uint8], word_bytes: int
+) -> NDArray[np.uint8] | None: ...
+def apply_changes(
+    changes: NDArray[np.uint8], words: NDArray[np.uint8], word_bytes: int
+) -> str | None: ...
 def lattice_codes(
     values: NDArray[np.float32],
     weights: NDArray[np.uint16] | None,

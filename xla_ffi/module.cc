@@ -24,6 +24,7 @@
 #include <utility>
 
 #include "encoder/canonical.h"
+#include "encoder/changes.h"
 #include "encoder/crc32c.h"
 #include "encoder/delta.h"
 #include "encoder/entropy.h"
@@ -39,7 +40,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 13;
+constexpr int kInterface = 14;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
@@ -474,6 +475,41 @@ void fingerprint_arrays(const Array<const uint64_t>& addresses, const Array<cons
   fingerprints(from, bytes, leaves, Sampling{whole_bytes, blocks, block_bytes, seed}, to);
 }
 
+void check_words(const char* name, uint64_t bytes, int word_bytes) {
+  if ((word_bytes != 1 && word_bytes != 2) || bytes % static_cast<uint64_t>(word_bytes) != 0)
+    throw std::invalid_argument(std::string(name) + " must hold whole words of 1 or 2 bytes");
+}
+
+nb::object encode_change_arrays(const Array<const uint8_t>& before, const Array<const uint8_t>& now,
+                                int word_bytes) {
+  check_words("before", before.size(), word_bytes);
+  if (now.size() != before.size())
+    throw std::invalid_argument("before and now must have the same size");
+  const uint8_t *from = before.data(), *to = now.data();
+  const uint64_t words = before.size() / static_cast<uint64_t>(word_bytes);
+  Bytes changes;
+  {
+    nb::gil_scoped_release released;
+    changes = encode_changes(from, to, words, word_bytes);
+  }
+  return array_of(std::move(changes));
+}
+
+std::optional<std::string> apply_change_arrays(const Array<const uint8_t>& changes,
+                                               const Array<uint8_t>& words, int word_bytes) {
+  check_words("words", words.size(), word_bytes);
+  const StreamView from{changes.data(), changes.size()};
+  uint8_t* const to = words.data();
+  const uint64_t count = words.size() / static_cast<uint64_t>(word_bytes);
+  std::string refusal;
+  {
+    nb::gil_scoped_release released;
+    refusal = apply_changes(from.data, from.size, to, count, word_bytes);
+  }
+  if (refusal.empty()) return std::nullopt;
+  return refusal;
+}
+
 void read_number_array(const nb::list& objects, nb::handle first, nb::handle second,
                        const Array<uint64_t>& out) {
   read_numbers(objects, first, second, out.data(), out.size());
@@ -531,6 +567,13 @@ NB_MODULE(_native, m) {
         "Apply rows of several deltas. targets: block, first byte, words and bytes of a word of "
         "each row, ascending; rows of one chunk are applied in order. offsets: of each row's parts "
         "in streams. Return None, or the number of a row and the reason why it was refused.");
+  m.def("encode_changes", encode_change_arrays, nb::arg("before").noconvert(),
+        nb::arg("now").noconvert(), nb::arg("word_bytes"),
+        "Return the changes of words of 1 or 2 bytes, or None if there are no words.");
+  m.def("apply_changes", apply_change_arrays, nb::arg("changes").noconvert(),
+        nb::arg("words").noconvert(), nb::arg("word_bytes"),
+        "Change words in place. Return None, or the reason why the changes were refused; the words "
+        "are then a mixture.");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
         nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
         nb::arg("out").noconvert(), nb::arg("halvings"), nb::arg("spare_bits"),

@@ -80,7 +80,7 @@ SUITES = (
     Suite(
         "fuzz",
         (
-            ("fuzz", "FUZZ_RUNS=10000", "ARGS=apply round_trip arithmetic codes laws"),
+            ("fuzz", "FUZZ_RUNS=10000", "ARGS=apply round_trip arithmetic codes laws changes"),
             ("fuzz", "FUZZ_RUNS=300", "ARGS=documents roots --seed 20261121"),
         ),
         0.8,

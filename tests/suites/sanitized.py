@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.paths import TESTS
 
 SOURCES = TESTS.parent / "xla_ffi"
-TARGETS = ("apply", "round_trip", "arithmetic", "codes", "laws")
+TARGETS = ("apply", "round_trip", "arithmetic", "codes", "laws", "changes")
 READERS = ("documents", "roots")  # in Python, see tests/fuzz/readers.py
 CORPUS = TESTS / "fuzz" / "corpus"  # inputs that reached code which none before them had, kept
 LEVELS = {"kKernelsX86V2": "x86-64-v2", "kKernelsX86V3": "x86-64-v3", "kKernelsX86V4": "x86-64-v4"}
@@ -72,7 +72,7 @@ def encoder(
         options.append("-march=" + options[-1].partition('"')[2].rstrip('"'))
     jobs += [
         (name, name, ["-DDELTACHECK_X86_LEVELS"] if x86 else [])
-        for name in ("delta", "blocks", "thread_pool")
+        for name in ("delta", "changes", "blocks", "thread_pool")
     ]
 
     def compiled(job: tuple[str, str, list[str]]) -> Path:
