@@ -558,7 +558,7 @@ def _causes(root: Path, peer: int) -> list[dict[tuple[str, str], float]]:
             if cause in CAUSES and size
         }
         merged = by_class[OTHER][MERGED] / peer
-        whole = (step.stored_bytes + step.manifest_bytes) / peer
+        whole = (step.manifest.stored_bytes + step.manifest_bytes) / peer
         saves.append(parts | {(MERGED, ""): merged, (REST, ""): whole - sum(parts.values())})
     return saves
 

@@ -414,7 +414,6 @@ def import_files(
     Values are imported bit for bit. No code of the files is run.
     """
     from deltacheck.backends.hugging_face.model_folder import is_model_folder
-    from deltacheck.report.history import stored_bytes
     from deltacheck.store.files import storage
     from deltacheck.store.roots.opening import open_root
 
@@ -435,7 +434,7 @@ def import_files(
             # The root is opened anew for each step: the import commits steps through a writer of
             # its own.
             manifest = open_root(target).manifest(number)
-            stored_size = stored_bytes(manifest)
+            stored_size = manifest.stored_bytes
             rows.append(
                 {
                     "step": number,

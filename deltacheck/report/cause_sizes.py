@@ -71,7 +71,7 @@ class CauseCounter:
                     costs[segment.id] = self._cost(segment)
                 sizes[cause] += costs[segment.id].by_leaf.get(name, 0.0)
         rounded = {cause: round(size) for cause, size in sizes.items()}
-        rest = step.stored_bytes + step.manifest_bytes - sum(rounded.values())
+        rest = step.manifest.stored_bytes + step.manifest_bytes - sum(rounded.values())
         return rounded | {MERGED: manifest.merged_bytes, REST: rest}
 
 

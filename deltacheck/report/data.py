@@ -415,7 +415,7 @@ def _step(
     manifest = step.manifest
     by_cause: Mapping[str, int] = {
         MERGED: manifest.merged_bytes,
-        REST: step.stored_bytes + step.manifest_bytes,
+        REST: step.manifest.stored_bytes + step.manifest_bytes,
     }
     written_by_method = dict.fromkeys(METHODS, 0) | {
         "tables": step.manifest_bytes,
@@ -454,7 +454,7 @@ def _step(
         reason=manifest.stage_reason,
         raw_bytes=manifest.raw_bytes,
         leaves=len(manifest.specs),
-        recorded_bytes=step.stored_bytes + step.manifest_bytes,
+        recorded_bytes=step.manifest.stored_bytes + step.manifest_bytes,
         written=written_by_method,
         causes=by_cause,
         changed=changed,

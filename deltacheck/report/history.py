@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -15,8 +15,6 @@ from deltacheck.store.files import storage
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root, StepRef
 from deltacheck.store.segment import Segment
-
-_View = TypeVar("_View")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +115,6 @@ class StepSums:
         return self.changed_words / self.words if self.words else None
 
 
-def stored_bytes(manifest: Manifest) -> int:
-    """Return the size of the segments that the save of a step wrote; 0 if nothing had changed."""
-    return sum(
-        ref.stored_bytes for ref in manifest.segments if layout.seq_of(ref.id) == manifest.seq
-    )
-
-
 def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, ReportedLeaf]:
     """Return the state of every leaf of a step, in ascending order of the paths.
 
@@ -179,16 +170,6 @@ def _entries_of(
     )
 
 
-def chain_depth(manifest: Manifest, segments: Sequence[Segment]) -> int:
-    """Return the largest number of deltas that a restore of a step applies to a stored leaf.
-
-    Raises as ``leaf_states``, which knows more and takes longer.
-    """
-    every = columns.entries_by_path(segments)
-    lengths = (len(_entries_of(name, manifest, every.get(name, ()))) for name in manifest.stored)
-    return max(lengths, default=1) - 1
-
-
 def summed(states: Iterable[ReportedLeaf]) -> StepSums:
     """Sum over leaves. Reads the indexes of their deltas."""
     changed = [(state, state.changed_words()) for state in states]
@@ -229,10 +210,6 @@ class Step:
     states: dict[str, ReportedLeaf] | None
     problem: str | None
 
-    @property
-    def stored_bytes(self) -> int:
-        return stored_bytes(self.manifest)
-
 
 class Committed(NamedTuple):
     """A manifest that was read, and its size."""
@@ -260,10 +237,8 @@ def committed(root: Root, problems: list[str]) -> Iterator[Committed]:
             problems.append(str(error))
 
 
-def opened(
-    root: Root, checkpoints: Iterable[Committed], view: Callable[[Manifest, list[Segment]], _View]
-) -> Iterator[tuple[Committed, tuple[Segment, ...], _View | None, str | None]]:
-    """Yield each checkpoint with its segments, a view of them, and the problem if it is not whole.
+def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
+    """Yield the leaf states of each checkpoint.
 
     Neighbouring steps share most of their segments, so tables are kept from one step to the next.
     """
@@ -274,15 +249,9 @@ def opened(
             # Only the tables that this step needs are kept, so memory does not grow with the number
             # of steps.
             open_segments = {ref: open_segments.get(ref) or root.store.segment(ref) for ref in refs}
-            segments = list(open_segments.values())
-            result = view(checkpoint.manifest, segments)
+            segments = tuple(open_segments.values())
+            states = leaf_states(checkpoint.manifest, list(segments))
         except DeltacheckError as error:
-            yield checkpoint, (), None, str(error)
+            yield Step(*checkpoint, (), None, str(error))
         else:
-            yield checkpoint, tuple(segments), result, None
-
-
-def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
-    """Yield the leaf states of each checkpoint."""
-    for checkpoint, segments, states, problem in opened(root, checkpoints, leaf_states):
-        yield Step(*checkpoint, segments, states, problem)
+            yield Step(*checkpoint, segments, states, None)

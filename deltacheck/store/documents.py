@@ -223,7 +223,10 @@ def decode_brief(content: bytes, path: Place) -> Brief:
     # A compact form lists its segments elsewhere.
     is_plain = _COMPACT not in content and _is_bound(content)
     head = _decoded(content, ManifestHead) if is_plain else None
-    return Brief.of(decode_manifest(content, path) if head is None else head)
+    with contextlib.suppress(UnsupportedLeaf):
+        if head is not None:
+            return Brief.of(head)
+    return Brief.of(decode_manifest(content, path))
 
 
 def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:

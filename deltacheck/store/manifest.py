@@ -666,9 +666,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @property
     def raw_bytes(self) -> int:
         """Bytes of all leaves of the tree in memory."""
-        # Leaves have few forms, and a listing sums those of every step.
-        leaves: dict[str, Any] = {**self.leaves, **self.derived, **self.tiles}
-        return sum(_raw_bytes(leaf.dtype, leaf.shape) for leaf in leaves.values())
+        return _raw_bytes(self)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the segments that the save of the step wrote; 0 if nothing had changed."""
+        return _stored_bytes(self)
 
     def spec(self, path: str) -> LeafSpec:
         """Return the description of a leaf of the tree."""
@@ -725,6 +728,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         return () if rule is None else rule.sources
 
 
+class _Form(msgspec.Struct, frozen=True, gc=False):
+    """The type and the shape of a leaf."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class ManifestHead(msgspec.Struct, frozen=True):
     """The fields of a manifest that a brief is made of."""
 
@@ -733,14 +743,32 @@ class ManifestHead(msgspec.Struct, frozen=True):
     seq: int
     step: int
     nonce: str
+    time: float
+    leaves: dict[str, _Form]
     segments: tuple[SegmentRef, ...]
+    derived: dict[str, _Form] = {}
+    tiles: dict[str, _Form] = {}
     metrics: dict[str, float | str] = {}
     must_understand: tuple[str, ...] = ()
     course: str = ""
+    durability: str = "power"
+
+
+def _raw_bytes(manifest: Manifest | ManifestHead) -> int:
+    """Return the bytes of all leaves of the tree in memory."""
+    # A listing sums those of every step, and leaves have few forms.
+    leaves: dict[str, Any] = {**manifest.leaves, **manifest.derived, **manifest.tiles}
+    return sum(_form_bytes(leaf.dtype, leaf.shape) for leaf in leaves.values())
+
+
+def _stored_bytes(manifest: Manifest | ManifestHead) -> int:
+    """Return the size of the segments that the save of a step wrote."""
+    own = f"s{manifest.seq:010d}"  # the beginning of their names (format.md, section 1)
+    return sum(ref.stored_bytes for ref in manifest.segments if ref.id.startswith(own))
 
 
 @lru_cache(1024)
-def _raw_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def _form_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return LeafSpec.of("", shape, dtype).raw_bytes
 
 
@@ -754,6 +782,10 @@ class Brief(NamedTuple):
         metrics: As the manifest has them.
         segments: Ids of the segments that the step needs.
         course: As the manifest has it.
+        time: Seconds since the epoch.
+        durability: As the manifest has it.
+        raw_bytes: Bytes of all leaves of the tree in memory.
+        stored_bytes: Size of the segments that the save wrote; 0 if nothing had changed.
     """
 
     seq: int
@@ -762,18 +794,29 @@ class Brief(NamedTuple):
     metrics: Mapping[str, float | str]
     segments: frozenset[str]
     course: str = ""
+    time: float = 0.0
+    durability: str = "power"
+    raw_bytes: int = 0
+    stored_bytes: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest | ManifestHead) -> Brief:
-        """Return the brief of a manifest."""
-        segment_ids = frozenset(ref.id for ref in manifest.segments)
+        """Return the brief of a manifest.
+
+        Raises:
+            UnsupportedLeaf: A leaf has a type that does not exist.
+        """
         return cls(
             manifest.seq,
             manifest.step,
             manifest.nonce,
             manifest.metrics,
-            segment_ids,
+            frozenset(ref.id for ref in manifest.segments),
             manifest.course,
+            manifest.time,
+            manifest.durability,
+            _raw_bytes(manifest),
+            _stored_bytes(manifest),
         )
 
 

@@ -20,9 +20,9 @@ from deltacheck.cli import main
 from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.store import documents, validation
 from deltacheck.store.files import local_storage
-from deltacheck.store.manifest import Manifest, ManifestHead
+from deltacheck.store.manifest import Brief, Manifest, ManifestHead
 from deltacheck.store.roots.opening import open_root
-from tests.support.forge import forge_manifest
+from tests.support.forge import GOLDEN, forge_manifest, unpack
 
 STEPS = 5
 
@@ -65,6 +65,26 @@ def test_a_listing_opens_each_manifest_once_and_checks_the_rules_of_none(
 ) -> None:
     assert deltacheck.open(run).steps() == list(range(STEPS))
     assert counts == {"opened": STEPS, "head": STEPS}
+
+
+def test_ls_opens_each_manifest_once_and_no_table(run: Path, counts: Counter[str]) -> None:
+    for table in (run / "segments").glob("*/zarr.json"):
+        table.write_bytes(b"")
+    assert main(["ls", str(run)]) == 0
+    assert counts == {"opened": STEPS, "head": STEPS}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name.partition(".")[0] for path in GOLDEN.glob("*.xz"))
+)
+def test_a_listing_has_what_the_whole_manifest_says(name: str, tmp_path: Path) -> None:
+    root = open_root(unpack(name, tmp_path))
+    checkpoints = root.checkpoints()
+    assert checkpoints
+    for checkpoint in checkpoints:
+        manifest = root.read(checkpoint.manifest_path)
+        assert checkpoint.brief == Brief.of(manifest)
+        assert checkpoint.brief.raw_bytes == sum(spec.raw_bytes for spec in manifest.specs.values())
 
 
 def test_the_newest_step_and_a_check_of_it_open_one_manifest(

@@ -26,8 +26,9 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.maintain.blame import Blame
     from deltacheck.report.cause_sizes import CauseCounter
-    from deltacheck.report.history import Committed, ReportedLeaf, Step, StepSums
-    from deltacheck.store.manifest import Manifest, Tag, Tiles
+    from deltacheck.report.history import ReportedLeaf, StepSums
+    from deltacheck.store.files.storage import Place
+    from deltacheck.store.manifest import Brief, Manifest, Tag, Tiles
     from deltacheck.store.roots.root import Root
 
 # Columns that ``ls`` and ``log`` share, so that both begin alike.
@@ -66,7 +67,6 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
         *_STEP,
         _RAW,
         Column("STORED", "stored_bytes", output.size),
-        Column("DEPTH", "chain_depth"),
         # Most roots have one course and no saves without syncs.
         *([_COURSE] if any(row["course"] != 1 for row in rows) else []),
         *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
@@ -76,26 +76,32 @@ def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None
 
 
 def listed_steps(root: Root) -> tuple[list[Row], list[str]]:
-    """Return the rows of ``ls``, oldest save first, and the problems of unreadable documents."""
-    from deltacheck.report import history
+    """Return the rows of ``ls``, oldest save first, and the problems of unreadable documents.
 
-    rows: list[Row] = []
-    problems: list[str] = []
+    No table of a segment is read, so a segment is only known to be there.
+    """
     # An unreadable tag or manifest becomes a warning. A listing is needed most when a root is
     # damaged.
+    problems: list[str] = []
     tags = _read_tags(root, problems)
+    checkpoints, damaged = root.read_all()
+    problems += [str(error) for error in damaged.values()]
+    needed = set[str]().union(*(checkpoint.brief.segments for checkpoint in checkpoints))
+    missing = set(root.store.missing_segments(needed))
     courses: dict[str, int] = {}
-    checkpoints = history.committed(root, problems)
-    for step, _, depth, problem in history.opened(root, checkpoints, history.chain_depth):
+    rows: list[Row] = []
+    for checkpoint in checkpoints:
+        brief = checkpoint.brief
+        lost = sorted(brief.segments & missing)
+        problem = f"missing: {', '.join(lost)}" if lost else None
         rows.append(
             {
-                **_step_row(root, step, problem, tags),
-                "course": courses.setdefault(step.manifest.course, len(courses) + 1),
-                "raw_bytes": step.manifest.raw_bytes,
-                "stored_bytes": history.stored_bytes(step.manifest),
-                "chain_depth": depth,
-                "durability": step.manifest.durability,
-                "metrics": dict(step.manifest.metrics),
+                **_step_row(root, checkpoint.manifest_path, brief, problem, tags),
+                "course": courses.setdefault(brief.course, len(courses) + 1),
+                "raw_bytes": brief.raw_bytes,
+                "stored_bytes": brief.stored_bytes,
+                "durability": brief.durability,
+                "metrics": dict(brief.metrics),
             }
         )
     return rows, problems
@@ -156,11 +162,11 @@ def logged_steps(root: Root, levels: int | None = None) -> tuple[list[Row], list
     for step in history.steps(root, history.committed(root, problems)):
         time = step.manifest.time
         row: Row = {
-            **_step_row(root, step, step.problem, tags),
+            **_step_row(root, step.ref.manifest_path, step.manifest, step.problem, tags),
             "seconds_since_previous": None if previous_time is None else time - previous_time,
             "raw_bytes": step.manifest.raw_bytes,
-            "stored_bytes": step.stored_bytes,
-            "written_bytes": step.stored_bytes + step.manifest_bytes,
+            "stored_bytes": step.manifest.stored_bytes,
+            "written_bytes": step.manifest.stored_bytes + step.manifest_bytes,
             "merged_bytes": step.manifest.merged_bytes,
             "failed_saves": step.manifest.failed_saves,
             "stage": step.manifest.stage,
@@ -219,16 +225,20 @@ def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
 
 
 def _step_row(
-    root: Root, step: Committed | Step, problem: str | None, known_tags: dict[str, Tag]
+    root: Root,
+    path: Place,
+    manifest: Manifest | Brief,
+    problem: str | None,
+    known_tags: dict[str, Tag],
 ) -> Row:
     from deltacheck.store.roots import tags
 
     return {
-        "step": step.ref.step,
-        "seq": step.ref.seq,
-        "item": step.ref.manifest_path.parent.name if root.is_manager_root else None,
-        "time": output.utc(step.manifest.time),
-        "tags": tags.names_of(known_tags, step.manifest),
+        "step": manifest.step,
+        "seq": manifest.seq,
+        "item": path.parent.name if root.is_manager_root else None,
+        "time": output.utc(manifest.time),
+        "tags": tags.names_of(known_tags, manifest),
         "problem": problem,
     }
 
@@ -344,7 +354,7 @@ def step_document(root: Root, manifest: Manifest, patterns: Sequence[str] = ()) 
         "stage": manifest.stage,
         "stage_reason": manifest.stage_reason,
         "raw_bytes": manifest.raw_bytes,
-        "stored_bytes": history.stored_bytes(manifest),
+        "stored_bytes": manifest.stored_bytes,
         "metrics": dict(manifest.metrics),
         "leaves": [
             _leaf_row(path, owner, states.get(owner), manifest) for path, owner in owners.items()
@@ -499,7 +509,6 @@ def _grouped_values(rows: list[Row]) -> list[Row]:
 def _print_step(
     manifest: Manifest, digest: str, tables: dict[str, list[Row]], *, is_grouped: bool
 ) -> None:
-    from deltacheck.report import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     is_grouped = is_grouped and len(leaves) + len(scalars) > _MOST_ROWS
@@ -513,7 +522,7 @@ def _print_step(
     output.print_line(
         f"{output.count(len(manifest.specs), 'leaf', 'leaves')} of"
         f" {output.size(manifest.raw_bytes)}; this step stored"
-        f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
+        f" {output.size(manifest.stored_bytes)}, a restore reads from"
         f" {output.size(needed_bytes)}"
     )
     if manifest.absent:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import Brief
 from deltacheck.store.roots.root import Root, StepRef
 
 _Result = TypeVar("_Result")
@@ -67,7 +68,7 @@ class NewSteps:
         if paths == self._known_paths and not repeat:
             return None
         manifests, damaged = self._root.manifests()
-        steps = [StepRef(m.step, m.seq, path) for path, m in manifests.items()]
+        steps = [StepRef(path, Brief.of(manifest)) for path, manifest in manifests.items()]
         skips_all = newest_only or self.seq < 0
         position = {path: number for number, path in enumerate(paths)}
         passed = max(

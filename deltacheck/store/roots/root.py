@@ -29,11 +29,20 @@ Errors: TypeAlias = dict[Place, Damaged | UnsupportedFormat]
 
 @dataclass(frozen=True, slots=True)
 class StepRef:
-    """A committed checkpoint: its training step, sequence number and manifest file."""
+    """A committed checkpoint: its manifest file, and the part of it that a listing needs."""
 
-    step: int
-    seq: int
     manifest_path: Place
+    brief: Brief
+
+    @property
+    def step(self) -> int:
+        """Training step."""
+        return self.brief.step
+
+    @property
+    def seq(self) -> int:
+        """Sequence number."""
+        return self.brief.seq
 
 
 class Root:
@@ -214,7 +223,7 @@ class Root:
             except Damaged as error:
                 damaged[path] = error
             else:
-                checkpoints.append(StepRef(brief.step, brief.seq, path))
+                checkpoints.append(StepRef(path, brief))
         return sorted(checkpoints, key=lambda ref: ref.seq), damaged
 
     def manifests(self) -> tuple[dict[Place, Manifest], Errors]:

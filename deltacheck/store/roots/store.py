@@ -64,9 +64,10 @@ class Store:
     def missing_segments(self, names: Iterable[str]) -> list[str]:
         """Return those of some committed segments that have no table any more, ascending.
 
-        This costs one look at a name for each segment, on a local file system. For object stores,
-        see ``listed_losses``.
+        This costs one look at a name for each segment, or a listing of an object store.
         """
+        if not isinstance(self.path, Path):
+            return self.listed_losses(sorted(names), {})[0]
         # Text and not paths: each save looks at every segment of the chains.
         folder = str(self.path / layout.SEGMENTS)
         # What cannot be looked at, no restore can read.

@@ -18,7 +18,7 @@ from deltacheck.store.files import arrays
 from deltacheck.store.files.containment import inside, remove_tree
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place, storage_of, subdirectories
-from deltacheck.store.manifest import Manifest, Tag
+from deltacheck.store.manifest import Brief, Manifest, Tag
 
 
 def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
@@ -76,7 +76,7 @@ def find(store: Place, name: str) -> Tag:
     return tags[name]
 
 
-def names_of(tags: Mapping[str, Tag], manifest: Manifest) -> list[str]:
+def names_of(tags: Mapping[str, Tag], manifest: Manifest | Brief) -> list[str]:
     """Return the tags of a save."""
     return sorted(name for name, tag in tags.items() if tag.nonce == manifest.nonce)
 
