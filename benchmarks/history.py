@@ -12,7 +12,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck.backends.torch import Engine
 from deltacheck.maintain.compaction import reclaim
 from deltacheck.policy import Keep
-from deltacheck.restore.resolve import proven_chains
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.save import root_writer
 from deltacheck.store import collect
 from deltacheck.store.files import arrays
@@ -136,7 +136,7 @@ def _full_bytes(root: Path, saves: int) -> int:
 def _bytes_ratio(root: Path, step: int) -> float:
     """Return the bytes that a read decodes, of the bytes of the tensor."""
     opened = open_root(root)
-    chain = proven_chains(opened, opened.manifest(step), [TENSOR])[TENSOR]
+    chain = resolve_chains(opened, opened.manifest(step), [TENSOR])[TENSOR]
     return 1 + sum(chain.delta_bytes) / chain.spec.raw_bytes
 
 

@@ -1,7 +1,7 @@
 """Write again what follows from the rest of a root, and name what is lost.
 
-Metadata follows from the tables. Committed content is never changed. Documents that are replaced or set aside are kept in
-``<root>.damaged``.
+Metadata follows from the tables. Committed content is never changed. Documents that are replaced or
+set aside are kept in ``<root>.damaged``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deltacheck.errors import Damaged, NotACheckpointRoot, UnsupportedFormat
 from deltacheck.maintain import verify
-from deltacheck.maintain.survey import survey
+from deltacheck.maintain.survey import Survey, survey
 from deltacheck.restore import read
 from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout

@@ -316,6 +316,41 @@ def stored_chunks(
     return np.concatenate(runs).astype(np.int64)
 
 
+def proven_digests(lineage: Lineage) -> dict[int, U64]:
+    """Return the chunk digests after each link, from the content alone.
+
+    The chunk digests are not read: the digest of the leaf, which the table has, proves
+    the content. So these are the links at which a restore gives the saved bytes. A link that is
+    damaged may be followed by others that restore, if later deltas replace what it gave.
+
+    Returns:
+        Number of links, counted from 1 -> digests of all chunks, uint64 ``(chunks, 2)``.
+    """
+    proven: dict[int, U64] = {}
+    spec = lineage.record.spec(lineage.path)
+    links = _count_fitting_links(lineage)
+    chains = {lineage.path: lineage.chain(links)} if links else {}
+    with suppress(Damaged):  # no later link can be read either
+        walk = read.follow_links(chains, verified=False)
+        for number, (_, entries, content) in enumerate(walk, 1):
+            digests = all_chunk_digests(spec, content[lineage.path])
+            if leaf_digest(digests) == entries[lineage.path].digest:
+                proven[number] = digests
+    return proven
+
+
+def _count_fitting_links(lineage: Lineage) -> int:
+    """Count the links, from the keyframe on, whose rows are of chunks that the leaf has."""
+    for number, (segment, entry) in enumerate(lineage.links):
+        try:
+            chunks = stored_chunks(segment, entry, lineage.spec_chunks)
+        except Damaged:
+            return number
+        if chunks.size and int(chunks.max()) >= lineage.spec_chunks:
+            return number
+    return len(lineage.links)
+
+
 def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Lineage]]:
     """Group lineages to be read together.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 ONE = 1 << 32
