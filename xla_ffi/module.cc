@@ -105,6 +105,68 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current,
   return nb::make_tuple(array_of(std::move(encoded.rows)), streams);
 }
 
+// Appends the results of several calls, in order, and numbers their chunks from 0 on.
+Encoded joined(std::vector<Encoded>&& parts, const std::vector<Run>& runs) {
+  Encoded whole;
+  uint64_t first_chunk = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (Row row : parts[i].rows) {
+      row.chunk += static_cast<uint32_t>(first_chunk);
+      whole.rows.push_back(row);
+    }
+    first_chunk += runs[i].chunks;
+  }
+  for (int k = 0; k < kStreams; ++k) {
+    size_t size = 0;
+    for (const Encoded& part : parts) size += part.streams[k].size;
+    if (size == 0) continue;
+    whole.streams[k] = allocate(size);
+    uint8_t* end = whole.streams[k].data.get();
+    for (Encoded& part : parts) {
+      const Bytes piece = std::move(part.streams[k]);
+      if (piece.size == 0) continue;
+      std::memcpy(end, piece.data.get(), piece.size);
+      end += piece.size;
+    }
+  }
+  return whole;
+}
+
+nb::tuple encode_many_arrays(const std::vector<Array<const uint8_t>>& currents,
+                             const std::vector<Array<uint8_t>>& bases,
+                             const std::vector<Array<const uint64_t>>& bounds,
+                             const std::vector<int>& word_bytes, const std::vector<bool>& ordered) {
+  const size_t count = currents.size();
+  if (bases.size() != count || bounds.size() != count || word_bytes.size() != count ||
+      ordered.size() != count)
+    throw std::invalid_argument("all lists must have the same length");
+  std::vector<Run> runs;
+  std::vector<const uint8_t*> now;
+  std::vector<uint8_t*> shadows;
+  uint64_t chunks = 0;
+  for (size_t i = 0; i < count; ++i) {
+    runs.push_back(run_of(bounds[i], currents[i].size(), word_bytes[i]));
+    if (bases[i].size() != currents[i].size())
+      throw std::invalid_argument("base and current must have the same size");
+    now.push_back(currents[i].data());
+    shadows.push_back(bases[i].data());
+    chunks += runs.back().chunks;
+  }
+  if (chunks > std::numeric_limits<uint32_t>::max())
+    throw std::invalid_argument("the arrays have too many chunks");
+  Encoded encoded;
+  {
+    nb::gil_scoped_release released;
+    std::vector<Encoded> parts;
+    for (size_t i = 0; i < count; ++i)
+      parts.push_back(encode(runs[i], now[i], shadows[i], kUnchanged, ordered[i]));
+    encoded = joined(std::move(parts), runs);
+  }
+  nb::list streams;
+  for (Bytes& stream : encoded.streams) streams.append(array_of(std::move(stream)));
+  return nb::make_tuple(array_of(std::move(encoded.rows)), streams);
+}
+
 template <typename T>
 nb::object array_of(std::vector<T>&& numbers) {
   auto* storage = new std::vector<T>(std::move(numbers));
@@ -558,6 +620,11 @@ NB_MODULE(_native, m) {
         "Return (rows, streams): uint32 (stored chunks, 5), and the bytes of every stream or None. "
         "base becomes equal to current, in place. method: for tests and measurements; 0 selects "
         "the cheapest. ordered: of words of 2 bytes, sparse and bitmap chunks are ordered.");
+  m.def("encode_many", encode_many_arrays, nb::arg("currents").noconvert(),
+        nb::arg("bases").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
+        nb::arg("ordered"),
+        "Encode several arrays as encode does, in one call. Return (rows, streams) of all of them, "
+        "one after the other, with chunks numbered from 0 on.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
         nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
         "Apply a delta to base. Return None, or the reason why the first bad chunk was refused.");

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import STREAMS, U8, U64, UNCHANGED, Encoded
+from deltacheck.codec.base import STREAMS, U8, U32, U64, UNCHANGED, Encoded
 from deltacheck.codec.extension import native as _native
 from deltacheck.errors import DamagedStream
+
+
+class Cut(NamedTuple):
+    """The chunks of a leaf: ``bounds``, ``word_bytes`` and ``ordered`` of ``Codec.encode``."""
+
+    bounds: U64
+    word_bytes: int
+    ordered: bool = False
+
+
+def _encoded(rows: U32, streams: Sequence[U8 | None]) -> Encoded:
+    named = zip(STREAMS, streams, strict=True)
+    return Encoded(rows, {name: stream for name, stream in named if stream is not None})
 
 
 class NativeCodec:
@@ -47,14 +61,27 @@ class NativeCodec:
             now, shadow, bounds, word_bytes, method, ordered=ordered, law=content
         )
         # The module has updated ``base`` in place.
-        return Encoded(
-            rows,
-            {
-                name: stream
-                for name, stream in zip(STREAMS, streams, strict=True)
-                if stream is not None
-            },
-        ), base
+        return _encoded(rows, streams), base
+
+    def encode_many(
+        self, currents: Sequence[U8], bases: Sequence[U8], cuts: Sequence[Cut]
+    ) -> Encoded:
+        """Encode several leaves in one call, each against its base, which is updated in place.
+
+        Args:
+            currents: uint8, 1-D.
+            bases: As many bytes.
+            cuts: Their chunks and words.
+
+        Returns:
+            The rows and streams of all leaves, one after the other; chunks are numbered from the
+            first one on.
+        """
+        for current, base, cut in zip(currents, bases, cuts, strict=True):
+            memory.checked_bounds(cut.bounds, current.size, cut.word_bytes)
+            memory.checked_base(base, current.size)
+        bounds, word_bytes, ordered = zip(*cuts, strict=True)
+        return _encoded(*_native.encode_many(currents, bases, bounds, word_bytes, ordered))
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """Turn ``base`` into the encoded content, in place.

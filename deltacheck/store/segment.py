@@ -42,8 +42,8 @@ _STREAM_CONTENT = (
     "bytes of each stream of encoded chunks, one stream after the other, see section 4 of"
     " docs/reference/format.md; the table is in this segment's attributes"
 )
-# Of a stream: the histogram of fewer bytes looks skewed whatever they are.
-_LEAST_SAMPLE_BYTES = 4096
+# Of a stream: an array of its own costs more than the compression of fewer bytes.
+_LEAST_SAMPLE_BYTES = 64 << 10
 # Order-0 entropy, of 8 bits per byte, above which a stream is stored uncompressed: zstd would save
 # less than about 2 %.
 _STORE_ABOVE_BITS = 7.85

@@ -20,11 +20,14 @@ from deltacheck.codec.base import (
     ORDERED,
     PLANES,
     ROW_CHANGED,
+    ROW_CHUNK,
     ROW_METHOD,
     STREAMS,
     TILE_BYTES,
+    U8,
     Encoded,
 )
+from deltacheck.codec.native import Cut
 from deltacheck.errors import DamagedStream
 from tests.contracts.codec import CASES, DAMAGES, Case, moved, same, words
 from tests.reference.codec import ReferenceCodec
@@ -438,6 +441,62 @@ def test_the_methods_of_a_training_step_are_those_that_the_documents_name():
         .rows[0, ROW_METHOD]
         == DIFF
     )
-    assert (
-        NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, ROW_METHOD] == PLANES
-    )
+    assert NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, ROW_METHOD] == PLANES
+
+
+def leaves_of_all_widths() -> list[tuple[U8, U8, Cut]]:
+    """Leaves before and after: sparse, dense, equal, empty, of several chunks."""
+    random = np.random.default_rng(3)
+    leaves = []
+    for number, words in enumerate((1, 3000, 0, 5000, 70_000, 3000)):
+        word_bytes = (1, 2, 4, 8)[number % 4]
+        before = random.integers(0, 256, words * word_bytes, dtype=np.uint8)
+        after = before.copy()
+        if number != 1:
+            changed = random.integers(0, max(1, words), words // (2 if number % 2 else 200))
+            after.reshape(words, word_bytes)[changed] ^= 5
+        bounds = np.unique(np.array([0, words // 3, words], np.uint64))
+        leaves.append((after, before, Cut(bounds, word_bytes, number == 5)))
+    return leaves
+
+
+def test_many_leaves_in_one_call_give_what_each_gives_alone() -> None:
+    leaves, codec = leaves_of_all_widths(), NativeCodec()
+    alone = [
+        codec.encode(after, before.copy(), cut.bounds, cut.word_bytes, ordered=cut.ordered)[0]
+        for after, before, cut in leaves
+    ]
+    bases = [before.copy() for _, before, _ in leaves]
+    encoded = codec.encode_many([a for a, _, _ in leaves], bases, [cut for _, _, cut in leaves])
+    first = np.cumsum([0, *(cut.bounds.size - 1 for _, _, cut in leaves)]).tolist()
+    rows = [part.rows.copy() for part in alone]
+    for table, start in zip(rows, first, strict=False):
+        table[:, ROW_CHUNK] += start
+    assert np.array_equal(encoded.rows, np.concatenate(rows))
+    assert len(encoded.rows) > 5
+    names = {name for part in alone for name in part.streams}
+    assert encoded.streams.keys() == names
+    for name in names:
+        pieces = [part.streams[name] for part in alone if name in part.streams]
+        assert np.array_equal(encoded.streams[name], np.concatenate(pieces)), name
+    for base, (after, _, _) in zip(bases, leaves, strict=True):
+        assert np.array_equal(base, after)
+
+
+@pytest.mark.parametrize(
+    ("base", "cut", "message"),
+    [
+        (np.zeros(7, np.uint8), Cut(np.array([0, 2], np.uint64), 4), "7 bytes"),
+        (np.zeros(8, np.uint8), Cut(np.array([0, 3], np.uint64), 4), "bounds end at 3"),
+        (np.zeros(8, np.uint8), Cut(np.array([0, 2], np.uint64), 3), "word_bytes"),
+        (np.frombuffer(bytes(8), np.uint8), Cut(np.array([0, 2], np.uint64), 4), "writable"),
+    ],
+)
+def test_misuse_of_one_of_many_leaves_is_refused_before_any_changes(
+    base: U8, cut: Cut, message: str
+) -> None:
+    first, ones = np.zeros(8, np.uint8), np.ones(8, np.uint8)
+    fits = Cut(np.array([0, 2], np.uint64), 4)
+    with pytest.raises(ValueError, match=message):
+        NativeCodec().encode_many([ones, ones], [first, base], [fits, cut])
+    assert not first.any()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from deltacheck.codec import default_codec, host_memory
 from deltacheck.codec.adam_law import Law
 from deltacheck.codec.base import U8, U64, Codec, GroupCodec, GroupJob
+from deltacheck.codec.native import Cut
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
@@ -29,10 +31,15 @@ from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.save.progress import Progress
 
+# Leaves of at most so many bytes are encoded together. Larger: fewer calls; smaller: less memory
+# until the call.
+_SMALL_BYTES = 256 << 10
+_MOST_TOGETHER_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class _GroupMember:
-    """A leaf that is encoded together with others, in one call on its device."""
+    """A leaf that is encoded together with others, in one call on its device or in host memory."""
 
     leaf: LeafSave
     state: LeafState
@@ -81,10 +88,21 @@ class LeafCapture:
             SnapshotTorn: The caller changed a lazy leaf.
         """
         group: list[_GroupMember] = []
+        small: list[_GroupMember] = []
+        small_bytes, most_bytes = 0, min(_MOST_TOGETHER_BYTES, self._parts.part_bytes)
         while sources:
             member = self._capture_leaf(sources.popleft())
-            if member is not None:
+            if member is None:
+                continue
+            if not self._is_small(member.current):
                 group.append(member)
+                continue
+            if small_bytes + member.current.size > most_bytes:
+                self._encode_small(small)
+                small, small_bytes = [], 0
+            small.append(member)
+            small_bytes += member.current.size
+        self._encode_small(small)
         # As large as the largest leaf that was stored whole.
         self._copy = None
         if group:
@@ -136,6 +154,8 @@ class LeafCapture:
         elif law_of is not None:
             law = law_of(state.base)
             self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current), law)
+        elif self._is_small(current) and isinstance(state.base, np.ndarray):
+            return _GroupMember(leaf, state, source, self._proven(leaf, spec, current), is_coded)
         elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
             self._prove(leaf, spec, current)
@@ -250,9 +270,7 @@ class LeafCapture:
         """Encode a leaf against its base, run by run."""
         predicted: dict[str, Any] = {} if law is None else {"law": (law.method, law.content())}
         bounds, word_bytes = state.bounds, state.spec.word_bytes
-        # An exact policy writes so much else that the time would not pay.
-        hidden = self._setup.policy.hidden
-        ordered = hidden is not None and state.spec.element.is_short_float
+        ordered = self._is_ordered(state)
         for first, stop in self._runs(codec, bounds, word_bytes):
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
             self._parts.make_room(high - low)
@@ -294,6 +312,43 @@ class LeafCapture:
             step = max(1, limit // longest)
         for first in range(0, chunks, step):
             yield first, min(chunks, first + step)
+
+    def _is_ordered(self, state: LeafState) -> bool:
+        # An exact policy writes so much else that the time would not pay.
+        hidden = self._setup.policy.hidden
+        return hidden is not None and state.spec.element.is_short_float
+
+    def _is_small(self, current: Any) -> bool:
+        """Return true if a leaf shares a call with others: plain bytes that fit into a part."""
+        return (
+            isinstance(current, np.ndarray)
+            and (current.dtype, current.ndim) == (np.uint8, 1)
+            and current.size <= min(_SMALL_BYTES, self._parts.part_bytes)
+        )
+
+    def _encode_small(self, members: Sequence[_GroupMember]) -> None:
+        """Encode leaves in host memory, those with the same keyframe's segment in one call."""
+        by_segment: dict[str, list[_GroupMember]] = {}
+        for member in members:
+            by_segment.setdefault(member.state.key_segment, []).append(member)
+        for together in by_segment.values():
+            self._parts.make_room(sum(member.current.size for member in together))
+            encoded = default_codec().encode_many(
+                [member.current for member in together],
+                [member.state.base for member in together],
+                [
+                    Cut(m.state.bounds, m.state.spec.word_bytes, self._is_ordered(m.state))
+                    for m in together
+                ],
+            )
+            starts = accumulate((m.state.bounds.size - 1 for m in together), initial=0)
+            spans = [Span(m.leaf, start, 0) for m, start in zip(together, starts, strict=False)]
+            self._parts.add(EncodedChunks(spans, encoded, None))
+            for member in together:
+                if member.source.recheck is not None:
+                    member.source.recheck()
+                if member.source.check_content is not None and not member.is_coded:
+                    member.source.check_content(member.state.base)
 
     def _encode_group(self, group: Sequence[_GroupMember]) -> None:
         """Encode leaves on their device, a few calls for all of them."""

@@ -138,14 +138,16 @@ class PartWriter:
         table = np.empty((rows, len(segment.INDEX)), np.uint32)
         row, part = 0, len(self._writer.parts)
         for piece in pieces:
+            end = row + piece.encoded.rows.shape[0]
+            _put_index_rows(table[row:end], piece)
             for span, first, stop in _rows_of_spans(piece):
-                leaf, end = span.leaf, row + stop - first
-                chunks = _put_index_rows(table[row:end], piece.encoded.rows[first:stop], span)
+                leaf = span.leaf
+                chunks = table[row + first : row + stop, segment.CHUNK]
                 digests = None if piece.digests is None else piece.digests[first:stop]
                 if leaf.runs is None:
                     leaf.runs = []
-                leaf.runs.append(RowRun(part, row, chunks, digests))
-                row = end
+                leaf.runs.append(RowRun(part, row + first, chunks, digests))
+            row = end
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
         streams = {
             name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams]
@@ -197,26 +199,26 @@ def _rows_of_spans(piece: EncodedChunks) -> Iterator[tuple[Span, int, int]]:
             yield span, first, stop
 
 
-def _put_index_rows(table: U32, rows: U32, span: Span) -> U32:
-    """Write the encoder's rows as rows of a part's index, readable without the leaf's spec.
+def _put_index_rows(table: U32, piece: EncodedChunks) -> None:
+    """Write the encoder's rows as rows of a part's index, readable without the leaves' specs.
 
     Args:
         table: The rows of the index, uint32 ``(rows, 8)``; every column is written.
-        rows: The encoder's rows.
-        span: The chunks to which they belong.
-
-    Returns:
-        The leaf's chunk number of each row, uint32 ``(rows,)``.
+        piece: The rows, and the chunks to which they belong.
     """
-    state = span.leaf.state
-    assert state is not None  # set before the leaf is encoded
-    # Two steps: the difference of the two numbers may be negative, and rows are unsigned.
-    chunks: U32 = rows[:, ROW_CHUNK] - np.uint32(span.start)
-    chunks += np.uint32(span.first_chunk)
-    positions = chunks.astype(np.intp)
-    table[:, segment.LEAF] = span.leaf.number
+    rows, spans = piece.encoded.rows, piece.spans
+    states = [span.leaf.state for span in spans]
+    starts = np.array([span.start for span in spans], np.int64)
+    span_of = np.searchsorted(starts, rows[:, ROW_CHUNK], "right") - 1
+    first_chunks = np.array([span.first_chunk for span in spans], np.int64)
+    chunks = rows[:, ROW_CHUNK] + (first_chunks - starts)[span_of]
+    # The bounds of all leaves, one after the other.
+    bounds = [state.bounds for state in states if state is not None]
+    begins = np.cumsum([0, *map(len, bounds[:-1])])[span_of] + chunks
+    all_bounds = np.concatenate(bounds)
+    words = [state.spec.word_bytes for state in states if state is not None]
+    table[:, segment.LEAF] = np.array([span.leaf.number for span in spans])[span_of]
     table[:, segment.CHUNK] = chunks
-    table[:, segment.WORDS] = state.bounds[positions + 1] - state.bounds[positions]
-    table[:, segment.WORD_BYTES] = state.spec.word_bytes
+    table[:, segment.WORDS] = all_bounds[begins + 1] - all_bounds[begins]
+    table[:, segment.WORD_BYTES] = np.array(words)[span_of]
     table[:, segment.METHOD :] = rows[:, ROW_METHOD:]
-    return chunks

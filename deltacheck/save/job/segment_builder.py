@@ -100,7 +100,9 @@ class SegmentBuilder:
             state, runs = leaf.state, leaf.runs
             assert state is not None  # it was encoded
             assert runs is not None
-            chunks = np.concatenate([run.chunks for run in runs]).astype(np.int64)
+            chunks = (
+                runs[0].chunks if len(runs) == 1 else np.concatenate([run.chunks for run in runs])
+            ).astype(np.int64)
             tables = [run.digests for run in runs if run.digests is not None]
             # A codec on a device and a leaf without a base have digests from the encoding. The
             # others are computed from the base, which has the new content by now.
@@ -114,9 +116,12 @@ class SegmentBuilder:
                     chunks.tolist(),
                 )
             )
-            # A copy: the table of an earlier save, which may not be written yet, is this array.
-            state.digests = state.digests.copy()
-            state.digests[chunks] = digests
+            if chunks.size == state.digests.shape[0]:
+                state.digests = digests
+            else:
+                # A copy: the table of an earlier save, which may not be written yet, is this array.
+                state.digests = state.digests.copy()
+                state.digests[chunks] = digests
             if state.digest:
                 state.delta_segments = [*state.delta_segments, self._writer.id]
                 state.delta_bytes = [*state.delta_bytes, leaf.encoded_bytes]
