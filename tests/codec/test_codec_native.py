@@ -448,14 +448,14 @@ def leaves_of_all_widths() -> list[tuple[U8, U8, Cut]]:
     """Leaves before and after: sparse, dense, equal, empty, of several chunks."""
     random = np.random.default_rng(3)
     leaves = []
-    for number, words in enumerate((1, 3000, 0, 5000, 70_000, 3000)):
+    for number, count in enumerate((1, 3000, 0, 5000, 70_000, 3000)):
         word_bytes = (1, 2, 4, 8)[number % 4]
-        before = random.integers(0, 256, words * word_bytes, dtype=np.uint8)
+        before = random.integers(0, 256, count * word_bytes, dtype=np.uint8)
         after = before.copy()
         if number != 1:
-            changed = random.integers(0, max(1, words), words // (2 if number % 2 else 200))
-            after.reshape(words, word_bytes)[changed] ^= 5
-        bounds = np.unique(np.array([0, words // 3, words], np.uint64))
+            changed = random.integers(0, max(1, count), count // (2 if number % 2 else 200))
+            after.reshape(count, word_bytes)[changed] ^= 5
+        bounds = np.unique(np.array([0, count // 3, count], np.uint64))
         leaves.append((after, before, Cut(bounds, word_bytes, number == 5)))
     return leaves
 
