@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
@@ -173,25 +173,11 @@ def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
         if parameter.name in unproven:
             weight = parameter.weight if parameter.name in confirmed else None
             if weight is None:
-                shape = roles.others.get(parameter.weight or str(parameter.master))
-                candidates = (
-                    path
-                    for path in {**roles.weights, **roles.others}
-                    if roles.others[path] == shape and path not in assigned and path not in masters
-                )
-                weight = next(
-                    (path for path in candidates if is_cast(path, str(parameter.master))), None
-                )
+                weight = _weight_of(parameter, roles, masters | assigned, is_cast)
             is_owned = str(parameter.master).startswith(parameter.name)
             master = parameter.master
             if weight is None and not is_owned:
-                copies = [
-                    path
-                    for path in roles.others
-                    if path.endswith("/" + str(parameter.weight).rpartition("/")[2])
-                    and path not in masters
-                    and is_cast(str(parameter.weight), path)
-                ]
+                copies = _masters_of(parameter, roles, masters, is_cast)
                 if len(copies) == 1:
                     weight, master = parameter.weight, copies[0]
             assigned.add(weight)
@@ -204,3 +190,38 @@ def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
             )
         parameters.append(parameter)
     return replace(roles, parameters=tuple(parameters))
+
+
+def _weight_of(
+    parameter: Parameter,
+    roles: Roles,
+    excluded: Container[str | None],
+    is_cast: Callable[[str, str], bool],
+) -> str | None:
+    """Return the first leaf of a parameter's shape that holds the bits of its master, cast."""
+    shape = roles.others.get(parameter.weight or str(parameter.master))
+    for path in {**roles.weights, **roles.others}:
+        if (
+            roles.others[path] == shape
+            and path not in excluded
+            and is_cast(path, str(parameter.master))
+        ):
+            return path
+    return None
+
+
+def _masters_of(
+    parameter: Parameter,
+    roles: Roles,
+    excluded: Container[str | None],
+    is_cast: Callable[[str, str], bool],
+) -> list[str]:
+    """Return the leaves with the name of a parameter's weight whose cast it holds."""
+    name = str(parameter.weight).rpartition("/")[2]
+    return [
+        path
+        for path in roles.others
+        if path.endswith(f"/{name}")
+        and path not in excluded
+        and is_cast(str(parameter.weight), path)
+    ]

@@ -29,6 +29,23 @@ def match_by_name(
     Returns:
         The parameters with their weights, and the containers of these weights.
     """
+    candidates = _candidates(states, specs, model)
+    ranks = _Ranks(states)
+    for state, paths in zip(states, candidates, strict=True):
+        for container in paths:
+            ranks.matches[state.root, container] += 1
+    parameters, containers = [], set[str]()
+    for state, paths in zip(states, candidates, strict=True):
+        parameter, used = _named(state, paths, specs, ranks)
+        parameters.append(parameter)
+        containers |= used
+    return parameters, containers
+
+
+def _candidates(
+    states: list[ParameterState], specs: Mapping[str, LeafSpec], model: list[str]
+) -> list[dict[str, str]]:
+    """Return the leaves of each state's name and shape, by their container."""
     lengths = {state.key.count(".") + 1 for state in states}
     # The last names of a path -> (container, path). Indexed by ending, because a comparison of each
     # state with each path would take quadratic time.
@@ -38,7 +55,7 @@ def match_by_name(
         for length in (length for length in lengths if length <= len(names)):
             container = "".join(f"{name}." for name in names[:-length])
             endings.setdefault(".".join(names[-length:]), []).append((container, path))
-    candidates = [
+    return [
         {
             container: path
             for container, path in endings.get(state.key, ())
@@ -46,42 +63,42 @@ def match_by_name(
         }
         for state in states
     ]
-    ranks = _Ranks(states)
-    for state, paths in zip(states, candidates, strict=True):
-        for container in paths:
-            ranks.matches[state.root, container] += 1
-    parameters, containers = [], set()
-    for state, paths in zip(states, candidates, strict=True):
-        models = [c for c in paths if not _words(c) & _COPIES]
-        masters = [
-            c for c in models if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"
-        ]
-        weights = ranks.best(state.root, [c for c in models if c not in masters])
-        masters = ranks.best(state.root, masters)
-        narrow = [c for c in weights if specs[paths[c]].dtype in _NARROW]
-        # A wide copy of equal rank may be a master or an average, whatever it is called.
-        weights = [*narrow, *(c for c in weights if c not in narrow)]
-        master = state.parameter.master or (paths[masters[0]] if masters else None)
-        is_owned = state.parameter.master is not None
-        proven = len(weights) == 1 and (is_owned or master is None)
-        paired = is_owned or len(masters or weights) == 1
-        # Two copies of equal rank, one of them narrow: the float32 copy is the master.
-        if master is None and len(weights) == 2 and len(narrow) == 1 and narrow != weights:
-            wide = next(c for c in weights if c not in narrow)
-            if specs[paths[wide]].dtype == "float32":
-                master, weights = paths[wide], narrow
-        weight = paths[weights[0]] if weights else None
-        containers |= set(weights[:1])
-        parameters.append(
-            replace(
-                state.parameter,
-                weight=weight,
-                master=master,
-                proven=proven or weight is None,
-                paired=paired,
-            )
-        )
-    return parameters, containers
+
+
+def _named(
+    state: ParameterState, paths: Mapping[str, str], specs: Mapping[str, LeafSpec], ranks: _Ranks
+) -> tuple[Parameter, set[str]]:
+    """Return the parameter of a state whose weight and master are among some paths.
+
+    Args:
+        state: The state.
+        paths: Container -> the path in it that ends with the name of the parameter.
+        specs: The specs of all leaves.
+        ranks: The order of the containers.
+
+    Returns:
+        The parameter, and the container of its weight.
+    """
+    models = [c for c in paths if not _words(c) & _COPIES]
+    masters = [c for c in models if _words(c) & MASTER_NAMES and specs[paths[c]].dtype == "float32"]
+    weights = ranks.best(state.root, [c for c in models if c not in masters])
+    masters = ranks.best(state.root, masters)
+    narrow = [c for c in weights if specs[paths[c]].dtype in _NARROW]
+    # A wide copy of equal rank may be a master or an average, whatever it is called.
+    weights = [*narrow, *(c for c in weights if c not in narrow)]
+    master = state.parameter.master or (paths[masters[0]] if masters else None)
+    is_owned = state.parameter.master is not None
+    proven = len(weights) == 1 and (is_owned or master is None)
+    paired = is_owned or len(masters or weights) == 1
+    # Two copies of equal rank, one of them narrow: the float32 copy is the master.
+    if master is None and len(weights) == 2 and len(narrow) == 1:
+        wide = weights[1]
+        if specs[paths[wide]].dtype == "float32":
+            master, weights = paths[wide], narrow
+    weight = paths[weights[0]] if weights else None
+    proven = proven or weight is None
+    parameter = replace(state.parameter, weight=weight, master=master, proven=proven, paired=paired)
+    return parameter, set(weights[:1])
 
 
 class _Ranks:
@@ -183,22 +200,7 @@ def match_by_order(
             weight, master = weights.get(state.parameter.name), state.parameter.master
             paired = master is not None
             if master is None and weight is not None:
-                names = {dotted(c): c for c in masters}
-                twins = {
-                    name: f"{container}/{weight.rpartition('/')[2]}"
-                    for name, container in names.items()
-                }
-                best = ranks.best(
-                    state.root,
-                    [
-                        name
-                        for name, twin in twins.items()
-                        if twin in specs
-                        and specs[twin].shape == state.shape
-                        and specs[twin].dtype == "float32"
-                    ],
-                )
-                master = twins[best[0]] if len(best) == 1 else None
+                master = _twin(state, weight, masters, specs, ranks)
             parameters[state.parameter.name] = replace(
                 state.parameter,
                 weight=weight,
@@ -209,6 +211,24 @@ def match_by_order(
         parameters |= _with_rivals(members, parameters, specs, containers)
     used = {f"{dotted(pool)}." if pool else "" for pool in pools if pool is not None}
     return [parameters[state.parameter.name] for state in states], used
+
+
+def _twin(
+    state: ParameterState,
+    weight: str,
+    masters: Iterable[str],
+    specs: Mapping[str, LeafSpec],
+    ranks: _Ranks,
+) -> str | None:
+    """Return the float32 leaf with the name of a weight in the best container of masters."""
+    twins: dict[str, str] = {}
+    for container in masters:
+        twin = f"{container}/{weight.rpartition('/')[2]}"
+        spec = specs.get(twin)
+        if spec is not None and (spec.shape, spec.dtype) == (state.shape, "float32"):
+            twins[dotted(container)] = twin
+    best = ranks.best(state.root, twins)
+    return twins[best[0]] if len(best) == 1 else None
 
 
 def _with_rivals(

@@ -6,7 +6,7 @@ Errors are measured anew from both states, not taken from the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -74,10 +74,7 @@ def check(
     # The rates come from the live state: a wrong restore must not choose the unit of its own error.
     rates = learning_rates(live)
     has_units = any(isinstance(p.terms, Bounded) and p.terms.rate for p in promises.values())
-    units = dict(rates)
-    for earlier in earlier_steps if has_units else ():
-        for path, rate in learning_rates(live_at(earlier)).items():
-            units[path] = max(units.get(path, 0.0), rate_floor * rate)
+    units = _units(rates, live_at, earlier_steps if has_units else (), rate_floor)
     state_at = cache(lambda earlier: live if earlier == step else live_at(earlier))
     counts_at = cache(lambda earlier: step_counts(state_at(earlier)))
     assignment = roles.prove(
@@ -90,60 +87,80 @@ def check(
     saves = (*earlier_steps, step)
     owner_of = {p.first: p for p in assignment.parameters if p.first and p.second}
     related = _related_problems(assignment, restored, promises, state_at, parts_of, saves)
+
+    def promised(path: str, owner: str, promise: Promise, values: Array) -> LeafCheck:
+        """Check a leaf that is not exact."""
+        before = live.arrays[owner]
+        if isinstance(promise.terms, Bounded):
+            rate = (rates.get(owner), units.get(owner, 0.0))
+            roots = _roots(owner_of.get(owner), live)
+            return _bounded(path, promise.terms, before, values, rate, roots)
+        from_step = step if promise.from_step is None else promise.from_step
+        age: float = step - from_step
+        # The unit of an age is not the manifest's to choose, so its age is not asked.
+        if age > 0 and owner in (counts_at(step).keys() & counts_at(from_step).keys()):
+            age = counts_at(step)[owner] - counts_at(from_step)[owner]
+        result = _reused(path, promise.terms, age, before, values)
+        for part_step, part in parts_of[owner] if not result.problem else ():
+            # A second moment is rescaled to the present, so its drift is checked instead.
+            if owner in owner_of:
+                states = [(s, state_at(s)) for s in (part_step, *saves) if s >= part_step]
+                problem = _first_moment(owner_of[owner], values, part, states)
+                result = replace(result, problem=result.problem or problem)
+        return replace(result, age_steps=age)
+
     checks: list[LeafCheck] = []
     # Every path of a tie is compared: a restore may break a tie and change one of its leaves.
     for path in sorted(live.ties.keys() | restored.ties.keys()):
-        if path not in restored.ties or path not in live.ties:
-            checks.append(LeafCheck(path, "exact", _MISSING[path in live.ties]))
+        if problem := _kind_problem(path, live, restored):
+            checks.append(LeafCheck(path, "exact", problem))
             continue
-        owner, restored_owner = live.ties[path], restored.ties[path]
-        before, after = live.specs[owner], restored.specs[restored_owner]
-        if (before.dtype, before.shape) != (after.dtype, after.shape):
-            kinds = (f"{spec.dtype}{list(spec.shape)}" for spec in (before, after))
-            checks.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
-        elif owner in promises:
-            promise, values = promises[owner], restored.arrays[restored_owner]
-            before_values = live.arrays[owner]
-            if isinstance(promise.terms, Bounded):
-                result = _bounded(
-                    path,
-                    promise.terms,
-                    before_values,
-                    values,
-                    (rates.get(owner), units.get(owner, 0.0)),
-                    _roots(owner_of.get(owner), live),
-                )
-            else:
-                from_step = step if promise.from_step is None else promise.from_step
-                age: float = step - from_step
-                # The unit of an age is not the manifest's to choose, so its age is not asked.
-                if age > 0 and owner in (counts_at(step).keys() & counts_at(from_step).keys()):
-                    age = counts_at(step)[owner] - counts_at(from_step)[owner]
-                result = _reused(path, promise.terms, age, before_values, values)
-                for part_step, part in parts_of[owner] if not result.problem else ():
-                    # A second moment is rescaled to the present, so its drift is checked instead.
-                    if owner not in owner_of:
-                        continue
-                    states = [(s, state_at(s)) for s in (part_step, *saves) if s >= part_step]
-                    problem = _first_moment(owner_of[owner], values, part, states)
-                    result = replace(result, problem=result.problem or problem)
-                result = replace(result, age_steps=age)
-            problem = result.problem or related.get(owner, "")
-            role = roles_of[owner][0] if owner in roles_of else "other"
-            checks.append(replace(result, problem=problem, role=role))
-        else:
-            checks.append(
-                LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[restored_owner]))
-            )
+        owner, values = live.ties[path], restored.arrays[restored.ties[path]]
+        if owner not in promises:
+            checks.append(LeafCheck(path, "exact", _bits(live.arrays[owner], values)))
+            continue
+        result = promised(path, owner, promises[owner], values)
+        problem = result.problem or related.get(owner, "")
+        role = roles_of[owner][0] if owner in roles_of else "other"
+        checks.append(replace(result, problem=problem, role=role))
+    return (*checks, *_check_values(live, restored))
+
+
+def _units(
+    rates: Mapping[str, float],
+    live_at: Callable[[int], Snapshot],
+    earlier_steps: Sequence[int],
+    rate_floor: float,
+) -> dict[str, float]:
+    """Return the largest unit of ``lr`` that a contract of a leaf may have, by path."""
+    units = dict(rates)
+    for earlier in earlier_steps:
+        for path, rate in learning_rates(live_at(earlier)).items():
+            units[path] = max(units.get(path, 0.0), rate_floor * rate)
+    return units
+
+
+def _kind_problem(path: str, live: Snapshot, restored: Snapshot) -> str:
+    """Return the problem of a leaf that is missing, or came back in another type or shape."""
+    if path not in restored.ties or path not in live.ties:
+        return _MISSING[path in live.ties]
+    before, after = live.specs[live.ties[path]], restored.specs[restored.ties[path]]
+    if (before.dtype, before.shape) == (after.dtype, after.shape):
+        return ""
+    kinds = (f"{spec.dtype}{list(spec.shape)}" for spec in (before, after))
+    return "was {}, came back as {}".format(*kinds)
+
+
+def _check_values(live: Snapshot, restored: Snapshot) -> Iterator[LeafCheck]:
+    """Compare the Python values of two states."""
     for path in sorted(live.values.keys() | restored.values.keys()):
         if path not in restored.values or path not in live.values:
-            checks.append(LeafCheck(path, "exact", _MISSING[path in live.values]))
+            yield LeafCheck(path, "exact", _MISSING[path in live.values])
             continue
         value, restored_value = live.values[path], restored.values[path]
         equal = value == restored_value
         problem = "" if equal else f"was {value}, came back as {restored_value}"
-        checks.append(LeafCheck(path, "exact", problem))
-    return tuple(checks)
+        yield LeafCheck(path, "exact", problem)
 
 
 def with_rates(
