@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from deltacheck.store.roots.root import Root
 
 
-def verify(  # noqa: PLR0913 - one argument per option
+def verify(
     words: RootMaybeStep = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also read, decode and compare every byte.")
@@ -44,12 +44,6 @@ def verify(  # noqa: PLR0913 - one argument per option
                 "Read only this percentage of the bytes, drawn at random. Smaller: a faster check"
                 " that finds damage later."
             ),
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Seed of --subset. Default: a different one for each run."
         ),
     ] = None,
     resume: Annotated[
@@ -82,7 +76,6 @@ def verify(  # noqa: PLR0913 - one argument per option
             _step_to_check(root, selection.steps),
             deep=deep,
             subset=None if subset is None else _parse_share(subset),
-            seed=seed,
             resume=resume,
             display=partial(output.progress, "reading"),
         )
@@ -217,9 +210,7 @@ def _describe_depth(result: Verified) -> str:
     if result.remaining_bytes == 0 and result.checked_bytes == result.all_bytes:
         return "every byte read"
     share = f"{output.size(result.checked_bytes)} of {output.size(result.all_bytes)} read"
-    # The seed is printed so that a run that found damage can be repeated.
-    seed = "" if result.seed is None else f", drawn with seed {result.seed}"
-    return f"{share}{seed}; {output.size(result.remaining_bytes)} are left"
+    return f"{share}; {output.size(result.remaining_bytes)} are left"
 
 
 _CONTRACT_COLUMNS = (

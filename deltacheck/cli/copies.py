@@ -67,17 +67,6 @@ Timeout: TypeAlias = Annotated[
     ),
 ]
 
-Poll: TypeAlias = Annotated[
-    float,
-    typer.Option(
-        min=0.01,
-        metavar="SECONDS",
-        help=(
-            "Time between two looks for a new step. Shorter: copies are newer; longer: fewer calls"
-            " to the storage."
-        ),
-    ),
-]
 
 # The first suffix of a format is used if no file is named.
 _SUFFIXES = {
@@ -581,7 +570,6 @@ def mirror(
     ],
     once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
     timeout: Timeout = None,
-    poll: Poll = 0.2,
     power: Annotated[
         bool,
         typer.Option(
@@ -602,7 +590,7 @@ def mirror(
 
     # A timeout of zero polls once, which is what ``--once`` means.
     with Mirror(source, target, "power" if power else None) as copy:
-        count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)
+        count = copy.run(timeout=0 if once else timeout)
     if as_json:
         output.print_json({"source": source, "target": target, "copied": count})
     else:
@@ -629,7 +617,6 @@ def publish(  # noqa: PLR0913 - one argument per option
         bool, typer.Option("--once", help="Publish the present steps, and end.")
     ] = False,
     timeout: Timeout = None,
-    poll: Poll = 0.2,
     newest_only: Annotated[
         bool,
         typer.Option(
@@ -726,7 +713,6 @@ def publish(  # noqa: PLR0913 - one argument per option
             versions.append(version)
             report(version)
         versions += publisher.run(
-            poll_seconds=poll,
             timeout=0 if once else timeout,
             newest_only=newest_only,
             on_version=report,

@@ -36,26 +36,6 @@ def profile(  # noqa: PLR0913 - one argument per option
             help="Adam's betas, if the state does not hold them (most optimizers of optax).",
         ),
     ] = None,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            help=(
-                "Octaves that a stable second moment may drift between two steps. Larger: an"
-                " earlier stable start, more reuse; smaller: smaller errors."
-            ),
-        ),
-    ] = 0.1,
-    sample: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help=(
-                "Number of blocks of 64 elements to sample of each leaf class. Larger: more"
-                " accurate, slower."
-            ),
-        ),
-    ] = 64,
     sensitivity: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +64,7 @@ def profile(  # noqa: PLR0913 - one argument per option
     require_new(out, force)
     # Every checkpoint is observed, however far apart they are.
     profiler = Profiler(
-        interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
+        interval_steps=1, optimizer=_rule(betas), source=Path(source).resolve().name
     )
     steps = 0
     for step in steps_of(source, item):
@@ -96,7 +76,7 @@ def profile(  # noqa: PLR0913 - one argument per option
             f"{source} has {steps} steps; a profile compares steps, and needs at least two, better"
             " ten or more"
         )
-    result = profiler.profile(tolerance)
+    result = profiler.profile()
     if sensitivity is not None:
         trial = TrialOptions(sensitivity, seed, trial_steps)
         result = _with_sensitivity(result, source, item, trial)
