@@ -15,8 +15,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 from deltacheck.policy.causes import (
     CAUSES,
@@ -223,66 +225,9 @@ def changes(record: Record) -> Drawing:
     names = list(record.groups)
     columns = _columns(record.steps)
     figure, (axes,) = make_figure(max(2.2, 0.9 + 0.2 * len(names)))
-    values = np.full((len(names), len(columns)), np.nan)
-    tips = []
-    zeros = wholes = False
-    for row, name in enumerate(names):
-        for column, steps in enumerate(columns):
-            present = [step.changed[name] for step in steps if name in step.changed]
-            densities = [value for value in present if value is not None]
-            box = (column - 0.5, row - 0.5, column + 0.5, row + 0.5)
-            if densities and max(densities) > 0:
-                # The scale is logarithmic, so values below its end get the lightest colour instead
-                # of none.
-                values[row, column] = max(statistics.fmean(densities), _LEAST_CHANGE)
-            elif densities:
-                axes.add_patch(
-                    Rectangle(
-                        (column - 0.5, row - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="none"
-                    )
-                )
-                zeros = True
-            elif present:
-                axes.add_patch(
-                    Rectangle(
-                        (column - 0.5, row - 0.5),
-                        1,
-                        1,
-                        facecolor="white",
-                        edgecolor=FAINT,
-                        hatch="////",
-                        linewidth=0,
-                    )
-                )
-                wholes = True
-            if present:
-                text = (
-                    f"{100 * statistics.fmean(densities):.3g} % of the words changed"
-                    if densities
-                    else "written whole"
-                )
-                tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
+    values, tips, marks = _draw_cells(axes, names, columns)
     if names:
-        # Fractions span several orders of magnitude, from a few words to all. The scale begins at
-        # the decade of the smallest one, so that colours tell the groups of a run apart.
-        fractions = values[~np.isnan(values)]
-        decade = 10.0 ** math.floor(math.log10(fractions.min())) if fractions.size else 0.1
-        norm = LogNorm(min(decade, 0.1), 1)
-        image = axes.imshow(
-            values,
-            cmap="cividis_r",
-            norm=norm,
-            aspect="auto",
-            interpolation="nearest",
-            rasterized=True,
-        )
-        bar = figure.colorbar(
-            image, ax=axes, pad=0.01, aspect=30, shrink=min(1.0, 8 / len(names) + 0.2)
-        )
-        bar.set_label("changed words / words", fontsize=8)
-        bar.ax.tick_params(labelsize=8)
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-        bar.outline.set_visible(False)  # type: ignore[operator,unused-ignore]
+        _draw_shades(figure, axes, values)
     # The first group is on top, as in the table.
     axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.set_yticks(
@@ -293,10 +238,6 @@ def changes(record: Record) -> Drawing:
     axes.tick_params(axis="y", length=0)
     _step_axis(axes, columns)
     axes.grid(False)
-    marks = [
-        Patch(facecolor="white", edgecolor="#B0B0B0", hatch="////", label="written whole")
-    ] * wholes
-    marks += [Patch(facecolor="#F4F4F4", edgecolor=FAINT, label="nothing changed")] * zeros
     if marks:
         figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     rows = tuple(
@@ -321,6 +262,72 @@ def changes(record: Record) -> Drawing:
     )
 
 
+def _draw_cells(
+    axes: Axes, names: Sequence[str], columns: Sequence[Sequence[StepRecord]]
+) -> tuple[NDArray[np.float64], list[Tip], list[Patch]]:
+    """Draw the cells that have no shade: nothing changed, or all was written whole.
+
+    Returns:
+        The fractions of the others, the tips of all, and the marks of the legend.
+    """
+    values = np.full((len(names), len(columns)), np.nan)
+    tips = []
+    zeros = wholes = False
+    for (row, name), (column, steps) in itertools.product(enumerate(names), enumerate(columns)):
+        present = [step.changed[name] for step in steps if name in step.changed]
+        densities = [value for value in present if value is not None]
+        corner = (column - 0.5, row - 0.5)
+        if densities and max(densities) > 0:
+            # The scale is logarithmic, so values below its end get the lightest colour instead of
+            # none.
+            values[row, column] = max(statistics.fmean(densities), _LEAST_CHANGE)
+        elif densities:
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor="#F4F4F4", edgecolor="none"))
+            zeros = True
+        elif present:
+            axes.add_patch(
+                Rectangle(
+                    corner, 1, 1, facecolor="white", edgecolor=FAINT, hatch="////", linewidth=0
+                )
+            )
+            wholes = True
+        if present:
+            text = (
+                f"{100 * statistics.fmean(densities):.3g} % of the words changed"
+                if densities
+                else "written whole"
+            )
+            box = (*corner, column + 0.5, row + 0.5)
+            tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
+    marks = [
+        Patch(facecolor="white", edgecolor="#B0B0B0", hatch="////", label="written whole")
+    ] * wholes
+    marks += [Patch(facecolor="#F4F4F4", edgecolor=FAINT, label="nothing changed")] * zeros
+    return values, tips, marks
+
+
+def _draw_shades(figure: Figure, axes: Axes, values: NDArray[np.float64]) -> None:
+    """Draw changed fractions as shades, and their scale."""
+    # Fractions span several orders of magnitude, from a few words to all. The scale begins at the
+    # decade of the smallest one, so that colours tell the groups of a run apart.
+    fractions = values[~np.isnan(values)]
+    decade = 10.0 ** math.floor(math.log10(fractions.min())) if fractions.size else 0.1
+    image = axes.imshow(
+        values,
+        cmap="cividis_r",
+        norm=LogNorm(min(decade, 0.1), 1),
+        aspect="auto",
+        interpolation="nearest",
+        rasterized=True,
+    )
+    shrink = min(1.0, 8 / values.shape[0] + 0.2)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30, shrink=shrink)
+    bar.set_label("changed words / words", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    bar.outline.set_visible(False)  # type: ignore[operator,unused-ignore]
+
+
 def drift(record: Record) -> Drawing:
     """Draw the drift over training steps, the stable start, and the stage of each checkpoint."""
     profile = record.profile
@@ -342,24 +349,9 @@ def drift(record: Record) -> Drawing:
     for axes, unit in zip(panels, units, strict=False):
         assert profile is not None
         for number, (role, leaves) in enumerate(_curves(profile, unit)):
-            steps, middle, low, high = _quartiles(leaves)
-            colour = _CYCLE[number % len(_CYCLE)]
-            # A logarithmic axis has no place for zeros, so the legend has to name them.
-            still = not any(value > 0 for value in middle)
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(
-                steps,
-                middle,
-                color=colour,
-                linestyle=_STYLES[number % 4],
-                marker="o",
-                markersize=2.5,
-                label=f"{role}: no drift" if still else role,
-            )
-            rows += [
-                (role, words[unit], str(step), *(f"{value:.4g}" for value in values))
-                for step, *values in zip(steps, middle, low, high, strict=True)
-            ]
+            colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number % 4]
+            for step, *values in _draw_curve(axes, role, leaves, colour, style):
+                rows.append((role, words[unit], str(step), *(f"{value:.4g}" for value in values)))
         heights = [y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()]
         set_log_axis(axes, heights)
         axes.set_ylabel(f"drift,\n{words[unit]}", fontsize=8)
@@ -406,64 +398,7 @@ def contracts(record: Record) -> Drawing:
     """Draw the contracts of each step, and the measured errors."""
     figure, (top, bottom) = make_figure(4.6, [1.0, 1.5], sharex=True)
     columns = _columns(record.steps)
-    base = np.zeros(len(columns))
-    tips = []
-    for name, colour in _CONTRACT_COLOURS.items():
-        share = np.array([_mean_share(steps, name) for steps in columns])
-        if share.any():
-            top.bar(range(len(columns)), share, 0.86, base, color=colour, label=name)
-        base += share
-    for column, steps in enumerate(columns):
-        parts = ", ".join(f"{name} {_mean_share(steps, name):.1%}" for name in _CONTRACT_COLOURS)
-        tips.append(
-            Tip(top, (column - 0.5, 0, column + 0.5, 1), f"{_title(steps)}: {parts} of the bytes")
-        )
-    top.set_ylim(0, 1.02)
-    top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    top.set_ylabel("state by\ncontract", fontsize=8)
-    add_legend(top)
-    kinds = list(
-        dict.fromkeys(
-            (contract.of, contract.contract, contract.norm)
-            for step in record.steps
-            for contract in step.held
-        )
-    )
-    for number, kind in enumerate(kinds):
-        worst = [_worst(steps, kind) for steps in columns]
-        # NaN leaves a gap in the line if a step has no such contract.
-        heights = [
-            math.nan if contract is None else min(contract.used, _MOST_USED) for contract in worst
-        ]
-        colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number // len(_CYCLE) % 4]
-        label = f"{shorten(kind[0], 32)}, {kind[1]} ({kind[2]})"
-        bottom.plot(
-            range(len(columns)),
-            heights,
-            color=colour,
-            linestyle=style,
-            marker="o",
-            markersize=3,
-            label=label,
-        )
-        for column, contract in enumerate(worst):
-            if contract is not None:
-                box = (
-                    column - 0.5,
-                    max(heights[column] - 0.04, 0),
-                    column + 0.5,
-                    heights[column] + 0.04,
-                )
-                text = (
-                    f"{kind[0]}, {_title(columns[column])}: measured {contract.measured:.3g} of"
-                    f" {contract.limit:.3g} ({contract.norm})"
-                )
-                tips.append(Tip(bottom, box, text))
-    bottom.axhline(1, color=INK, linestyle="--", linewidth=1)
-    largest = max(min(held.used, _MOST_USED) for step in record.steps for held in step.held)
-    bottom.set_ylim(0, max(1.15, 1.1 * largest))
-    add_legend(bottom)
-    bottom.set_ylabel("measured error /\nits limit", fontsize=8)
+    tips = [*_draw_shares(top, columns), *_draw_errors(bottom, record.steps, columns)]
     _step_axis(bottom, columns)
     rows = []
     for step in record.steps:
@@ -506,6 +441,64 @@ def contracts(record: Record) -> Drawing:
         tuple(rows),
         4,
     )
+
+
+def _draw_shares(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> list[Tip]:
+    """Draw the share of the state under each contract."""
+    base = np.zeros(len(columns))
+    for name, colour in _CONTRACT_COLOURS.items():
+        share = np.array([_mean_share(steps, name) for steps in columns])
+        if share.any():
+            axes.bar(range(len(columns)), share, 0.86, base, color=colour, label=name)
+        base += share
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axes.set_ylabel("state by\ncontract", fontsize=8)
+    add_legend(axes)
+    tips = []
+    for column, steps in enumerate(columns):
+        parts = ", ".join(f"{name} {_mean_share(steps, name):.1%}" for name in _CONTRACT_COLOURS)
+        box = (column - 0.5, 0, column + 0.5, 1)
+        tips.append(Tip(axes, box, f"{_title(steps)}: {parts} of the bytes"))
+    return tips
+
+
+def _draw_errors(
+    axes: Axes, steps: Sequence[StepRecord], columns: Sequence[Sequence[StepRecord]]
+) -> list[Tip]:
+    """Draw a line for each class of leaves that are not exact: measured error / limit."""
+    tips = []
+    held = [contract for step in steps for contract in step.held]
+    kinds = dict.fromkeys((contract.of, contract.contract, contract.norm) for contract in held)
+    for number, kind in enumerate(kinds):
+        worst = [_worst(group, kind) for group in columns]
+        # NaN leaves a gap in the line if a step has no such contract.
+        heights = [
+            math.nan if contract is None else min(contract.used, _MOST_USED) for contract in worst
+        ]
+        axes.plot(
+            range(len(columns)),
+            heights,
+            color=_CYCLE[number % len(_CYCLE)],
+            linestyle=_STYLES[number // len(_CYCLE) % 4],
+            marker="o",
+            markersize=3,
+            label=f"{shorten(kind[0], 32)}, {kind[1]} ({kind[2]})",
+        )
+        for column, (height, contract) in enumerate(zip(heights, worst, strict=True)):
+            if contract is not None:
+                box = (column - 0.5, max(height - 0.04, 0), column + 0.5, height + 0.04)
+                text = (
+                    f"{kind[0]}, {_title(columns[column])}: measured {contract.measured:.3g} of"
+                    f" {contract.limit:.3g} ({contract.norm})"
+                )
+                tips.append(Tip(axes, box, text))
+    axes.axhline(1, color=INK, linestyle="--", linewidth=1)
+    largest = max(min(contract.used, _MOST_USED) for contract in held)
+    axes.set_ylim(0, max(1.15, 1.1 * largest))
+    add_legend(axes)
+    axes.set_ylabel("measured error /\nits limit", fontsize=8)
+    return tips
 
 
 def restore_cost(record: Record) -> Drawing:
@@ -626,6 +619,26 @@ def _curves(profile: Profile, unit: str) -> Iterator[tuple[str, list[LeafProfile
         if leaf.drift_unit == unit and leaf.drift.steps:
             by_role.setdefault(leaf.role.replace("_", " "), []).append(leaf)
     yield from by_role.items()
+
+
+def _draw_curve(
+    axes: Axes, role: str, leaves: Sequence[LeafProfile], colour: str, style: str
+) -> Iterator[tuple[int, float, float, float]]:
+    """Draw the drift of the leaves of a role, and yield its points: step, median, quartiles."""
+    steps, middle, low, high = _quartiles(leaves)
+    # A logarithmic axis has no place for zeros, so the legend has to name them.
+    still = not any(value > 0 for value in middle)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(
+        steps,
+        middle,
+        color=colour,
+        linestyle=style,
+        marker="o",
+        markersize=2.5,
+        label=f"{role}: no drift" if still else role,
+    )
+    yield from zip(steps, middle, low, high, strict=True)
 
 
 def _quartiles(
