@@ -186,15 +186,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
     if array is not None:
-        if path in walk.arrays:
-            raise DuplicatePath(f"two leaves have the path {path!r}; rename one of them")
-        walk.arrays[path], walk.leaves[path] = value, array
-        node: Node = {"t": "array"} if array.tag is None else {"t": "array", "tag": array.tag}
-        if array.identity is not None:
-            walk.ties.setdefault((array.identity, array.shape, array.dtype), []).append(
-                (path, node)
-            )
-        return node
+        return _add_array(value, array, path, walk)
     scalar = scalar_node(value, path)
     if scalar is not None:
         return scalar
@@ -209,15 +201,7 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
     if level is None:
-        raise UnsupportedLeaf(
-            f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which"
-            " cannot be kept exactly; "
-            + (
-                f"save its {' or '.join(methods)}"
-                if (methods := [f"{name}()" for name in _STATES if hasattr(value, name)])
-                else "turn it into arrays, numbers, text, bytes or None, or leave it out"
-            )
-        )
+        raise _unsupported(value, path)
     if len(set(names)) < len(names):
         raise DuplicatePath(f"leaf {path!r}: two of its children have the same key; rename one")
     prefix = f"{path}/" if depth else ""
@@ -237,6 +221,31 @@ def _flatten(value: object, path: str, depth: int, walk: _Walk) -> Node:
     elif level.node["t"] in LISTED:
         level.node["n"] = cast("Json", children)
     return level.node
+
+
+def _add_array(value: object, array: ArrayLeaf, path: str, walk: _Walk) -> Node:
+    """Add an array to the walk, and return its node."""
+    if path in walk.arrays:
+        raise DuplicatePath(f"two leaves have the path {path!r}; rename one of them")
+    walk.arrays[path], walk.leaves[path] = value, array
+    node: Node = {"t": "array"} if array.tag is None else {"t": "array", "tag": array.tag}
+    if array.identity is not None:
+        walk.ties.setdefault((array.identity, array.shape, array.dtype), []).append((path, node))
+    return node
+
+
+def _unsupported(value: object, path: str) -> UnsupportedLeaf:
+    """Return the error of a value that is neither an array, nor a scalar, nor a container."""
+    methods = [f"{name}()" for name in _STATES if hasattr(value, name)]
+    remedy = (
+        f"save its {' or '.join(methods)}"
+        if methods
+        else "turn it into arrays, numbers, text, bytes or None, or leave it out"
+    )
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return UnsupportedLeaf(
+        f"leaf {path!r} is of type {kind}, which cannot be kept exactly; {remedy}"
+    )
 
 
 def _attribute(value: object, path: str, depth: int, walk: _Walk) -> Node:

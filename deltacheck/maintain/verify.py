@@ -178,13 +178,11 @@ def check(
     derived = _Derived.of(manifests)
     try:
         with nullcontext(lambda advance: None) if display is None else display(size) as advance:
-            for batch in batches(selected, BATCH_BYTES):
-                for lineage, error in _read(batch, derived):
-                    progress.record(lineage_key(lineage), error is None)
-                    if error is not None:
-                        segment = _segment_of(error.file, lineage)
-                        findings += _judged(lineage, lineage.harmed(segment), error)
-                    advance(cost_bytes(lineage))
+            for lineage, error in _read_all(selected, derived):
+                progress.record(lineage_key(lineage), error is None)
+                if error is not None:
+                    findings += _harm(lineage, error)
+                advance(cost_bytes(lineage))
     finally:
         # This also happens after an interrupt, so that the next run continues from here.
         progress.save()
@@ -273,8 +271,7 @@ def _check_sizes(root: Root, chains: Survey) -> Iterator[Finding]:
             continue
         for _, error in _read([lineage], _Derived.of(())):
             if error is not None:
-                segment_id = _segment_of(error.file, lineage)
-                yield from _judged(lineage, lineage.harmed(segment_id), error)
+                yield from _harm(lineage, error)
 
 
 def _judged(lineage: Lineage, uses: Iterable[Use], error: Damaged) -> list[Finding]:
@@ -360,6 +357,19 @@ def _normalize(value: object) -> object:
 
 
 # --- data -----------------------------------------------------------------------------------------
+
+
+def _read_all(
+    lineages: Iterable[Lineage], derived: _Derived
+) -> Iterator[tuple[Lineage, Damaged | None]]:
+    """Follow chains, as many at a time as memory permits, and yield each with its error."""
+    for batch in batches(lineages, BATCH_BYTES):
+        yield from _read(batch, derived)
+
+
+def _harm(lineage: Lineage, error: Damaged) -> list[Finding]:
+    """Return the findings of the steps that need the link whose file is damaged."""
+    return _judged(lineage, lineage.harmed(_segment_of(error.file, lineage)), error)
 
 
 def _read(batch: list[Lineage], derived: _Derived) -> Iterator[tuple[Lineage, Damaged | None]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deltacheck.leaf.spec import LeafSpec
@@ -64,17 +64,7 @@ def torch_states(
     specs: Mapping[str, LeafSpec], scalars: Mapping[str, object]
 ) -> list[ParameterState]:
     """Return the states of torch optimizers, of all parameters that have at least one array."""
-    # (prefix, separator, name of the parameter) -> field of its state -> path
-    entries: dict[tuple[str, str, str], dict[str, str]] = {}
-    for path in (*specs, *scalars):
-        *parents, last = path.split("/")
-        if len(parents) >= 2 and parents[-2] == "state":
-            entries.setdefault(("/".join(parents[:-2]), "/", parents[-1]), {})[last] = path
-        elif last.startswith("state.") and last.count(".") >= 2:
-            # Flattened state dicts have dots, and dots in the names of parameters as well.
-            _, _, rest = last.partition(".")
-            name, _, field = rest.rpartition(".")
-            entries.setdefault(("/".join(parents), ".", name), {})[field] = path
+    entries = _torch_entries((*specs, *scalars))
     groups: dict[tuple[str, str], tuple[str | None, int]] = {**_torch_groups(scalars)}
     names = _torch_names(scalars)
     # Any subtree may be called "state"; that of an optimizer has groups, or Adam's moments.
@@ -83,14 +73,14 @@ def torch_states(
     }
     states: list[ParameterState] = []
     for (prefix, separator, name), fields in entries.items():
-        if prefix not in optimizers:
+        arrays = [path for path in fields.values() if path in specs]
+        if prefix not in optimizers or not arrays:
             continue
         base = f"{prefix}/" if prefix else ""
         group, position = groups.get(
             (prefix, name),
             (f"{base}param_groups.{name}" if separator == "." else None, len(states)),
         )
-        count = fields.get("step", f"{group}/step" if f"{group}/step" in scalars else None)
         masters = [
             field
             for field in fields
@@ -98,15 +88,12 @@ def torch_states(
         ]
         master = masters[0] if len(masters) == 1 else None
         unknown = sorted(fields.keys() - {"exp_avg", "exp_avg_sq", "step", master})
-        arrays = [path for path in fields.values() if path in specs]
-        if not arrays:
-            continue
         parameter = Parameter(
             f"{base}state{separator}{name}",
             master=fields.get(master or ""),
             first=fields.get("exp_avg"),
             second=fields.get("exp_avg_sq"),
-            count=count,
+            count=fields.get("step", f"{group}/step" if f"{group}/step" in scalars else None),
             group=group,
             adam="exp_avg" in fields and "exp_avg_sq" in fields and not unknown,
             unknown=tuple(fields[field] for field in unknown),
@@ -116,6 +103,25 @@ def torch_states(
         key = names.get((prefix, name), "") if name.isdecimal() else dotted(name)
         states.append(ParameterState(parameter, key, shape, prefix, (group or prefix, position)))
     return states
+
+
+def _torch_entries(paths: Iterable[str]) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Return the states of parameters in state dicts of torch, nested and flattened.
+
+    Returns:
+        (prefix, separator, name of the parameter) -> field of its state -> path.
+    """
+    entries: dict[tuple[str, str, str], dict[str, str]] = {}
+    for path in paths:
+        *parents, last = path.split("/")
+        if len(parents) >= 2 and parents[-2] == "state":
+            entries.setdefault(("/".join(parents[:-2]), "/", parents[-1]), {})[last] = path
+        elif last.startswith("state.") and last.count(".") >= 2:
+            # Flattened state dicts have dots, and dots in the names of parameters as well.
+            _, _, rest = last.partition(".")
+            name, _, field = rest.rpartition(".")
+            entries.setdefault(("/".join(parents), ".", name), {})[field] = path
+    return entries
 
 
 def _torch_groups(scalars: Mapping[str, object]) -> dict[tuple[str, str], tuple[str, int]]:
