@@ -34,10 +34,10 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values), len(values))
 
 
-def least_rate(successes: int, trials: int, alpha: float = ALPHA) -> float:
+def least_rate(successes: int, trials: int) -> float:
     """Return the lower end of Clopper and Pearson's one-sided interval (1934).
 
-    The true rate is at least this with a confidence of ``1 - alpha``. 300 of 300 gives 0.990, 4 of
+    The true rate is at least this with a confidence of ``1 - ALPHA``. 300 of 300 gives 0.990, 4 of
     4 gives 0.47, 0 of any number gives 0.
     """
     if not 0 <= successes <= trials:
@@ -51,7 +51,7 @@ def least_rate(successes: int, trials: int, alpha: float = ALPHA) -> float:
             for n in range(successes, trials + 1)
         )
 
-    return _root(lambda rate: tail(rate) - alpha, 0.0, 1.0)
+    return _root(lambda rate: tail(rate) - ALPHA, 0.0, 1.0)
 
 
 def student_quantile(confidence: float, freedom: int) -> float:

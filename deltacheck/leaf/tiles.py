@@ -86,15 +86,6 @@ def is_name(stored_path: str) -> bool:
     return _MARK in stored_path
 
 
-def message_prefix(stored_path: str) -> str:
-    """Return a prefix for messages that names a tile; empty for a leaf that is stored whole."""
-    return (
-        f"tile at [{stored_path.rpartition(_MARK)[2].replace(',', ', ')}]: "
-        if _MARK in stored_path
-        else ""
-    )
-
-
 def numbered(cuts: Cuts, stored_path: str) -> int:
     """Return the number of the tile that is stored under a path.
 

@@ -108,15 +108,15 @@ def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     return math.expm1(step * math.log(beta2)) / math.expm1(stored_step * math.log(beta2))
 
 
-def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROUNDING) -> int:
-    """Return the number of elements with m^2 > C v (1 + tolerance), or with a negative or NaN v.
+def law_violations(first: F32, second: F32, limit: float) -> int:
+    """Return the number of elements with m^2 > C v (1 + ROUNDING), or with a negative or NaN v.
 
     A live state of Adam has none. Elements whose least v is below the normal numbers of float32 do
     not count: v has lost its precision there, and may be 0.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN
         square = np.square(first, dtype=np.float64)
-        bound = limit * (1 + tolerance) * second.astype(np.float64)
+        bound = limit * (1 + ROUNDING) * second.astype(np.float64)
     visible = square / limit > 2.0**-126
     return int(np.count_nonzero(((square > bound) & visible) | ~(second >= 0)))
 

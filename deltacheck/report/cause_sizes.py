@@ -75,15 +75,14 @@ class CauseCounter:
         return rounded | {MERGED: manifest.merged_bytes, REST: rest}
 
 
-def summary(causes: Mapping[str, int], least_share: float = 0.02) -> str:
+def summary(causes: Mapping[str, int]) -> str:
     """Describe the causes of a save in a few words, the largest first.
 
     Args:
-        causes: Cause -> bytes.
-        least_share: Smaller shares are left out.
+        causes: Cause -> bytes. Shares below 2 % are left out.
     """
     total = sum(causes.values())
     shares = sorted(
         ((size / total, cause) for cause, size in causes.items() if total), reverse=True
     )
-    return ", ".join(f"{cause} {share:.0%}" for share, cause in shares if share >= least_share)
+    return ", ".join(f"{cause} {share:.0%}" for share, cause in shares if share >= 0.02)

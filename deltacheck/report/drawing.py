@@ -121,10 +121,8 @@ def add_legend(axes: Axes) -> None:
         )
 
 
-def draw_reference(
-    axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]], label: str
-) -> None:
-    """Draw a dashed line over columns."""
+def draw_reference(axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    """Draw the size of the state as a dashed line over columns."""
     # The line begins and ends at the edges of the columns, half a step beyond their centres.
     axes.step(
         [-0.5, *(k + 0.5 for k in range(len(values)))],
@@ -133,7 +131,7 @@ def draw_reference(
         color=INK,
         linestyle="--",
         linewidth=1,
-        label=label,
+        label="state in memory",
     )
 
 

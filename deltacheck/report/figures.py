@@ -191,7 +191,7 @@ def _bytes_of_saves(record: Record, name: str, title: str, caption: str, stack: 
         tips.append(
             Tip(axes, (column - 0.5, 0, column + 0.5, max(bottom[column], raw[column])), text)
         )
-    draw_reference(axes, raw, "state in memory")
+    draw_reference(axes, raw)
     _step_axis(axes, columns)
     set_bytes_axis(axes, max([*bottom, *raw], default=0))
     axes.set_ylabel("written by the save", fontsize=8)
@@ -527,7 +527,7 @@ def restore_cost(record: Record) -> Drawing:
             Tip(bottom, (column - 0.5, 0, column + 0.5, max(read[column], raw[column])), text)
         )
         tips.append(Tip(top, (column - 0.5, 0, column + 0.5, top.get_ylim()[1]), text))
-    draw_reference(bottom, raw, "state in memory")
+    draw_reference(bottom, raw)
     set_bytes_axis(bottom, max([*read, *raw], default=0))
     bottom.set_ylabel("files to read", fontsize=8)
     add_legend(bottom)

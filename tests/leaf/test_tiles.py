@@ -122,7 +122,5 @@ def test_a_name_of_no_tile_is_none(name: str) -> None:
     ]
 
 
-def test_a_tile_is_told_to_people_by_where_it_begins() -> None:
-    assert tiles.message_prefix("model/w%@350,0") == "tile at [350, 0]: "
-    assert tiles.message_prefix("model/w%25") == ""
+def test_an_escaped_name_is_that_of_no_tile() -> None:
     assert tiles.leaf_of("model/w%25") == "model/w%25"

@@ -118,14 +118,14 @@ def model_folder(path: Path) -> ModelFolder:
     return ModelFolder(path, {shard: frozenset(shards[shard]) for shard in sorted(shards)})
 
 
-def description_files(path: Path, limit: int = MAX_FILE_BYTES) -> list[Path]:
+def description_files(path: Path) -> list[Path]:
     """Return the files of a folder that describe the model, ascending by name.
 
     These are all files but weights, their indexes, the state of a trainer and hidden files. Of
     folders below, only that of further chat templates is read.
 
     Raises:
-        UnsupportedLeaf: A file is longer than ``limit`` bytes; the message names it.
+        UnsupportedLeaf: A file is longer than ``MAX_FILE_BYTES``; the message names it.
         Damaged: A file is a link that leaves the folder and is not one of a cache of the Hub.
     """
     files = sorted(
@@ -136,9 +136,9 @@ def description_files(path: Path, limit: int = MAX_FILE_BYTES) -> list[Path]:
     for file in files:
         _require_own(path, file)
         size = file.stat().st_size
-        if size > limit:
+        if size > MAX_FILE_BYTES:
             raise UnsupportedLeaf(
-                f"{file} has {size:,} bytes; files beside the weights may have {limit:,}. Move it"
+                f"{file} has {size:,} bytes; files beside the weights may have {MAX_FILE_BYTES:,}. Move it"
                 " to another folder"
             )
     return files
