@@ -155,12 +155,7 @@ def export(  # noqa: PLR0913 - one argument per option
     from deltacheck.restore.export import select
     from deltacheck.restore.resolve import require_leaves
 
-    # An explicit format wins, so that a file may have any name.
-    form = to or _SUFFIXES.get(out.suffix if out else "")
-    if form is None:
-        raise typer.BadParameter(
-            f"give the format with --to, or a file with --out that ends in {', '.join(_SUFFIXES)}"
-        )
+    form = _format_of(to, out)
     if form is not Format.HF and (shard_size is not None or files is not None):
         raise typer.BadParameter("--shard-size and --files go with --to hf")
     root, manifest = open_step(words, item)
@@ -202,6 +197,17 @@ def export(  # noqa: PLR0913 - one argument per option
             "the file holds NumPy arrays, deques or other types that torch.load makes only"
             " with weights_only=False"
         )
+
+
+def _format_of(to: Format | None, out: Path | None) -> Format:
+    """Return the given format, else that of the suffix of the file."""
+    # An explicit format wins, so that a file may have any name.
+    form = to or _SUFFIXES.get(out.suffix if out else "")
+    if form is None:
+        raise typer.BadParameter(
+            f"give the format with --to, or a file with --out that ends in {', '.join(_SUFFIXES)}"
+        )
+    return form
 
 
 class _Model(NamedTuple):

@@ -7,7 +7,7 @@ segments.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -17,7 +17,10 @@ from deltacheck.cli import output
 from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, is_step, open_root, parse
 
 if TYPE_CHECKING:
-    from deltacheck.policy import KeepBest
+    from deltacheck.maintain.compaction import Rewritten
+    from deltacheck.policy import Keep, KeepBest
+    from deltacheck.save.root_writer import Pruned
+    from deltacheck.store.collect import Collected
     from deltacheck.store.lock.lease import Lease
     from deltacheck.store.roots.root import Root
 
@@ -110,6 +113,10 @@ def prune(
     if as_json:
         output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
         return
+    _print_pruned(result, keep, dry_run)
+
+
+def _print_pruned(result: Pruned, keep: Keep, dry_run: bool) -> None:
     deleted = "would be deleted" if dry_run else "deleted"
     for checkpoint in result.deleted:
         output.print_line(f"step {checkpoint.step} (seq {checkpoint.seq}) {deleted}")
@@ -301,6 +308,12 @@ def gc(
             }
         )
         return
+    _print_collected(result, rewritten, grace, dry_run)
+
+
+def _print_collected(
+    result: Collected, rewritten: Sequence[Rewritten], grace: float, dry_run: bool
+) -> None:
     for segment in rewritten:
         output.print_line(
             f"{segment.old} ({output.size(segment.old_bytes)}) {'would be' if dry_run else 'was'}"

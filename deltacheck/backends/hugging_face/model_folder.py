@@ -138,8 +138,8 @@ def description_files(path: Path) -> list[Path]:
         size = file.stat().st_size
         if size > MAX_FILE_BYTES:
             raise UnsupportedLeaf(
-                f"{file} has {size:,} bytes; files beside the weights may have {MAX_FILE_BYTES:,}. Move it"
-                " to another folder"
+                f"{file} has {size:,} bytes; files beside the weights may have"
+                f" {MAX_FILE_BYTES:,}. Move it to another folder"
             )
     return files
 

@@ -506,6 +506,32 @@ def _grouped_values(rows: list[Row]) -> list[Row]:
     return lines
 
 
+_LEAF_COLUMNS = (
+    Column("LEAF", "path", left=True),
+    Column("LEAVES", "leaves", rank=1),
+    Column("TIED TO", "tied_to", left=True, rank=3),
+    Column("TYPE", "dtype", left=True, rank=2),
+    Column("SHAPE", "shape", output.shape, left=True, rank=2),
+    _RAW._replace(rank=1),
+    Column("CONTRACT", "contract", left=True),
+    Column("DERIVED", "derived", left=True, rank=4),
+    Column("MEASURED", "measured", output.number),
+    Column("ALLOWED", "limit", left=True),
+    Column("AS OF", "from_step"),
+    Column("AGE", "age_steps"),
+    Column("KIND", "kind", left=True, rank=5),
+    Column("DEPTH", "chain_depth", rank=6),
+    Column("DENSITY", "density", output.share, rank=3),
+    Column("TILES", "tiles", rank=5),
+    Column("RANKS", "ranks", _format_ranges, rank=5),
+)
+# Most states have none of these, and the table is wide enough without them.
+_OPTIONAL = (
+    *("leaves", "shape", "tied_to", "derived", "measured", "limit", "from_step", "age_steps"),
+    *("tiles", "ranks"),
+)
+
+
 def _print_step(
     manifest: Manifest, digest: str, tables: dict[str, list[Row]], *, is_grouped: bool
 ) -> None:
@@ -530,44 +556,12 @@ def _print_step(
     if manifest.stage_reason:
         output.print_line(manifest.stage_reason)
     output.print_line("")
-    columns = (
-        Column("LEAF", "path", left=True),
-        Column("LEAVES", "leaves", rank=1),
-        Column("TIED TO", "tied_to", left=True, rank=3),
-        Column("TYPE", "dtype", left=True, rank=2),
-        Column("SHAPE", "shape", output.shape, left=True, rank=2),
-        _RAW._replace(rank=1),
-        Column("CONTRACT", "contract", left=True),
-        Column("DERIVED", "derived", left=True, rank=4),
-        Column("MEASURED", "measured", output.number),
-        Column("ALLOWED", "limit", left=True),
-        Column("AS OF", "from_step"),
-        Column("AGE", "age_steps"),
-        Column("KIND", "kind", left=True, rank=5),
-        Column("DEPTH", "chain_depth", rank=6),
-        Column("DENSITY", "density", output.share, rank=3),
-        Column("TILES", "tiles", rank=5),
-        Column("RANKS", "ranks", _format_ranges, rank=5),
-    )
-    # Most states have none of these, and the table is wide enough without them.
-    optional = (
-        "leaves",
-        "shape",
-        "tied_to",
-        "derived",
-        "measured",
-        "limit",
-        "from_step",
-        "age_steps",
-        "tiles",
-        "ranks",
-    )
-    visible_columns = [
+    columns = [
         column
-        for column in columns
-        if column.key not in optional or any(row.get(column.key) is not None for row in leaves)
+        for column in _LEAF_COLUMNS
+        if column.key not in _OPTIONAL or any(row.get(column.key) is not None for row in leaves)
     ]
-    output.print_table(visible_columns, leaves)
+    output.print_table(columns, leaves)
     if is_grouped:
         output.print_line("leaves whose paths differ in numbers only; --leaves '*' lists each")
     if scalars:
