@@ -441,7 +441,9 @@ def test_the_methods_of_a_training_step_are_those_that_the_documents_name():
         .rows[0, ROW_METHOD]
         == DIFF
     )
-    assert NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, ROW_METHOD] == PLANES
+    assert (
+        NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, ROW_METHOD] == PLANES
+    )
 
 
 def leaves_of_all_widths() -> list[tuple[U8, U8, Cut]]:
