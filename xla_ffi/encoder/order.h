@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bitset>
 #include <cstdint>
 #include <vector>
 
@@ -81,15 +80,16 @@ inline void take_differences(const uint8_t* current, uint8_t* base, uint64_t wor
 }
 
 // The inverse: adds differences in the order of the words to the base of a chunk. One object adds
-// those of several saves, one after the other, and counts the words of each class only once.
+// those of several saves, one after the other, and sorts the words of the chunk only once.
 class OrderedAdder {
  public:
   // REQUIRED before another chunk, and after any other change of the base.
-  void forget() { counted_ = has_quarters_ = false; }
+  void forget() { has_quarters_ = has_places_ = false; }
 
   // Returns zeros in place of the differences of a chunk, for the caller to fill.
   uint8_t* zeros(uint64_t words) {
-    if (differences_.size() < words) differences_.resize(words);
+    const uint64_t size = (words + kGroup - 1) / kGroup * kGroup;
+    if (differences_.size() < size) differences_.resize(size);
     return reinterpret_cast<uint8_t*>(differences_.data());
   }
 
@@ -97,32 +97,33 @@ class OrderedAdder {
   void add(uint8_t* base, uint64_t words, uint64_t changed) {
     base_ = reinterpret_cast<Memory*>(base);
     words_ = words;
-    if (words == 0 || changed * kSparse > words || words > kMostCounted) {
-      add_to_all();
-    } else {
-      if (!counted_) count();
+    const bool is_sparse = changed * kSparse <= words;
+    // Sorting takes longer than one addition to all, so it waits for a second one.
+    if (is_sparse && (has_quarters_ || has_places_)) {
+      if (!has_places_) sort();
       has_quarters_ = false;
-      find_changes();
-      add_changes();
+      add_to_changed();
+    } else {
+      has_places_ = false;
+      add_to_all();
     }
   }
 
  private:
   using Memory = Word<kOrderedWordBytes>::Memory;
-  struct Change {
+  struct Move {  // of a word to another class
     uint64_t word;
-    uint16_t difference;
+    uint32_t from, to;
   };
 
-  // Words with counts of their own. Smaller: a word is found sooner in its block; larger: fewer
-  // blocks. A count must fit into 16 bits.
-  static constexpr uint64_t kBlock = 512;
-  static constexpr uint64_t kGroup = 64;  // words that are compared with a class together
-  // Looking for words one by one is faster below one change in this many words.
-  static constexpr uint64_t kSparse = 48;
-  static constexpr uint64_t kMostCounted = uint64_t{1} << 20;  // more counts leave the cache
-
-  uint32_t class_of(uint64_t word) const { return class_of_word(base_[word]); }
+  // Words that are sorted by themselves, whose numbers must fit into 16 bits. Smaller: a word that
+  // changes its class moves sooner; larger: fewer blocks are passed on the way to a change.
+  static constexpr uint64_t kBlock = 8192;
+  static constexpr uint64_t kGroup = 64;  // differences that are compared with zero together
+  // Above one change in this many words, adding to all of them is faster.
+  static constexpr uint64_t kSparse = 16;
+  // Above one word in this many that changes its class, sorting again is faster.
+  static constexpr uint64_t kFewMoves = 128;
 
   // Adds every difference, zeros too. Words are counted once, since few of them change their class.
   void add_to_all() {
@@ -139,122 +140,124 @@ class OrderedAdder {
       ++quarters_.of[k][class_of_word(after)];
     });
     std::fill_n(differences_.begin(), words_, uint16_t{0});
-    counted_ = false;
   }
 
-  // Counts the words of each class in each block. Four blocks take turns, as quarters do above.
-  void count() {
-    const uint64_t blocks = (words_ + kBlock - 1) / kBlock, quarter = words_ / kBlock / 4;
-    counts_.assign(blocks * kClasses, 0);
-    for (uint64_t block = 0; block < quarter; ++block) {
-      uint16_t* const counts = counts_.data() + block * kClasses;
-      for (uint64_t i = block * kBlock; i < (block + 1) * kBlock; ++i) {
-        for (uint64_t k = 0; k < 4; ++k)
-          ++counts[k * quarter * kClasses + class_of(k * quarter * kBlock + i)];
+  // Finds the order of the words in each block.
+  void sort() {
+    blocks_ = (words_ + kBlock - 1) / kBlock;
+    counts_.resize(kClasses * blocks_);
+    places_.resize(blocks_ * kBlock);
+    totals_.fill(0);
+    for (uint64_t block = 0; block < blocks_; ++block) {
+      const Memory* const words = base_ + block * kBlock;
+      const uint64_t size = std::min(kBlock, words_ - block * kBlock);
+      uint16_t* const places = places_.data() + block * kBlock;
+      ClassCounts counts;
+      counts.count(words, size);
+      for (uint32_t c = 0; c < kClasses; ++c) {
+        uint32_t count = 0;
+        for (const auto& quarter : counts.of) count += quarter[c];
+        count_of(c, block) = static_cast<uint16_t>(count);
+        totals_[c] += count;
       }
+      ClassCounts next = counts.places();
+      for_each_in_quarters(size, [&](uint64_t i, uint32_t k) {
+        places[next.of[k][class_of_word(words[i])]++] = static_cast<uint16_t>(i);
+      });
     }
-    for (uint64_t i = 4 * quarter * kBlock; i < words_; ++i)
-      ++counts_[i / kBlock * kClasses + class_of(i)];
-    totals_.assign(kClasses, 0);
-    for (uint64_t block = 0; block < blocks; ++block) {
-      for (uint32_t c = 0; c < kClasses; ++c) totals_[c] += counts_[block * kClasses + c];
-    }
-    counted_ = true;
+    has_places_ = true;
   }
 
-  // Finds the words of all differences that are not zero, and clears the differences.
-  void find_changes() {
-    changes_.clear();
-    uint64_t class_end = totals_[0], block = 0, block_end = counts_[0];
-    uint32_t c = 0;
-    // The first word of a group, its words of the class that are still to come, and the place of
-    // the first of these.
-    uint64_t at = 0, group = 0, next = 0;
-    bool is_new = true;  // `group` is not yet that of `at`
-    for (uint64_t place = 0; place < words_; ++place) {
-      if (place % kGroup == 0 && place + kGroup <= words_ && is_zero(place)) {
-        place += kGroup - 1;
-        continue;
+  // Adds the differences that are not zero, and clears them.
+  void add_to_changed() {
+    moves_.clear();
+    // Of the present class and block: the places of the first word and behind the last one in the
+    // order of the chunk. Of each block: the place of its first word of the class in its own order.
+    uint64_t begin = 0, end = 0, block = blocks_;
+    uint32_t c = 0, next_class = 0;
+    first_.assign(blocks_, 0);
+    for (uint64_t group = 0; group < words_; group += kGroup) {
+      for (uint64_t bits = changed_of(group); bits != 0; bits &= bits - 1) {
+        const uint64_t place = group + static_cast<uint64_t>(__builtin_ctzll(bits));
+        while (place >= end) {
+          if (block < blocks_) first_[block++] += static_cast<uint32_t>(end - begin);
+          if (block == blocks_) {
+            while (totals_[next_class] == 0) ++next_class;
+            c = next_class++;
+            block = 0;
+          }
+          begin = end;
+          end += count_of(c, block);
+        }
+        const uint64_t at = block * kBlock + first_[block] + (place - begin);
+        const uint64_t word = block * kBlock + places_[at];
+        base_[word] = static_cast<uint16_t>(base_[word] + differences_[place]);
+        differences_[place] = 0;
+        // The order is that of the base before all changes, so words move in the end.
+        const uint32_t after = class_of_word(base_[word]);
+        if (after != c) moves_.push_back({word, c, after});
       }
-      if (differences_[place] == 0) continue;
-      while (place >= class_end) {
-        next = block_end = class_end;
-        class_end += totals_[++c];
-        block = at = 0;
-        block_end += counts_[c];
-        is_new = true;
-      }
-      while (place >= block_end) {
-        next = block_end;
-        at = ++block * kBlock;
-        block_end += counts_[block * kClasses + c];
-        is_new = true;
-      }
-      if (is_new) group = words_of(c, at);
-      is_new = false;
-      for (uint64_t count; next + (count = count_of(group)) <= place; next += count) {
-        at += kGroup;
-        group = words_of(c, at);
-      }
-      for (; next < place; ++next) group &= group - 1;
-      changes_.push_back({at + first_of(group), differences_[place]});
-      differences_[place] = 0;
     }
-  }
-
-  // The classes are those of the base before all changes, so it is changed in the end.
-  void add_changes() {
-    for (const Change& change : changes_) {
-      uint16_t* const counts = counts_.data() + change.word / kBlock * kClasses;
-      const uint32_t before = class_of(change.word);
-      base_[change.word] = static_cast<uint16_t>(base_[change.word] + change.difference);
-      const uint32_t after = class_of(change.word);
-      --counts[before], --totals_[before];
-      ++counts[after], ++totals_[after];
+    if (moves_.size() * kFewMoves > words_) {
+      has_places_ = false;
+    } else {
+      for (const Move& move : moves_) move_word(move);
     }
   }
 
-  bool is_zero(uint64_t place) const {
-    uint16_t any = 0;
-    for (uint64_t i = place; i < place + kGroup; ++i) any |= differences_[i];
-    return any == 0;
+  // Moves a word to its new class in the order of its block.
+  void move_word(const Move& move) {
+    const uint64_t block = move.word / kBlock;
+    const uint16_t number = static_cast<uint16_t>(move.word % kBlock);
+    uint16_t* const places = places_.data() + block * kBlock;
+    // Returns the first place of a class whose word is not before this one.
+    const auto place_in = [&](uint32_t c) {
+      uint64_t first = 0;
+      for (uint32_t k = 0; k < c; ++k) first += count_of(k, block);
+      return std::lower_bound(places + first, places + first + count_of(c, block), number);
+    };
+    uint16_t* const from = place_in(move.from);
+    uint16_t* const to = place_in(move.to);
+    if (from < to) {
+      std::rotate(from, from + 1, to);
+    } else {
+      std::rotate(to, from, from + 1);
+    }
+    --count_of(move.from, block), --totals_[move.from];
+    ++count_of(move.to, block), ++totals_[move.to];
   }
 
-  // Returns a bit for each of the words from `at` on that is in a class, for a group of words.
-  uint64_t words_of(uint32_t c, uint64_t at) const {
+  uint16_t& count_of(uint32_t c, uint64_t block) { return counts_[c * blocks_ + block]; }
+
+  // Returns a bit for each difference of a group that is not zero.
+  uint64_t changed_of(uint64_t group) const {
+    const uint16_t* const differences = differences_.data() + group;
     uint64_t bits = 0;
 #ifdef __SSE2__
-    if (at + kGroup <= words_) {
-      const __m128i mask = _mm_set1_epi16(kClassBits);
-      const __m128i wanted = _mm_set1_epi16(static_cast<int16_t>(c << 7));
-      const auto equal = [&](uint64_t i) {
-        const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(base_ + at + i));
-        return _mm_cmpeq_epi16(_mm_and_si128(words, mask), wanted);
-      };
-      for (uint64_t i = 0; i < kGroup; i += 16) {
-        const int both = _mm_movemask_epi8(_mm_packs_epi16(equal(i), equal(i + 8)));
-        bits |= static_cast<uint64_t>(static_cast<uint32_t>(both)) << i;
-      }
-      return bits;
+    const auto zero = [&](uint64_t i) {
+      return _mm_cmpeq_epi16(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(differences + i)), _mm_setzero_si128());
+    };
+    for (uint64_t i = 0; i < kGroup; i += 16) {
+      const int both = _mm_movemask_epi8(_mm_packs_epi16(zero(i), zero(i + 8)));
+      bits |= static_cast<uint64_t>(static_cast<uint16_t>(~both)) << i;
     }
+#else
+    for (uint64_t i = 0; i < kGroup; ++i) bits |= uint64_t{differences[i] != 0} << i;
 #endif
-    const uint64_t words = std::min(kGroup, words_ - at);
-    for (uint64_t i = 0; i < words; ++i) bits |= uint64_t{class_of(at + i) == c} << i;
     return bits;
   }
 
-  static uint64_t count_of(uint64_t bits) { return std::bitset<64>(bits).count(); }
-  // The number of the lowest bit. REQUIRES: there is one.
-  static uint64_t first_of(uint64_t bits) { return count_of((bits & -bits) - 1); }
-
   Memory* base_ = nullptr;
-  uint64_t words_ = 0;
-  bool counted_ = false, has_quarters_ = false;
+  uint64_t words_ = 0, blocks_ = 0;
+  bool has_quarters_ = false, has_places_ = false;
   std::vector<uint16_t> differences_;  // in the order of the words; zeros between two calls
-  std::vector<uint16_t> counts_;       // of the words of each class, block by block
-  std::vector<uint32_t> totals_;       // of the words of each class in the chunk
-  std::vector<Change> changes_;
-  ClassCounts quarters_;  // of the words of the chunk
+  ClassCounts quarters_;               // of the words of the chunk
+  std::vector<uint16_t> places_;       // the words of each block in their order
+  std::vector<uint16_t> counts_;       // of the words of each class, by class and block
+  std::array<uint32_t, kClasses> totals_;  // of the words of each class in the chunk
+  std::vector<uint32_t> first_;
+  std::vector<Move> moves_;
 };
 
 }  // namespace deltacheck
