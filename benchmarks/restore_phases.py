@@ -31,7 +31,7 @@ from deltacheck.store.roots.opening import open_root
 # Headings, and the functions that begin and end them. None calls another one.
 _PHASES: dict[str, tuple[Any, str]] = {
     "tables": (fill, "resolve_leaves"),
-    "keyframes": (read, "_read_keyframes"),
+    "keyframes": (read, "_start_keyframes"),
     "read deltas": (deltas, "Reading"),
     "decode deltas": (deltas, "_decode"),
     "digests": (read, "_verify"),

@@ -179,21 +179,19 @@ class _Rows:
     def start(self, first: int, stop: int, memory: U8) -> _Batch:
         """Begin to read the streams of some rows, into ``memory`` if it is large enough."""
         part, row = self._part[first:stop], self._row[first:stop]
-        place = self._parts[part[0]].folder
+        parts = self._parts[part[0] : part[-1] + 1]
+        place = parts[0].folder
         read = JoinedRead(place)
         # Neighbouring rows of a part are one range.
         begins = np.flatnonzero(np.append(True, (np.diff(part) != 0) | (np.diff(row) != 1)))
         ends = np.append(begins[1:], row.size)
-        offsets = [
-            self._parts[number].join(read, row[begins[ranged]], row[ends[ranged] - 1] + 1)
-            for number in np.unique(part).tolist()
-            for ranged in [part[begins] == number]
-        ]
+        of = part[begins] - part[0]
+        offsets = columns.join_rows(read, parts, of, row[begins], row[ends - 1] + 1)
         # Fresh pages take as long as decoding into them, so batches share memory.
         if memory.size < read.size:
             memory = host_memory.empty(read.size)
         reading = Reading(read, place, memory[: read.size])
-        return _Batch(first, stop, np.concatenate(offsets), memory, reading)
+        return _Batch(first, stop, offsets, memory, reading)
 
     def owner_of(self, row: int) -> tuple[PartReader, str]:
         """Return the part and the leaf of a row."""

@@ -193,16 +193,21 @@ def _keyframe_path(segment: Segment, keyframe: KeyframeAt) -> Place:
 
 def _fill(items: Mapping[str, Filling]) -> None:
     """Read and decode keyframes and deltas of leaves into their blocks."""
-    with Deltas(items) as deltas:
-        # Deltas are applied to the keyframes in place.
-        _read_keyframes(items)
-        deltas.apply()
-
-
-def _read_keyframes(items: Mapping[str, Filling]) -> None:
-    """Read the keyframes of leaves into their blocks, or copy content that the caller has."""
     if not items:
         return
+    # Read while the reads of the deltas are planned.
+    keyframes = _start_keyframes(items)
+    try:
+        with Deltas(items) as deltas:
+            # Deltas are applied to the keyframes in place.
+            keyframes.result()
+            deltas.apply()
+    finally:
+        keyframes.settle()
+
+
+def _start_keyframes(items: Mapping[str, Filling]) -> Reading:
+    """Begin to read the keyframes of leaves into their blocks; copy content that the caller has."""
     # Byte ranges of packed arrays, and the memory for each.
     packed: dict[tuple[str, str], list[tuple[int, int, U8]]] = {}
     segments: dict[str, Segment] = {}
@@ -229,13 +234,18 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
             (offset + first, stop - first, item.data[begin : begin + stop - first])
             for first, stop, begin in extents_of(item)
         )
-    for (name, storage), pieces in packed.items():
-        begins, sizes, outs = zip(*sorted(pieces, key=lambda piece: piece[0]), strict=True)
-        segments[name].add_packed(
-            read, storage, np.array(begins, np.uint64), np.array(sizes, np.uint64), outs
+    pieces = [
+        (number, *piece)
+        for number, of_array in enumerate(packed.values())
+        for piece in sorted(of_array, key=lambda piece: piece[0])
+    ]
+    if pieces:
+        of, begins, sizes, outs = zip(*pieces, strict=True)
+        arrays = [segments[name].packed_array(storage) for name, storage in packed]
+        read.add(
+            arrays, np.array(of), np.array(begins, np.uint64), np.array(sizes, np.uint64), outs
         )
-    size = sum(item.data.size for item in items.values())
-    Reading(read, place, NO_BYTES, size).result()
+    return Reading(read, place, NO_BYTES, sum(item.data.size for item in items.values()))
 
 
 def _boxes(item: Filling) -> Iterator[tuple[tuple[slice, ...], int, int]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
@@ -29,7 +30,7 @@ from deltacheck.store.files.arrays import ArraySpec, Pending, Reading, StreamWri
 from deltacheck.store.files.chunk_files import Cells, ranges
 from deltacheck.store.files.containment import inside
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.native_files import JoinedRead
+from deltacheck.store.files.native_files import JoinedRead, StoredArray
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
@@ -356,15 +357,13 @@ class Segment:
     ) -> None:
         """Add a keyframe's box to a read into ``out`` (uint8, the box's bytes in C order)."""
         cells = _natural_cells(spec.shape, spec.element.storage, spec.chunk)
-        read.add_box(_array(self._folder(layout.LEAVES), name), cells, "values", box, out)
+        path = _array(self._folder(layout.LEAVES), name)
+        read.add_box(StoredArray(path, cells, "values"), box, out)
 
-    def add_packed(
-        self, read: JoinedRead, storage: str, begin: U64, size: U64, outs: Sequence[U8]
-    ) -> None:
-        """Add byte ranges of packed leaves, ascending, to a read."""
+    def packed_array(self, storage: str) -> StoredArray:
+        """Return the array of the packed leaves of a storage type."""
         cells = packed_spec(storage, self.table.packed[storage]).cells
-        path = _array(self._folder(layout.PACKED), storage)
-        read.add(path, cells, "values", begin, size, outs)
+        return StoredArray(_array(self._folder(layout.PACKED), storage), cells, "values")
 
     def part(self, number: int) -> PartReader:
         """Return the reader of a part."""
@@ -565,64 +564,77 @@ class PartReader:
                 )
 
     @cached_property
-    def _places(self) -> list[tuple[Place | str, ArraySpec, list[int], NDArray[np.int64]]]:
-        """Each array of streams, their columns of ``offsets``, and the first byte of each there."""
-        places = []
+    def stream_arrays(self) -> tuple[list[StoredArray], NDArray[np.int64], U64]:
+        """The arrays of streams; for each of ``STREAMS`` its array, and its first byte there."""
+        arrays: list[StoredArray] = []
+        number, first_byte = np.zeros(len(STREAMS), np.int64), np.zeros(len(STREAMS), np.uint64)
         for codec, lengths in stream_arrays(self._part).items():
-            sizes = np.array(list(lengths.values()), np.int64)
             columns = [STREAMS.index(name) for name in lengths]
-            spec = stream_spec(codec, lengths)
-            array = _array(self.folder, stream_array(self._number, codec))
-            places.append((array, spec, columns, np.cumsum(sizes) - sizes))
-        return places
+            number[columns] = len(arrays)
+            first_byte[columns] = np.cumsum([0, *lengths.values()])[:-1]
+            cells = ArraySpec.flat(sum(lengths.values()), "uint8", codec, {}).cells
+            arrays.append(
+                StoredArray(_array(self.folder, stream_array(self._number, codec)), cells, codec)
+            )
+        return arrays, number, first_byte
 
     def stream_bytes(self, first: int, stop: int) -> int:
         """Return the bytes of the streams of rows ``first`` to ``stop``."""
         return self.table.ends[stop] - self.table.ends[first]
 
-    def join(self, read: JoinedRead, first: NDArray[np.int64], stop: NDArray[np.int64]) -> U64:
-        """Add the streams of ranges of rows to a joined read.
-
-        Args:
-            read: The read.
-            first: The first row of each range; the ranges ascend.
-            stop: The row after the last one of each range.
-
-        Returns:
-            The offset in the memory of each row's bytes in each stream, uint64
-            ``(rows of all ranges, streams)``; undefined if a row has no bytes in a stream.
-        """
-        lengths = stop - first
-        begin = self.table.offsets[first]
-        sizes = self.table.offsets[stop] - begin
-        shifts = np.zeros(sizes.shape, np.uint64)
-        for array, spec, columns, starts in self._places:
-            # One stream after the other, and so ascending.
-            first_bytes = (begin[:, columns] + starts.astype(np.uint64)).T
-            counts = sizes[:, columns].T
-            present = counts > 0
-            memory = np.zeros(present.shape, np.uint64)
-            memory[present] = read.add(
-                array, spec.cells, spec.codec, first_bytes[present], counts[present]
-            )
-            # Differences of unsigned numbers wrap, and so do the sums below.
-            shifts[:, columns] = memory.T - begin[:, columns]
-        rows = ranges(first, lengths)
-        offsets: U64 = self.table.offsets[rows] + np.repeat(shifts, lengths, axis=0)
-        return offsets
-
     def streams(self, first: int, stop: int) -> Mapping[str, U8]:
         """Read the streams of rows ``first`` to ``stop``; those without bytes are left out."""
         read = JoinedRead(self.folder)
-        begins = self.join(read, np.array([first]), np.array([stop]))[0].tolist()
+        begins = join_rows(read, [self], np.array([0]), np.array([first]), np.array([stop]))[0]
         sizes = (self.table.offsets[stop] - self.table.offsets[first]).tolist()
         data = np.empty(read.size, np.uint8)
         Reading(read, self.folder, data).result()
         return {
             name: data[begin : begin + size]
-            for name, begin, size in zip(STREAMS, begins, sizes, strict=True)
+            for name, begin, size in zip(STREAMS, begins.tolist(), sizes, strict=True)
             if size
         }
+
+
+def join_rows(
+    read: JoinedRead,
+    parts: Sequence[PartReader],
+    of: NDArray[np.int64],
+    first: NDArray[np.int64],
+    stop: NDArray[np.int64],
+) -> U64:
+    """Add the streams of ranges of rows to a joined read.
+
+    Args:
+        read: The read.
+        parts: The parts.
+        of: The number of each range's part, ascending.
+        first: The first row of each range; the ranges of a part ascend.
+        stop: The row after the last one of each range.
+
+    Returns:
+        The offset in the memory of each row's bytes in each stream, uint64
+        ``(rows of all ranges, streams)``; undefined if a row has no bytes in a stream.
+    """
+    tables = [part.table.offsets for part in parts]
+    offsets, bases = np.concatenate(tables), np.cumsum([0, *map(len, tables)])[of]
+    begin = offsets[bases + first]
+    sizes = offsets[bases + stop] - begin
+    arrays, numbers, first_bytes = zip(*(part.stream_arrays for part in parts), strict=True)
+    first_array = np.cumsum([0, *map(len, arrays)])[:-1, None]
+    # One stream after the other, and so ascending in each array.
+    present = np.nonzero(sizes)
+    array = (np.stack(numbers) + first_array)[of][present]
+    first_byte = (np.stack(first_bytes)[of] + begin)[present]
+    order = np.lexsort((first_byte, array))
+    memory = np.zeros(sizes.shape, np.uint64)
+    memory[tuple(axis[order] for axis in present)] = read.add(
+        list(itertools.chain(*arrays)), array[order], first_byte[order], sizes[present][order]
+    )
+    # Differences of unsigned numbers wrap, and so does the sum.
+    shifts = np.repeat(memory - begin, stop - first, axis=0)
+    joined: U64 = offsets[ranges(bases + first, stop - first)] + shifts
+    return joined
 
 
 def stream_sizes(index: U32) -> dict[str, U64]:

@@ -91,13 +91,13 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
 
     applied: list[str] = []
 
-    original = segment.PartReader.join
+    original = segment.join_rows
 
-    def join(self: Any, *rows: Any) -> Any:
-        applied.append(str(self.path.parents[1].name))
-        return original(self, *rows)
+    def join(read: Any, parts: Any, *rows: Any) -> Any:
+        applied.extend(str(part.path.parents[1].name) for part in parts)
+        return original(read, parts, *rows)
 
-    monkeypatch.setattr(segment.PartReader, "join", join)
+    monkeypatch.setattr(segment, "join_rows", join)
     monkeypatch.setattr(
         segment.Segment, "add_natural", lambda *_: pytest.fail("a keyframe was read")
     )

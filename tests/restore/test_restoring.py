@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,13 +154,20 @@ def test_deltas_are_read_beside_the_keyframes_and_beside_the_decoder(
     monkeypatch.setattr(deltas, "_BATCH_BYTES", 20_000)
     monkeypatch.setattr(deltas, "Reading", noting("start", deltas.Reading))
     monkeypatch.setattr(deltas, "_decode", noting("decode", deltas._decode))
-    monkeypatch.setattr(read, "_read_keyframes", noting("keyframes", read._read_keyframes))
+    start_keyframes = noting("keyframes", read._start_keyframes)
+
+    def awaited(items: Any) -> Any:
+        reading = start_keyframes(items)
+        return SimpleNamespace(result=noting("await", reading.result), settle=reading.settle)
+
+    monkeypatch.setattr(read, "_start_keyframes", awaited)
     deltacheck.open(saved[0]).restore()
     batches = events.count("decode")
     assert batches > 2
     assert events == [
-        "start",
         "keyframes",
+        "start",
+        "await",
         *["start", "decode"] * (batches - 1),
         "decode",
     ]
@@ -177,15 +185,33 @@ def test_a_restore_that_fails_waits_for_the_reads_that_it_has_started(
         original(self, *files)
         ended.set()
 
-    def damaged(_: Any) -> None:
+    def damaged() -> None:
         failed.set()
         raise errors.Damaged("a keyframe")
 
+    reading = SimpleNamespace(result=damaged, settle=lambda: None)
     monkeypatch.setattr(JoinedRead, "_read", slow)
-    monkeypatch.setattr(read, "_read_keyframes", damaged)
+    monkeypatch.setattr(read, "_start_keyframes", lambda _: reading)
     with pytest.raises(errors.Damaged, match="a keyframe"):
         deltacheck.open(saved[0]).restore()
     assert ended.is_set()
+
+
+def test_a_restore_whose_deltas_cannot_be_read_waits_for_the_keyframes(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def damaged(_: Any) -> None:
+        events.append("deltas")
+        raise errors.Damaged("a delta")
+
+    reading = SimpleNamespace(settle=lambda: events.append("settled"))
+    monkeypatch.setattr(read, "_start_keyframes", lambda _: reading)
+    monkeypatch.setattr(read, "Deltas", damaged)
+    with pytest.raises(errors.Damaged, match="a delta"):
+        deltacheck.open(saved[0]).restore()
+    assert events == ["deltas", "settled"]
 
 
 @pytest.mark.parametrize("wanted", [["p03"], ["p31", "p02", "p30", "scalar"], ["empty"]])

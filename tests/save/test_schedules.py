@@ -104,7 +104,7 @@ def schedule(seed: int) -> Iterator[None]:
             (read, "Deltas"),
         ):
             patch.setattr(module, name, held_up(getattr(module, name)))
-        patch.setattr(read, "_read_keyframes", slow_reader(read._read_keyframes))
+        patch.setattr(read, "_start_keyframes", slow_reader(read._start_keyframes))
         # A second engine of a process begins with a collection, which takes longer than a save and
         # holds all threads.
         patch.setattr(holding, "gc", SimpleNamespace(collect=lambda: 0))

@@ -69,7 +69,8 @@ def native(path: Path, spec: ArraySpec, first: int = 0, stop: int | None = None)
     try:
         read = native_files.JoinedRead(path)
         out = room[_GUARD : room.size - _GUARD]
-        read.add_box(path, spec.cells, spec.codec, [slice(first, first + size)], out)
+        array = native_files.StoredArray(path, spec.cells, spec.codec)
+        read.add_box(array, [slice(first, first + size)], out)
         arrays.Reading(read, path, np.empty(0, np.uint8)).result()
     finally:
         assert (room[:_GUARD] == 0xA5).all()
@@ -85,7 +86,9 @@ def joined(path: Path, spec: ArraySpec, first: int, size: int) -> Bytes:
     sizes = np.array([size // 3, size - size // 3], np.uint64)
     begins = np.array([first, first + size // 3], np.uint64)
     present = sizes > 0
-    offsets = read.add(str(path), spec.cells, spec.codec, begins[present], sizes[present])
+    array = native_files.StoredArray(str(path), spec.cells, spec.codec)
+    of = np.zeros(np.count_nonzero(present), np.int64)
+    offsets = read.add([array], of, begins[present], sizes[present])
     assert (offsets == begins[present] - np.uint64(first)).all()
     out = np.empty(read.size, np.uint8)
     arrays.Reading(read, path, out).result()
@@ -137,7 +140,8 @@ def test_ranges_of_one_file_that_are_far_apart_are_asked_for_separately(
     begins, size = np.array([5, 100, 6 << 20, (11 << 20) + 1], np.uint64), 50
     read = native_files.JoinedRead(tmp_path)
     sizes = np.full(len(begins), size, np.uint64)
-    read.add(str(tmp_path / "s"), spec.cells, spec.codec, begins, sizes)
+    array = native_files.StoredArray(str(tmp_path / "s"), spec.cells, spec.codec)
+    read.add([array], np.zeros(len(begins), np.int64), begins, sizes)
     assert len(read._files) == (3 if apart else 4)
     out = np.empty(read.size, np.uint8)
     arrays.Reading(read, tmp_path, out).result()

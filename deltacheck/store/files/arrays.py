@@ -28,7 +28,7 @@ from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.native_files import JoinedRead
+from deltacheck.store.files.native_files import JoinedRead, StoredArray
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
 from deltacheck.store.lock.deadline import Deadline
@@ -375,7 +375,7 @@ class ReadableArray:
         path, full_box = self._path, self._checked(box)
         out = np.empty([s.stop - s.start for s in full_box], self._spec.dtype)
         read, data = JoinedRead(path), out.reshape(-1).view(np.uint8)
-        read.add_box(path, self._spec.cells, self._spec.codec, full_box, data)
+        read.add_box(StoredArray(path, self._spec.cells, self._spec.codec), full_box, data)
         return Reading(read, path, out, data.size)
 
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:

@@ -7,10 +7,10 @@ file, or of an anonymous one that has what a store sent of an object (``Storage.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,21 @@ _FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 32 << 20
 # Ranges of one file that are farther apart are read as if they were of two. Larger: bytes between
 # them are asked for in vain; smaller: a chunk may be decoded for each of them.
 _APART_BYTES = 4 << 20
+
+
+class StoredArray(NamedTuple):
+    """An array as a joined read takes it.
+
+    Attributes:
+        path: Its directory, as text if it is a local one: a read has hundreds of them, and objects
+            of paths take longer to make than small files take to read.
+        cells: Its cut into files.
+        codec: That of ``ArraySpec``.
+    """
+
+    path: Place | str
+    cells: Cells
+    codec: str
 
 
 class JoinedRead:
@@ -52,19 +67,15 @@ class JoinedRead:
         self._is_over = False
         self.size = 0
 
-    def add_box(
-        self, path: Place | str, cells: Cells, codec: str, box: Sequence[slice], out: U8
-    ) -> None:
+    def add_box(self, array: StoredArray, box: Sequence[slice], out: U8) -> None:
         """Add a box of an array, which is rows of chunks, one chunk, or the whole array.
 
         Args:
-            path: The directory of the array, as text if it is a local one: a read has hundreds of
-                them, and objects of paths take longer to make than small files take to read.
-            cells: The cut of the array into files.
-            codec: That of ``ArraySpec``.
+            array: The array.
             box: The box, within the array.
             out: The memory for it, uint8, 1-D.
         """
+        path, cells, codec = array
         rows, position = [], 0
         for name, begin, size in cells.pieces(box):
             rows.append((len(self._files), begin, size, len(self._blocks), position))
@@ -76,20 +87,18 @@ class JoinedRead:
 
     def add(
         self,
-        path: Place | str,
-        cells: Cells,
-        codec: str,
+        arrays: Sequence[StoredArray],
+        of: NDArray[np.int64],
         begin: U64,
         size: U64,
         outs: Sequence[U8] | None = None,
     ) -> U64:
-        """Add byte ranges of a 1-D array. Add all ranges of one array at once.
+        """Add byte ranges of 1-D arrays. Add all ranges of one array at once.
 
         Args:
-            path: As in ``add_box``.
-            cells: As in ``add_box``.
-            codec: As in ``add_box``.
-            begin: The first byte of each range, ascending.
+            arrays: The arrays.
+            of: The number of each range's array, ascending.
+            begin: The first byte of each range, ascending in each array.
             size: The bytes of each range, at least 1.
             outs: The memory for each range; ``None``: one after the other in one memory.
 
@@ -98,13 +107,15 @@ class JoinedRead:
         """
         first_byte, count = begin.astype(np.int64), size.astype(np.int64)
         offsets = self.size + np.cumsum(count) - count
-        per_file = cells.chunk_bytes * cells.chunks
+        bytes_per_file = [array.cells.chunk_bytes * array.cells.chunks for array in arrays]
+        per_file = np.array(bytes_per_file, np.int64)[of]
         first_file = first_byte // per_file
         # A range that spans several files becomes a piece of each.
         parts = (first_byte + count - 1) // per_file - first_file + 1
         owner, number = np.repeat(np.arange(count.size), parts), ranges(first_file, parts)
-        low = np.maximum(first_byte[owner], number * per_file)
-        high = np.minimum((first_byte + count)[owner], (number + 1) * per_file)
+        base = number * per_file[owner]
+        low = np.maximum(first_byte[owner], base)
+        high = np.minimum((first_byte + count)[owner], base + per_file[owner])
         shift = low - first_byte[owner]
         if outs is None:
             block, position = np.zeros_like(owner), offsets[owner] + shift
@@ -113,25 +124,18 @@ class JoinedRead:
             block, position = len(self._blocks) + owner, shift
             self._blocks += outs
         # Of one file, all between the first and the last byte is asked for.
-        begins = np.ones(owner.size, np.bool_)
-        begins[1:] = (np.diff(number) != 0) | (low[1:] - high[:-1] > _APART_BYTES)
-        file = len(self._files) - 1 + np.cumsum(begins)
-        starts = np.flatnonzero(begins)
-        for start, stop in itertools.pairwise([*starts.tolist(), owner.size]):
-            base = int(number[start]) * per_file
-            self._files.append(
-                ArrayFile(
-                    path,
-                    chunk_files.name_of([int(number[start])]),
-                    int(low[start]) - base,
-                    int(high[stop - 1]) - base,
-                    cells,
-                )
-            )
+        is_first = np.ones(owner.size, np.bool_)
+        is_first[1:] = (np.diff(of[owner]) != 0) | (np.diff(number) != 0)
+        is_first[1:] |= low[1:] - high[:-1] > _APART_BYTES
+        file = len(self._files) - 1 + np.cumsum(is_first)
+        starts = np.flatnonzero(is_first)
+        ends = np.append(starts, owner.size)[1:] - 1
+        columns = (of[owner[starts]], number[starts], (low - base)[starts], (high - base)[ends])
+        for array, at, first, stop in zip(*(column.tolist() for column in columns), strict=True):
+            path, cells, codec = arrays[array]
+            self._files.append(ArrayFile(path, chunk_files.name_of([at]), first, stop, cells))
             self._codecs.append(codec)
-        self._pieces.append(
-            np.stack([file, low - number * per_file, high - low, block, position], axis=1)
-        )
+        self._pieces.append(np.stack([file, low - base, high - low, block, position], axis=1))
         return offsets.astype(np.uint64)
 
     def start(self, memory: U8) -> list[tuple[Task, Place | str]]:
