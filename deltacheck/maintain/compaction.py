@@ -15,7 +15,8 @@ import msgspec
 
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.kept_leaves import delta_bytes, write_kept
 from deltacheck.save.chains.merged_deltas import Run, chains_before, write_merged
 from deltacheck.save.chains.whole_leaves import manifest_on, write_whole

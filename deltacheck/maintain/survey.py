@@ -18,7 +18,7 @@ from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.leaf import limits
 from deltacheck.leaf.digest import all_chunk_digests, leaf_digest
 from deltacheck.restore import read
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.roots.root import Root

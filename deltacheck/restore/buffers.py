@@ -12,8 +12,8 @@ import numpy as np
 from deltacheck.codec import host_memory
 from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.spec import LeafSpec, batches
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents, chunk_bytes
+from deltacheck.restore.leaf_kinds import Chain
 
 # Leaves of this size and above have their own memory. Larger: fewer calls of the decoder, but a
 # caller that keeps one small leaf keeps the whole block that it lies in.

@@ -1,4 +1,4 @@
-"""The chain of a stored leaf: a keyframe and the deltas after it.
+"""Find the chains of stored leaves: their keyframes and the deltas after them.
 
 Every byte that a restore returns has been compared with a digest that the step's manifest names:
 manifest -> digest of each segment's table -> digest of each leaf -> digests of its chunks -> bytes.
@@ -6,10 +6,8 @@ manifest -> digest of each segment's table -> digest of each leaf -> digests of 
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,19 +17,8 @@ from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
 from deltacheck.leaf import limits
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box
-from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
-from deltacheck.restore.content import (
-    Array,
-    Loaded,
-    as_array,
-    chunk_bytes,
-    chunks_of_box,
-    chunks_of_elements,
-    cut_box,
-    machine_bytes,
-)
-from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
+from deltacheck.restore.content import machine_bytes
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.store import segment as columns
 from deltacheck.store.files.chunk_files import ranges
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
@@ -42,102 +29,6 @@ from deltacheck.store.segment import Segment, entries_by_path, load_tables
 # for each digest and for each index row of a segment.
 _CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
 _TABLES_BYTES = 64 << 20  # allowed whatever the caller's budget is: small tables never matter
-
-
-@dataclass(frozen=True, slots=True)
-class Chain(Leaf):
-    """A leaf that is stored as a keyframe and deltas.
-
-    A keyframe is an array, or rows like those of a delta for every chunk.
-
-    Attributes:
-        spec: The leaf.
-        key: The segment and the entry of the keyframe.
-        deltas: The segments and the entries of the deltas to apply, oldest first.
-        digests: The digest that each chunk must have in the end, ``(chunks, 2)``.
-        held: Content that the caller already has. It replaces the keyframe and all deltas before
-            ``deltas``.
-    """
-
-    spec: LeafSpec
-    key: tuple[Segment, LeafEntry]
-    deltas: tuple[tuple[Segment, LeafEntry], ...]
-    digests: U64
-    held: U8 | None = None
-
-    @property
-    def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
-        """Return the entries whose rows must be decoded, oldest first."""
-        # A keyframe without `key` is in encoded form (docs/reference/format.md, section 2): its
-        # rows are decoded like those of a delta.
-        return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
-
-    @property
-    def is_stored_whole(self) -> bool:
-        """Return True if each save stores the leaf whole, so that the next one needs no copy."""
-        # Other keyframes are arrays, and those of small leaves are.
-        return (
-            not self.deltas and self.key[1].key is None and self.spec.raw_bytes >= LEAST_WHOLE_BYTES
-        )
-
-    @property
-    def delta_segments(self) -> list[str]:
-        """Return the identifiers of the segments that hold the deltas, oldest first."""
-        return [segment.id for segment, _ in self.deltas]
-
-    @property
-    def delta_bytes(self) -> list[int]:
-        """Return the bytes of the streams of each delta, which a restore decodes."""
-        return [
-            sum(
-                segment.part(part).stream_bytes(first, first + rows)
-                for part, first, rows in entry.delta
-            )
-            for segment, entry in self.deltas
-        ]
-
-    @property
-    def chunk_digests(self) -> U64 | None:
-        return self.digests
-
-    def stored_chains(self) -> Iterator[Chain]:
-        yield self
-
-    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
-        chunk_numbers[self.spec.path].update(chunks_of_elements(self.spec, first, stop))
-
-    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
-        chunk_numbers[self.spec.path].update(chunks_of_box(self.spec, box))
-
-    def computed_bytes(self, chunks: Sequence[int]) -> int:
-        return 0
-
-    def computed_box_bytes(self, box: Box) -> int:
-        return 0
-
-    def fill_box(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
-        spec = self.spec
-        item = Loaded(spec, loaded.chunks[spec.path], loaded.data[spec.path])
-        # Most tiles are read whole. Indexing them is faster than a walk over their chunks.
-        is_whole = len(item.chunks) == spec.chunk_count
-        out[...] = as_array(item)[box] if is_whole else cut_box(item, box)
-
-    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
-        spec = self.spec
-        chunks = loaded.chunks[spec.path]
-        covering = chunks_of_elements(spec, first, stop)
-        # Some chunks may be missing. The loaded ones lie one after the other, so the offset is the
-        # size of those before.
-        before = bisect.bisect_left(chunks, covering.start)
-        begin = chunk_bytes(spec, chunks[:before]) // spec.element.item_bytes
-        begin += first - int(spec.element_bounds()[covering.start])
-        return loaded.data[spec.path].view(spec.element.numpy)[begin : begin + stop - first]
-
-    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
-        if loaded.chunks[self.spec.path] == chunks:
-            return loaded.data[self.spec.path]
-        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
-        return Leaf.chunk_values(self, chunks, loaded)
 
 
 class KnownContent(NamedTuple):

@@ -15,8 +15,9 @@ import numpy as np
 
 from deltacheck.codec.base import U8
 from deltacheck.errors import BudgetExceeded
-from deltacheck.leaf import grid
+from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tiles import Box
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -52,6 +53,8 @@ def byte_extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]
 
 def element_runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
     """Return the elements of some chunks as ranges ``(first, stop)``, neighbours as one range."""
+    if len(chunks) == spec.chunk_count:
+        return [(0, math.prod(spec.shape))] if chunks else []
     bounds = spec.element_bounds()
     runs: list[tuple[int, int]] = []
     for number in chunks:
@@ -62,16 +65,31 @@ def element_runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]
     return runs
 
 
-def chunks_of_elements(spec: LeafSpec, first: int, stop: int) -> range:
-    """Return the chunks that hold elements ``first`` to ``stop``."""
-    bounds = spec.element_bounds()
-    return range(
-        int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, stop, "left"))
-    )
+def whole_box(spec: LeafSpec) -> Box:
+    """Return the box that is all of a leaf."""
+    return tuple(slice(0, size) for size in spec.shape)
+
+
+def is_whole(spec: LeafSpec, box: Sequence[slice]) -> bool:
+    """Return True if a bounded box is all of a leaf."""
+    return all(s.stop - s.start == size for s, size in zip(box, spec.shape, strict=True))
+
+
+def boxes_of_chunks(spec: LeafSpec, chunks: Sequence[int]) -> list[Box]:
+    """Return boxes of whole chunks that hold some chunks, in the order of the elements."""
+    if len(chunks) == spec.chunk_count:
+        return [whole_box(spec)]
+    return [
+        box
+        for first, stop in element_runs(spec, chunks)
+        for box in tiles.boxes_of_range(spec.shape, first, stop)
+    ]
 
 
 def chunks_of_box(spec: LeafSpec, box: Sequence[slice]) -> list[int]:
     """Return the chunks that a box touches, ascending."""
+    if is_whole(spec, box):
+        return list(range(spec.chunk_count))
     return grid.chunks_of_slices(spec.shape, spec.chunk, box)
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from deltacheck.codec.base import U8
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.leaf.tiles import Box
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Array, Loaded, box_bytes, check_budget
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store.manifest import Manifest

@@ -1,17 +1,15 @@
 """The kinds of leaves that a restore meets, behind one interface.
 
-A leaf is one stored chain (``chain.Chain``), in tiles (``Tiled``), or computed from other leaves
-(``Formula``). A tile is stored or computed like a leaf. Each kind can name the chunks of chains
-that it needs, and compute its content after those chunks were read.
+A leaf is one stored chain (``Chain``), in tiles (``Tiled``), or computed from other leaves
+(``GroupPart``, ``Formula``). A tile is stored or computed like a leaf. For any box of itself, each
+kind can name the chunks of chains that it needs, and compute the values after those were read.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,19 +21,19 @@ from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
+from deltacheck.policy.keyframes import LEAST_WHOLE_BYTES
 from deltacheck.restore.content import (
     Array,
     Loaded,
+    as_array,
     box_bytes,
     chunk_bytes,
     chunks_of_box,
     cut_box,
     element_runs,
 )
-
-# `chain` imports this module, so an import at run time would be a cycle.
-if TYPE_CHECKING:
-    from deltacheck.restore.chain import Chain
+from deltacheck.store.manifest import LeafEntry
+from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ class LoadedChunks:
 class Leaf(ABC):
     """A resolved leaf: the chains that it comes from, and the way from their chunks to its values.
 
-    Ranges count the elements of the leaf in C order. ``chunk_numbers`` maps the stored path of
-    each chain to the numbers of its chunks.
+    Boxes are bounded and of step 1. ``chunk_numbers`` maps the stored path of each chain to the
+    numbers of its chunks.
     """
 
     # Without it, the subclasses would have a `__dict__` in spite of their slots.
@@ -93,43 +91,96 @@ class Leaf(ABC):
         """Yield the chains that the leaf is read from."""
 
     @abstractmethod
-    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
-        """Add the chunks that elements ``first`` to ``stop`` come from."""
-
-    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
+    def add_needed(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
         """Add the chunks that a box comes from."""
-        for first, stop in element_runs(self.spec, chunks_of_box(self.spec, box)):
-            self.add_needed(first, stop, chunk_numbers)
-
-    def computed_bytes(self, chunks: Sequence[int]) -> int:
-        """Return the memory that chunks of the leaf take beside the chunks of its chains."""
-        return chunk_bytes(self.spec, chunks)
-
-    def computed_box_bytes(self, box: Box) -> int:
-        """Return the memory that the chunks of a box take beside the chunks of its chains."""
-        return self.computed_bytes(chunks_of_box(self.spec, box))
 
     @abstractmethod
-    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
-        """Return elements ``first`` to ``stop``, 1-D; perhaps a view of loaded memory."""
+    def computed_bytes(self, box: Box) -> int:
+        """Return the memory that a box takes beside the chunks of its chains."""
 
-    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
-        """Return the bytes of some chunks, one after the other."""
-        runs = [
-            self.elements(first, stop, loaded).view(np.uint8)
-            for first, stop in element_runs(self.spec, chunks)
-        ]
-        # The empty array stands for a leaf without elements: `concatenate` refuses an empty list.
-        return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
+    @abstractmethod
+    def values(self, box: Box, loaded: LoadedChunks) -> Array:
+        """Return a box; perhaps a view of loaded memory."""
 
-    def box_values(self, box: Box, loaded: LoadedChunks) -> Array:
-        """Return a box."""
-        chunks = chunks_of_box(self.spec, box)
-        return cut_box(Loaded(self.spec, chunks, self.chunk_values(chunks, loaded)), box)
-
-    def fill_box(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
+    def fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
         """Copy a box into ``out``, which has its shape."""
-        out[...] = self.box_values(box, loaded)
+        out[...] = self.values(box, loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Leaf):
+    """A leaf that is stored as a keyframe and deltas.
+
+    A keyframe is an array, or rows like those of a delta for every chunk.
+
+    Attributes:
+        spec: The leaf.
+        key: The segment and the entry of the keyframe.
+        deltas: The segments and the entries of the deltas to apply, oldest first.
+        digests: The digest that each chunk must have in the end, ``(chunks, 2)``.
+        held: Content that the caller already has. It replaces the keyframe and all deltas before
+            ``deltas``.
+    """
+
+    spec: LeafSpec
+    key: tuple[Segment, LeafEntry]
+    deltas: tuple[tuple[Segment, LeafEntry], ...]
+    digests: U64
+    held: U8 | None = None
+
+    @property
+    def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
+        """Return the entries whose rows must be decoded, oldest first."""
+        # A keyframe without `key` is in encoded form (docs/reference/format.md, section 2): its
+        # rows are decoded like those of a delta.
+        return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
+
+    @property
+    def is_stored_whole(self) -> bool:
+        """Return True if each save stores the leaf whole, so that the next one needs no copy."""
+        # Other keyframes are arrays, and those of small leaves are.
+        return (
+            not self.deltas and self.key[1].key is None and self.spec.raw_bytes >= LEAST_WHOLE_BYTES
+        )
+
+    @property
+    def delta_segments(self) -> list[str]:
+        """Return the identifiers of the segments that hold the deltas, oldest first."""
+        return [segment.id for segment, _ in self.deltas]
+
+    @property
+    def delta_bytes(self) -> list[int]:
+        """Return the bytes of the streams of each delta, which a restore decodes."""
+        return [
+            sum(
+                segment.part(part).stream_bytes(first, first + rows)
+                for part, first, rows in entry.delta
+            )
+            for segment, entry in self.deltas
+        ]
+
+    @property
+    def chunk_digests(self) -> U64 | None:
+        return self.digests
+
+    def stored_chains(self) -> Iterator[Chain]:
+        yield self
+
+    def add_needed(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
+        chunk_numbers[self.spec.path].update(chunks_of_box(self.spec, box))
+
+    def computed_bytes(self, box: Box) -> int:
+        return 0
+
+    def values(self, box: Box, loaded: LoadedChunks) -> Array:
+        spec, data = self.spec, loaded.data[self.spec.path]
+        # Chunks are runs of elements, so if the box is all that was loaded, it has the same order.
+        if data.size == box_bytes(spec, box):
+            return data.view(spec.element.numpy).reshape([s.stop - s.start for s in box])
+        item = Loaded(spec, loaded.chunks[spec.path], data)
+        # Most tiles are read whole. Indexing them is faster than a walk over their chunks.
+        is_all = len(item.chunks) == spec.chunk_count
+        return as_array(item)[box] if is_all else cut_box(item, box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,52 +213,99 @@ class Tiled(Leaf):
         for tile in self.tile_leaves.values():
             yield from tile.stored_chains()
 
-    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
-        for box in tiles.boxes_of_range(self.spec.shape, first, stop):
-            self.add_needed_box(box, chunk_numbers)
-
-    def add_needed_box(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
+    def add_needed(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
         for overlap in tiles.overlaps(self.cuts, box):
-            self.tile_leaves[overlap.number].add_needed_box(overlap.in_tile, chunk_numbers)
+            self.tile_leaves[overlap.number].add_needed(overlap.in_tile, chunk_numbers)
 
-    def computed_bytes(self, chunks: Sequence[int]) -> int:
-        # A tile that is computed takes memory beside that of the leaf; it is computed whole.
-        return chunk_bytes(self.spec, chunks) + sum(
-            tile.computed_bytes(range(tile.spec.chunk_count)) for tile in self.tile_leaves.values()
-        )
-
-    def computed_box_bytes(self, box: Box) -> int:
-        # A box is copied from the tiles directly, so it takes no whole chunks of the leaf.
+    def computed_bytes(self, box: Box) -> int:
+        # A box is copied from the tiles, and those that are computed take memory beside it.
         return box_bytes(self.spec, box) + sum(
-            self.tile_leaves[overlap.number].computed_box_bytes(overlap.in_tile)
+            self.tile_leaves[overlap.number].computed_bytes(overlap.in_tile)
             for overlap in tiles.overlaps(self.cuts, box)
         )
 
-    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+    def values(self, box: Box, loaded: LoadedChunks) -> Array:
         # The tiles cover the leaf without gaps, so every element is written.
-        values = np.empty(stop - first, self.spec.element.numpy)
-        begin = 0
-        for box in tiles.boxes_of_range(self.spec.shape, first, stop):
-            shape = [s.stop - s.start for s in box]
-            end = begin + math.prod(shape)
-            self._fill(box, values[begin:end].reshape(shape), loaded)
-            begin = end
-        return values
-
-    def box_values(self, box: Box, loaded: LoadedChunks) -> Array:
         values = np.empty([s.stop - s.start for s in box], self.spec.element.numpy)
-        self._fill(box, values, loaded)
+        self.fill(box, values, loaded)
         return values
 
-    def _fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
-        """Copy a box from the tiles that it touches into ``out``, which has its shape."""
+    def fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
         for overlap in tiles.overlaps(self.cuts, box):
             tile = self.tile_leaves[overlap.number]
-            tile.fill_box(overlap.in_tile, out[overlap.in_box], loaded)
+            tile.fill(overlap.in_tile, out[overlap.in_box], loaded)
+
+
+class _Computed(Leaf):
+    """A leaf that is computed element by element, in runs of elements in C order.
+
+    Attributes:
+        derived: The rule.
+    """
+
+    __slots__ = ()
+
+    derived: Derived
+
+    @property
+    def is_verified_whole(self) -> bool:
+        return bool(self.derived.digest)
+
+    def add_needed(self, box: Box, chunk_numbers: dict[str, set[int]]) -> None:
+        for first, stop in element_runs(self.spec, chunks_of_box(self.spec, box)):
+            for leaf, part in self.inputs(first, stop):
+                leaf.add_needed(part, chunk_numbers)
+
+    def computed_bytes(self, box: Box) -> int:
+        return chunk_bytes(self.spec, chunks_of_box(self.spec, box))
+
+    def values(self, box: Box, loaded: LoadedChunks) -> Array:
+        spec, chunks = self.spec, chunks_of_box(self.spec, box)
+        runs = [self.computed(first, stop, loaded) for first, stop in element_runs(spec, chunks)]
+        # The empty array stands for a box without elements: `concatenate` refuses an empty list.
+        no_values = np.empty(0, spec.element.numpy)
+        values = runs[0] if len(runs) == 1 else np.concatenate([no_values, *runs])
+        # The digest is that of the whole leaf. A part is as certain as the content that it follows
+        # from.
+        if self.derived.digest and len(chunks) == spec.chunk_count:
+            self._check_digest(values.view(np.uint8))
+        if values.nbytes == box_bytes(spec, box):
+            return values.reshape([s.stop - s.start for s in box])
+        return cut_box(Loaded(spec, chunks, values.view(np.uint8)), box)
+
+    def _check_digest(self, values: U8) -> None:
+        digest = digest_of(self.spec, values)
+        if digest != self.derived.digest:
+            origin, remedy = self.origin
+            raise Damaged(
+                f"leaf {self.spec.path!r} {origin} gives digest {digest} where"
+                f" {self.derived.digest} was saved{remedy}",
+                leaf=self.spec.path,
+            )
+
+    def out_of(self, count: int, loaded: LoadedChunks) -> Array | None:
+        """Return the caller's memory, which is for the whole leaf; a part gets new memory."""
+        memory = loaded.into.get(self.spec.path)
+        if memory is None or memory.nbytes != count * self.spec.element.item_bytes:
+            return None
+        return memory.view(self.spec.element.numpy)
+
+    @property
+    @abstractmethod
+    def origin(self) -> tuple[str, str]:
+        """Return how it follows from others, and a remedy if it does not, for messages."""
+
+    @abstractmethod
+    def inputs(self, first: int, stop: int) -> Iterator[tuple[Leaf, Box]]:
+        """Yield the leaves, and the boxes of them, that a run follows from."""
+
+    @abstractmethod
+    def computed(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        """Return the elements of a run, 1-D."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPart(Leaf):
+class GroupPart(_Computed):
     """A leaf that is stored as a part of a group (``format.md``, section 4.6).
 
     Attributes:
@@ -221,54 +319,27 @@ class GroupPart(Leaf):
     group: Chain
 
     @property
-    def is_verified_whole(self) -> bool:
-        return bool(self.derived.digest)
+    def origin(self) -> tuple[str, str]:
+        return f"is part {self.derived.part} of the group {self.group.spec.path!r}, which", ""
 
     def stored_chains(self) -> Iterator[Chain]:
         yield self.group
 
-    def _blocks(self, first: int, stop: int) -> range:
-        """Return the blocks that a range of elements lies in."""
-        size = self.group.spec.shape[2]
-        return range(first // size, -(-stop // size)) if stop > first else range(0)
+    def inputs(self, first: int, stop: int) -> Iterator[tuple[Leaf, Box]]:
+        _, parts, size = self.group.spec.shape
+        blocks = slice(first // size, -(-stop // size))
+        yield self.group, (blocks, slice(0, parts), slice(0, size))
 
-    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
-        blocks, stride = self._blocks(first, stop), math.prod(self.group.spec.shape[1:])
-        if blocks:
-            self.group.add_needed(blocks.start * stride, blocks.stop * stride, chunk_numbers)
-
-    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
-        shape = self.group.spec.shape
-        blocks, stride = self._blocks(first, stop), math.prod(shape[1:])
-        memory = loaded.into.get(self.spec.path)
-        size = (stop - first) * self.spec.element.item_bytes
-        out = None if memory is None or memory.nbytes != size else memory.view(np.float32)
-        if not blocks:
-            return np.empty(0, np.float32)
-        content = self.group.elements(blocks.start * stride, blocks.stop * stride, loaded)
-        base = blocks.start * shape[2]
-        values: Array = adam_law.part_of(
-            content.reshape(-1, *shape[1:]), self.derived.part, first - base, stop - base, out
-        )
-        return values
-
-    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
-        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
-        values = Leaf.chunk_values(self, chunks, loaded)
-        if self.derived.digest and len(chunks) == self.spec.chunk_count:
-            digest = digest_of(self.spec, values)
-            if digest != self.derived.digest:
-                raise Damaged(
-                    f"leaf {self.spec.path!r} is part {self.derived.part} of the group"
-                    f" {self.group.spec.path!r}, which gives digest {digest} where"
-                    f" {self.derived.digest} was saved",
-                    leaf=self.spec.path,
-                )
-        return values
+    def computed(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        ((group, box),) = self.inputs(first, stop)
+        base = box[0].start * box[2].stop
+        content, out = group.values(box, loaded), self.out_of(stop - first, loaded)
+        part: Array = adam_law.part_of(content, self.derived.part, first - base, stop - base, out)
+        return part
 
 
 @dataclass(frozen=True, slots=True)
-class Formula(Leaf):
+class Formula(_Computed):
     """A leaf that is computed.
 
     Attributes:
@@ -284,58 +355,42 @@ class Formula(Leaf):
     source: Leaf | None
 
     @property
-    def is_verified_whole(self) -> bool:
-        return bool(self.derived.digest)
+    def origin(self) -> tuple[str, str]:
+        return (
+            f"follows from {self.derived.of!r} by {self.derived.how}, but that",
+            ": this machine computes other bits than the machine that saved it. Restore on a"
+            " machine of that kind",
+        )
 
     def stored_chains(self) -> Iterator[Chain]:
-        for part in (self.codes, self.source):
-            if part is not None:
-                yield from part.stored_chains()
+        for leaf in (self.codes, self.source):
+            if leaf is not None:
+                yield from leaf.stored_chains()
 
-    def add_needed(self, first: int, stop: int, chunk_numbers: dict[str, set[int]]) -> None:
-        # Formulas work element by element, so the range is the same in all of their inputs.
-        for part in (self.codes, self.source):
-            if part is not None:
-                part.add_needed(first, stop, chunk_numbers)
+    def inputs(self, first: int, stop: int) -> Iterator[tuple[Leaf, Box]]:
+        # Formulas work element by element, so the run is the same in all of their inputs.
+        for leaf in (self.codes, self.source):
+            if leaf is not None:
+                for box in tiles.boxes_of_range(leaf.spec.shape, first, stop):
+                    yield leaf, box
 
-    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
-        spec = self.spec
-        key = (spec.path, first, stop)
+    def computed(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        key = (self.spec.path, first, stop)
         if key in loaded.computed:
             return loaded.computed[key]
-        codes, source = (
-            None if part is None else part.elements(first, stop, loaded)
-            for part in (self.codes, self.source)
-        )
-        memory = loaded.into.get(spec.path)
-        size = (stop - first) * spec.element.item_bytes
-        # The caller's memory is for the whole leaf; a part of it gets new memory.
-        out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
+        boxes = list(self.inputs(first, stop))
+
+        def run_of(leaf: Leaf | None) -> Array | None:
+            runs = [leaf.values(box, loaded).reshape(-1) for owner, box in boxes if owner is leaf]
+            return None if leaf is None else runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+        codes, source = run_of(self.codes), run_of(self.source)
+        out = self.out_of(stop - first, loaded)
         try:
             values = derivation.compute(self.derived, codes, source, first, out)
         except ValueError as error:  # a code that stands for no value
             raise Damaged(
-                f"leaf {spec.path!r}: its stored codes do not follow the format: {error}"
+                f"leaf {self.spec.path!r}: its stored codes do not follow the format: {error}"
             ) from error
         loaded.computed[key] = values
         return values
-
-    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
-        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
-        values = Leaf.chunk_values(self, chunks, loaded)
-        # The digest is that of the whole leaf. A part is as certain as the content that it follows
-        # from.
-        if self.derived.digest and len(chunks) == self.spec.chunk_count:
-            self._check_digest(values)
-        return values
-
-    def _check_digest(self, values: U8) -> None:
-        digest = digest_of(self.spec, values)
-        if digest != self.derived.digest:
-            raise Damaged(
-                f"leaf {self.spec.path!r} follows from {self.derived.of!r} by {self.derived.how},"
-                f" but that gives digest {digest} where {self.derived.digest} was saved: this"
-                " machine computes other bits than the machine that saved it. Restore on a machine"
-                " of that kind",
-                leaf=self.spec.path,
-            )

@@ -13,9 +13,9 @@ from deltacheck.errors import Damaged
 from deltacheck.leaf import grid, limits
 from deltacheck.leaf.digest import chunk_digests
 from deltacheck.restore.buffers import Filling, allocate_blocks, extents_of
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import Deltas
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files.arrays import NO_BYTES, Reading

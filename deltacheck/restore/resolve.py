@@ -16,9 +16,9 @@ from deltacheck.errors import (
 from deltacheck.leaf import limits, sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore.chain import Chain, KnownContent, resolve_chains
+from deltacheck.restore.chain import KnownContent, resolve_chains
 from deltacheck.restore.content import check_budget
-from deltacheck.restore.leaf_kinds import Formula, GroupPart, Leaf, Tiled
+from deltacheck.restore.leaf_kinds import Chain, Formula, GroupPart, Leaf, Tiled
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.root import Root
 

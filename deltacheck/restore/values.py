@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -16,12 +16,13 @@ from deltacheck.restore.content import (
     Array,
     Loaded,
     box_bytes,
+    boxes_of_chunks,
     check_budget,
     chunk_bytes,
-    element_runs,
 )
 from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
 from deltacheck.restore.resolve import stored_chains, stored_whole
+from deltacheck.store.files.arrays import NO_BYTES
 
 _Content = TypeVar("_Content")
 
@@ -63,19 +64,20 @@ def load_leaves(
         path: chunk_lists[path] if path in chunk_lists else list(range(leaf.spec.chunk_count))
         for path, leaf in leaves.items()
     }
-    # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
-    # every chain.
-    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
-    for path, leaf in leaves.items():
-        for first, stop in element_runs(leaf.spec, numbers[path]):
-            leaf.add_needed(first, stop, chunk_sets)
-    computed = sum(leaf.computed_bytes(numbers[path]) for path, leaf in leaves.items())
+    boxes = {path: boxes_of_chunks(leaf.spec, numbers[path]) for path, leaf in leaves.items()}
+    chunk_sets = _needed(leaves, boxes)
+    computed = sum(leaf.computed_bytes(box) for path, leaf in leaves.items() for box in boxes[path])
+
+    def bytes_of(path: str, loaded: LoadedChunks) -> U8:
+        values = [leaves[path].values(box, loaded) for box in boxes[path]]
+        runs: list[U8] = [array.reshape(-1).view(np.uint8) for array in values]
+        return runs[0] if len(runs) == 1 else np.concatenate([NO_BYTES, *runs])
 
     def load(loaded: LoadedChunks) -> dict[str, Loaded]:
         # Computed leaves with a digest come first: they are verified while they are computed, and
         # the caller's memory (into) must not be written before.
-        ordered = sorted(leaves.items(), key=lambda item: not item[1].is_verified_whole)
-        data = {path: leaf.chunk_values(numbers[path], loaded) for path, leaf in ordered}
+        ordered = sorted(leaves, key=lambda path: not leaves[path].is_verified_whole)
+        data = {path: bytes_of(path, loaded) for path in ordered}
         return {path: Loaded(leaf.spec, numbers[path], data[path]) for path, leaf in leaves.items()}
 
     return _read(leaves, chunk_sets, computed, load, max_bytes, stored, into)
@@ -103,15 +105,30 @@ def load_boxes(
         The boxes, by key.
     """
     check_budget(max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items()))
-    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
-    for path, leaf in leaves.items():
-        leaf.add_needed_box(boxes[path], chunk_sets)
-    computed = sum(leaf.computed_box_bytes(boxes[path]) for path, leaf in leaves.items())
+    chunk_sets = _needed(leaves, {path: [boxes[path]] for path in leaves})
+    computed = sum(leaf.computed_bytes(boxes[path]) for path, leaf in leaves.items())
 
     def load(loaded: LoadedChunks) -> dict[str, Array]:
-        return {path: leaf.box_values(boxes[path], loaded) for path, leaf in leaves.items()}
+        arrays = {}
+        for path, leaf in leaves.items():
+            shape = [s.stop - s.start for s in boxes[path]]
+            # Not a view: a save changes what `stored` receives.
+            arrays[path] = np.empty(shape, leaf.spec.element.numpy)
+            leaf.fill(boxes[path], arrays[path], loaded)
+        return arrays
 
     return _read(leaves, chunk_sets, computed, load, max_bytes, stored)
+
+
+def _needed(leaves: Mapping[str, Leaf], boxes: Mapping[str, Sequence[Box]]) -> dict[str, set[int]]:
+    """Return the chunks of each chain that boxes of leaves come from."""
+    # A chain of which no chunk is needed has an entry, too, since `read_chunks` takes the chunks of
+    # every chain.
+    chunk_sets: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
+    for path, leaf in leaves.items():
+        for box in boxes[path]:
+            leaf.add_needed(box, chunk_sets)
+    return chunk_sets
 
 
 def _read(

@@ -18,7 +18,7 @@ from deltacheck.codec.base import Codec
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.handle import SaveHandle, progress_of

@@ -12,7 +12,7 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.policy.keyframes import deltas_between
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.store.roots.opening import open_root
 

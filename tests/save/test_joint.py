@@ -22,9 +22,8 @@ from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import HeldShards, Holdings
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import box_bytes, chunk_bytes
-from deltacheck.restore.leaf_kinds import Tiled
+from deltacheck.restore.leaf_kinds import Chain, Tiled
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_boxes
 from deltacheck.save.ranks import joint
@@ -222,7 +221,7 @@ def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_colum
     for rank in range(again):
         (box,) = into("w", shape, rank, again)
         chunks: dict[str, set[int]] = {chain.spec.path: set() for chain in chains.values()}
-        leaf.add_needed_box(box, chunks)
+        leaf.add_needed(box, chunks)
         read += sum(chunk_bytes(one.spec, sorted(chunks[one.spec.path])) for one in chains.values())
         needed += box_bytes(leaf.spec, box)
     assert needed == leaf.spec.raw_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.policy.keyframes import saves_until_estimate
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import deltas_between
 from deltacheck.policy.merging import depth_limit, first_merged, is_due, pays
-from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.merged_deltas import Merged, Run, chains_before, write_merged
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.store.files.background import lower_priority

@@ -14,7 +14,7 @@ import numpy as np
 from deltacheck.codec.base import U8, U32
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.spec import batches
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import segment as columns

@@ -21,7 +21,8 @@ from deltacheck.errors import Damaged, SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.restore.chain import resolve_chains
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.whole_leaves import IO_TIMEOUT_SECONDS, RewrittenLeaves
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span

@@ -17,7 +17,7 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.job.leaf_state import await_write
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout

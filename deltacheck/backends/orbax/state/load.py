@@ -35,9 +35,9 @@ from deltacheck.leaf.external_errors import typed
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf
 from deltacheck.restore import damage
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import Request, StepReader
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import require_contract, require_leaves, select_paths
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest

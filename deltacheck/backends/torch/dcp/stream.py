@@ -31,7 +31,7 @@ from deltacheck.leaf.sharding import Before, Copies, HeldShards, Holdings, Plan,
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.maintain import compaction
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save import exits
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.ranks.folder_probe import Probe

@@ -18,8 +18,8 @@ from deltacheck.backends.torch.state.classes import build
 from deltacheck.backends.torch.state.optimizers import OptimizerPlace, places_in
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
-from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import StepReader
+from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.restore.resolve import (
     require_contract,
     require_leaves,
