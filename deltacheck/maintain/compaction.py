@@ -32,7 +32,7 @@ from deltacheck.store.roots.root import Root
 from deltacheck.store.segment import Segment
 
 # The metadata of an array of deltas, and what its file takes beyond its content.
-_ARRAY_BYTES = 2048
+_ARRAY_BYTES = 768
 # Segments that `reclaim_history` looks at in one call, which a save waits for.
 _SEGMENTS_OF_CALL = 128
 # The default share of ``reclaim``.

@@ -96,11 +96,12 @@ class Disk:
         self._own = (
             arrays.create_file,
             arrays.replace_file,
+            arrays.write_document,
             Path.unlink,
             shutil.rmtree,
             Durability.sync_tree,
         )
-        create, replace, unlink, rmtree, sync_tree = self._own
+        create, replace, write, unlink, rmtree, sync_tree = self._own
 
         def checked(change: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +111,7 @@ class Disk:
             return call
 
         arrays.create_file, arrays.replace_file = checked(create), checked(replace)
+        arrays.write_document = checked(write)
         Durability.sync_tree = checked(sync_tree)  # type: ignore[method-assign]
         Path.unlink = checked(unlink)  # type: ignore[method-assign]
 
@@ -136,6 +138,7 @@ class Disk:
         (
             arrays.create_file,
             arrays.replace_file,
+            arrays.write_document,
             Path.unlink,
             shutil.rmtree,
             Durability.sync_tree,

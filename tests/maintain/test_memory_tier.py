@@ -285,7 +285,7 @@ def test_a_transfer_that_fails_half_way_leaves_no_segment(
 
         def copy_file(*arguments: Any) -> int:
             calls.append(arguments)
-            if len(calls) == 8:
+            if len(calls) == 4:
                 raise OSError(errno.EIO, "input/output error")
             return original(*arguments)
 

@@ -107,7 +107,7 @@ def test_a_kill_at_any_moment_leaves_every_step_whole(
     run: tuple[Path, dict[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, states = run
-    create, replace = arrays.create_file, arrays.replace_file
+    create, replace, write = arrays.create_file, arrays.replace_file, arrays.write_document
     for after in range(40):
         left = [after]
 
@@ -122,6 +122,7 @@ def test_a_kill_at_any_moment_leaves_every_step_whole(
 
         monkeypatch.setattr(arrays, "create_file", counted(create))
         monkeypatch.setattr(arrays, "replace_file", counted(replace))
+        monkeypatch.setattr(arrays, "write_document", counted(write))
         try:
             reclaim(open_root(root), below=0.6)
             break

@@ -94,7 +94,7 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
     original = segment.join_rows
 
     def join(read: Any, parts: Any, *rows: Any) -> Any:
-        applied.extend(str(part.path.parents[1].name) for part in parts)
+        applied.extend(str(part.folder.name) for part in parts)
         return original(read, parts, *rows)
 
     monkeypatch.setattr(segment, "join_rows", join)

@@ -94,6 +94,7 @@ def schedule(seed: int) -> Iterator[None]:
         for module, name in (
             (arrays, "create_file"),
             (arrays, "replace_file"),
+            (arrays, "write_document"),
             (arrays, "read_file"),
             (Durability, "sync_tree"),
             (pins, "unlink_unless_pinned"),

@@ -265,7 +265,7 @@ def test_unknown_keys_are_ignored_and_unknown_features_refused(root: Path) -> No
         lambda t: t["leaves"]["w"].update(base="0" * 32),
         lambda t: t["leaves"]["w"].update(digest="0" * 32),
         lambda t: t.update(id="s0000000000-00000000"),
-        lambda t: t["parts"][0].update(rows=1 << 40),
+        lambda t: t["parts"][0].update(index=""),
     ],
 )
 def test_an_impossible_segment_table_is_refused_even_when_the_manifest_vouches_for_it(

@@ -83,7 +83,7 @@ def test_a_commit_whose_sync_fails_withdraws_its_step_unless_it_was_tagged_meanw
     sync = Durability.sync_directory
 
     def fail(self: Durability, path: Path) -> None:
-        if path.name == layout.checkpoint_id(1):
+        if path.name == layout.CHECKPOINTS:
             if is_tagged:
                 tagging.put(open_root(root), 1, "best")
             raise OSError("the disk fails")

@@ -122,12 +122,11 @@ class Gate:
         # Orbax's v1 interface takes an item for a tree only if it has a file of this name.
         arrays.create_file(self._directory, "_METADATA", _TREE_MARK, self._durability)
         # Created and never replaced: a manifest that exists was written by another handler.
+        # Its name is durable, too, before Orbax renames the directory and so makes the step exist.
         if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(
                 f"{self._directory} already holds a manifest; two handlers save the same item"
             )
-        # The entry must be durable before Orbax renames the directory and so makes the step exist.
-        self._durability.sync_directory(self._directory)
         return Written.of(content)
 
 

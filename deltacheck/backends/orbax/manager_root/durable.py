@@ -82,11 +82,11 @@ def _durable(kind: Any) -> Any:
         async def finalize(self) -> None:
             """Sync the content, let Orbax make the directory final, and sync the entries."""
             # On threads: a sync may take long, and the event loop is Orbax's.
-            await on_thread(_sync_files, Path(self.get()))
+            await on_thread(_sync_tree, Path(self.get()))
             await super().finalize()
             final = Path(self.get_final())
-            # Once more: in its ``CommitFile`` mode Orbax ends with a new file, and a rename changes
-            # entries.
+            # Once more: in its ``CommitFile`` mode Orbax ends with a new file in the directory, and
+            # a rename changes entries.
             await on_thread(_sync_files, final)
             await on_thread(sync_directory, final.parent)
 
@@ -94,17 +94,23 @@ def _durable(kind: Any) -> Any:
     return Durable
 
 
-def _sync_files(path: Path) -> None:
+def _sync_tree(path: Path) -> None:
     """Sync all files and directories below a path.
 
     They are few and small, because the segments are in the store and not in the step.
     """
-    for directory, _, names in walk(path):
-        for name in names:
-            # A link is not followed: what it refers to is not a part of the step.
-            descriptor = os.open(Path(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    for directory, _, _ in walk(path):
+        _sync_files(Path(directory))
+
+
+def _sync_files(directory: Path) -> None:
+    """Sync the files of a directory, and the directory."""
+    for entry in os.scandir(directory):
+        # A link is not followed: what it refers to is not a part of the step.
+        if not entry.is_dir(follow_symlinks=False):
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        sync_directory(Path(directory))
+    sync_directory(directory)
