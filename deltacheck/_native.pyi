@@ -17,6 +17,13 @@ def encode(
     ordered: bool = False,
     law: bytes | None = None,
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
+def encode_many(
+    currents: list[NDArray[np.uint8]],
+    bases: list[NDArray[np.uint8]],
+    bounds: list[NDArray[np.uint64]],
+    word_bytes: list[int],
+    ordered: list[bool],
+) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def apply(
     rows: NDArray[np.uint32],
     streams: list[NDArray[np.uint8] | None],

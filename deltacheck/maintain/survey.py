@@ -319,9 +319,9 @@ def stored_chunks(
 def proven_digests(lineage: Lineage) -> dict[int, U64]:
     """Return the chunk digests after each link, from the content alone.
 
-    The chunk digests are not read: the digest of the leaf, which the table has, proves
-    the content. So these are the links at which a restore gives the saved bytes. A link that is
-    damaged may be followed by others that restore, if later deltas replace what it gave.
+    The chunk digests of the tables are not used: the digest of the leaf, which the table has, too,
+    proves the content. So these are the links at which a restore gives the saved bytes. A link that
+    is damaged may be followed by others that restore, if later deltas replace what it gave.
 
     Returns:
         Number of links, counted from 1 -> digests of all chunks, uint64 ``(chunks, 2)``.

@@ -22,10 +22,11 @@ import pytest
 from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
 from deltacheck.store.files import arrays, containment, storage
-from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
+from deltacheck.store.files.arrays import ArraySpec, StreamWriter
 from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.roots.opening import create_store
+from tests.support.stored_arrays import ReadableArray
 
 # Enough threads that several of them meet in the same call.
 WRITERS = 16

@@ -42,6 +42,7 @@ from tests.fuzz import mutate
 from tests.golden import make
 from tests.support import forge
 from tests.support.memory import memory_folder
+from tests.support.stored_arrays import ReadableArray
 
 BUDGET_BYTES = 64 << 20
 MEMORY_BYTES = (
@@ -179,7 +180,7 @@ class Roots:
         segment = open_root(root).store.segment(manifest.segments[number])
         path, spec = rng.choice(sorted(segment.array_specs().items(), key=lambda one: str(one[0])))
         where = arrays.context()
-        values = np.array(arrays.ReadableArray(path, spec).read())
+        values = np.array(ReadableArray(path, spec).read())
         if values.ndim == 2 and values.dtype == np.uint32 and rng.random() < 0.7:
             column = values[:, rng.randrange(8)]
             column[rng.randrange(len(column))] = rng.choice(

@@ -34,6 +34,7 @@ from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import open_root
 from tests.support import forge
+from tests.support.stored_arrays import ReadableArray
 
 NEWEST = "c0000000001"
 
@@ -570,7 +571,7 @@ def test_a_shard_whose_index_leads_out_of_it_is_refused(
     arrays.write(tmp_path / "a", spec, np.zeros(3 << 20, np.uint8), where).result()
     path = tmp_path / "a" / "c.0"
     content = bytearray(path.read_bytes())
-    assert arrays.ReadableArray(tmp_path / "a", spec).read([slice(5, 9)]).size == 4
+    assert ReadableArray(tmp_path / "a", spec).read([slice(5, 9)]).size == 4
     index = packed_bytes(
         (len(content) - 3).to_bytes(8, "little")
         + bytes(content[-spec.file_count * 0 - 3 * 16 + 4 :][:0])
@@ -578,10 +579,10 @@ def test_a_shard_whose_index_leads_out_of_it_is_refused(
     )
     path.write_bytes(bytes(content)[: -len(index)] + index)
     with pytest.raises(errors.Damaged, match="leads out of"):
-        arrays.ReadableArray(tmp_path / "a", spec).read()
+        ReadableArray(tmp_path / "a", spec).read()
     os.truncate(path, 20)
     with pytest.raises(errors.Damaged, match="too short"):
-        arrays.ReadableArray(tmp_path / "a", spec).read()
+        ReadableArray(tmp_path / "a", spec).read()
 
 
 @pytest.mark.parametrize("codec", ["values", "stream", "store"])
@@ -595,7 +596,7 @@ def test_no_file_that_we_write_is_larger_than_a_reader_takes(
     for path in (tmp_path / "a").glob("c.*"):
         os.close(chunk_files.open_file(path, spec.cells))
         assert path.stat().st_size <= spec.cells.most_bytes
-    assert np.array_equal(arrays.ReadableArray(tmp_path / "a", spec).read(), noise)
+    assert np.array_equal(ReadableArray(tmp_path / "a", spec).read(), noise)
 
 
 # --- M5: chains -----------------------------------------------------------------------------------

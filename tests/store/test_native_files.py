@@ -26,8 +26,9 @@ from deltacheck import _native, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf import grid
 from deltacheck.store.files import arrays, native_files
-from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
+from deltacheck.store.files.arrays import ArraySpec, StreamWriter
 from tests.support.oracle import REFUSED, read_by_tensorstore
+from tests.support.stored_arrays import ReadableArray
 
 Bytes = NDArray[np.uint8]
 CODECS = ("store", "stream", "values")
@@ -233,8 +234,9 @@ def test_a_child_that_was_forked_reads(tmp_path: Path) -> None:
     code = """
     import os, pathlib, sys
     from deltacheck.store.files import arrays
+    from tests.support.stored_arrays import ReadableArray
     spec = arrays.ArraySpec.flat(5000, "uint8", "stream", {})
-    array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec)
+    array = ReadableArray(pathlib.Path(sys.argv[1]), spec)
     before = array.read().tobytes()  # the threads are there
     child = os.fork()
     if child == 0:
@@ -253,8 +255,9 @@ def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec
     code = """
     import pathlib, sys
     from deltacheck.store.files import arrays
+    from tests.support.stored_arrays import ReadableArray
     spec = arrays.ArraySpec.flat(int(sys.argv[2]), "uint8", sys.argv[3], {})
-    array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec)
+    array = ReadableArray(pathlib.Path(sys.argv[1]), spec)
     under_way = [array.start() for _ in range(100)]
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s"), str(size), codec]

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from deltacheck import _native
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.files import arrays, storage
-from deltacheck.store.files.arrays import ArraySpec, ReadableArray
+from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.files.object_path import ObjectPath
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock import object_lease
 from tests.contracts.place import PlaceContract
 from tests.support.s3_server import S3
+from tests.support.stored_arrays import ReadableArray
 from tests.support.waiting import SleepWatch
 
 

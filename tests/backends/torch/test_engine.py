@@ -25,6 +25,7 @@ from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
 from deltacheck.save import progress, saver
 from deltacheck.save.progress import Progress
+from deltacheck.store.files.local_storage import LocalStorage
 from tests.support.states import (
     TORCH_DTYPES,
     assert_same,
@@ -373,6 +374,38 @@ def test_a_tiny_host_cache_gives_the_same_checkpoint(tmp_path: Path) -> None:
         assert_same(state, engine.restore(1))
     segment = deltacheck.open(tmp_path).manifest(1).segments[-1].id
     assert len(list((tmp_path / "segments" / segment).glob("delta.*"))) > 1
+
+
+def test_a_small_save_makes_four_files_and_syncs_each_directory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{number}": torch.randn(50, 50) for number in range(30)}
+    synced = []
+    sync = LocalStorage.sync_directory
+
+    def noted(storage: LocalStorage) -> None:
+        synced.append(storage.path.relative_to(tmp_path).as_posix())
+        sync(storage)
+
+    with Engine(tmp_path) as engine:
+        engine.save(0, state).wait(timeout=240)
+        before = set(tmp_path.rglob("*"))
+        for tensor in state.values():
+            tensor[0] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "sync_directory", noted)
+            engine.save(1, state).wait(timeout=240)
+    segment = f"segments/{deltacheck.open(tmp_path).manifest(1).segments[-1].id}"
+    made = {path for path in tmp_path.rglob("*") if path not in before and path.is_file()}
+    assert {path.relative_to(tmp_path).as_posix() for path in made} == {
+        f"{segment}/zarr.json",
+        f"{segment}/delta.0.stream/zarr.json",
+        f"{segment}/delta.0.stream/c.0",
+        "checkpoints/c0000000001/zarr.json",
+    }
+    # TensorStore syncs the directory of the manifest.
+    folders = [segment, f"{segment}/delta.0.stream", "segments", "checkpoints"]
+    assert sorted(synced) == sorted(folders)
 
 
 # --- handles, back-pressure, ends -----------------------------------------------------------------

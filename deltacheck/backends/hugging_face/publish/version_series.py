@@ -268,10 +268,9 @@ class _Writer:
             return
         if self._encoding == WORDS:
             word_bytes = dtype_named(tensor.dtype).word_bytes
-            content = changed_words.encode(before, now, word_bytes)
+            frame = changed_words.encode(before, now, word_bytes)
         else:
-            content = frames.compress(np.bitwise_xor(before, now))
-        frame = np.frombuffer(content, np.uint8)
+            frame = np.frombuffer(frames.compress(np.bitwise_xor(before, now)), np.uint8)
         self._add(name, ("uint8", (frame.size,)), frame, now)
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
