@@ -207,22 +207,10 @@ def plan(
         steps = max(steps + 1, math.ceil(durable(steps) / run.step_seconds))
     projected = at_interval(rates, steps)
     depth = max_chain_depth
-    # The duration of a restore grows linearly with the depth, so two evaluations determine the
-    # largest depth within the limit.
     if max_restore_seconds is not None:
-        base, longest = (
-            restore_seconds(projected, machine, run, n, max_restore_ratio)
-            for n in (0, max_chain_depth)
+        depth = _depth_within(
+            max_restore_seconds, projected, machine, run, max_chain_depth, max_restore_ratio
         )
-        if longest > max_restore_seconds:
-            if base > max_restore_seconds:
-                raise ValueError(
-                    f"a restore takes {base:.6g} s without any delta, more than the"
-                    f" {max_restore_seconds:.6g} s that it may take"
-                )
-            per_delta = restore_seconds(projected, machine, run, 1) - base
-            # The tolerance keeps a depth that meets the limit exactly, in spite of rounding.
-            depth = min(depth, math.floor((max_restore_seconds - base) / per_delta + 1e-9))
     mean_size = mean_bytes(projected, depth, max_restore_ratio)
     lag = capture + max(encode, mean_size / machine.write)
     deltas = _strategy(
@@ -251,6 +239,36 @@ def plan(
         saves_time=saves_time,
         reasons=_reasons(rates, projected, machine, run, deltas, baselines, depth, encode),
     )
+
+
+def _depth_within(
+    limit_seconds: float,
+    rates: Rates,
+    machine: Machine,
+    run: PlannedRun,
+    max_chain_depth: int,
+    max_restore_ratio: float | None,
+) -> int:
+    """Return the largest chain depth whose longest restore meets a limit.
+
+    The duration of a restore grows linearly with the depth, so two evaluations determine it.
+
+    Raises:
+        ValueError: Not even a keyframe can be restored in time.
+    """
+    base, longest = (
+        restore_seconds(rates, machine, run, n, max_restore_ratio) for n in (0, max_chain_depth)
+    )
+    if longest <= limit_seconds:
+        return max_chain_depth
+    if base > limit_seconds:
+        raise ValueError(
+            f"a restore takes {base:.6g} s without any delta, more than the {limit_seconds:.6g} s"
+            " that it may take"
+        )
+    per_delta = restore_seconds(rates, machine, run, 1) - base
+    # The tolerance keeps a depth that meets the limit exactly, in spite of rounding.
+    return min(max_chain_depth, math.floor((limit_seconds - base) / per_delta + 1e-9))
 
 
 def restore_seconds(

@@ -218,19 +218,7 @@ def collect(
     problems: list[str] = []
     committed = list(history.committed(root, problems))
     manifests = [checkpoint.manifest for checkpoint in committed]
-    # Groups are made from all steps, so that a leaf keeps its row if it appears or disappears
-    # during the run.
-    sizes = {
-        path: record.spec(path).raw_bytes
-        for manifest in manifests
-        for path, record in manifest.leaves.items()
-    }
-    sizes |= {
-        path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles
-    }
-    # A leaf of which nothing is stored can have a contract too. It has no size here.
-    promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
-    grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
+    grouped, classed = _groups_of(manifests)
     segments = _Segments()
     causes = CauseCounter(segments.cost)
     steps = []
@@ -403,6 +391,27 @@ class _Segments:
             old.delta_bytes + last,
             old.density + (density or 0.0),
         )
+
+
+def _groups_of(
+    manifests: Sequence[Manifest],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """Return the groups of leaves, and the classes of those that are not exact, by name.
+
+    They are made from all steps, so that a leaf keeps its row if it appears or disappears during
+    the run.
+    """
+    sizes = {
+        path: record.spec(path).raw_bytes
+        for manifest in manifests
+        for path, record in manifest.leaves.items()
+    }
+    sizes |= {
+        path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles
+    }
+    # A leaf of which nothing is stored can have a contract too. It has no size here.
+    promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
+    return groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
 
 
 def _step(

@@ -125,7 +125,6 @@ def _latency(evidence: Evidence, judgement: Judgement) -> Table:
 
 
 def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
-    correctness = judgement.correctness
     columns = (
         Column("KILLED", "name", left=True),
         Column("AT SAVE", "at", left=True),
@@ -154,6 +153,17 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
                 "wrong": len(recovery.failed) + len(recovery.not_put_back),
             }
         rows.append(row)
+    return (
+        "3. Recovery: killed, restored in a fresh process, compared leaf by leaf",
+        columns,
+        rows,
+        _recovery_lines(evidence, judgement),
+    )
+
+
+def _recovery_lines(evidence: Evidence, judgement: Judgement) -> list[str]:
+    """Return the conclusions below the table of recoveries."""
+    correctness = judgement.correctness
     lines = [
         (
             f"{correctness.held} of {correctness.trials} recoveries are correct: a rate of at least"
@@ -181,16 +191,11 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
         )
         if correctness.unexercised:
             lines.append(f"NOT tested: {', '.join(correctness.unexercised)}")
-    return (
-        "3. Recovery: killed, restored in a fresh process, compared leaf by leaf",
-        columns,
-        rows,
-        lines,
-    )
+    return lines
 
 
 def _quality(evidence: Evidence, judgement: Judgement) -> Table:
-    quality, final = judgement.quality, judgement.quality.final
+    quality = judgement.quality
     columns = (
         Column("KILLED", "name", left=True),
         Column("FINAL LOSS", "loss", _loss),
@@ -212,6 +217,12 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
             row: Row = {"name": recovery.name, "loss": loss, "unkilled": reference}
             row |= {"gap": loss - reference, "missing": recovery.missing_steps}
             rows.append(row | asdict(curve))
+    return "4. Quality of the model", columns, rows, _quality_lines(evidence, judgement)
+
+
+def _quality_lines(evidence: Evidence, judgement: Judgement) -> list[str]:
+    """Return the conclusions below the table of final losses."""
+    quality, final = judgement.quality, judgement.quality.final
     lines = [
         f"noise floor: the final loss of {final.noise_seeds} unkilled seeds has a standard"
         f" deviation of {final.noise_sd:.3g}"
@@ -248,7 +259,7 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
             lines.append(
                 f"lost progress of the first link: {chains.missing_steps.median:.2f} steps"
             )
-    return "4. Quality of the model", columns, rows, lines
+    return lines
 
 
 def _time(seconds: float) -> str:
