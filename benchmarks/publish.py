@@ -1,4 +1,7 @@
-"""Bytes and processor time of published versions, beside full weights and slime's encoder."""
+"""Bytes and processor time of published versions, beside full weights and slime's encoder.
+
+The second table has the compact encoding alone, beside the entropy of the changes of real runs.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,24 @@ import json
 import resource
 from dataclasses import dataclass, field
 from statistics import median
+from time import process_time
 
 import numpy as np
 import torch
 from numcodecs import Zstd  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 
 import deltacheck
 from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck.backends.torch import Engine
+from deltacheck.codec import changed_words
 from deltacheck.restore.export import safetensors_header
 
 # From reinforcement learning to fine-tuning.
 RATES = (1e-7, 1e-6, 1e-5, 1e-4)
+# Real runs: learning rate, steps between two versions, bytes of a changed element promised.
+REAL = ((1e-6, 1, 0.8), (1e-6, 10, 0.65), (1e-5, 10, 0.5))
 # slime (August 2026): zstd of level 1 of the bytes of old XOR new, a frame for each tensor.
 _zstd = Zstd(level=1)
 
@@ -53,13 +61,31 @@ def run(settings: Settings) -> Result:
         "publish, s per GB": "number",
         "receive, s per GB": "number",
     }
+    real = [_Real.of(settings, rate, steps) for rate, steps, _ in REAL]
+    real_columns: dict[str, Unit] = {
+        "learning rate": "text",
+        "steps": "text",
+        "changed": "ratio",
+        "a changed element": "number",
+        "entropy given exponents": "number",
+        "entropy alone": "number",
+        "encode, s per GB": "number",
+        "decode, s per GB": "number",
+    }
+    real_rows: list[list[Cell]] = [
+        [f"{rate:g}", f"{steps}", *course.cells()]
+        for (rate, steps, _), course in zip(REAL, real, strict=True)
+    ]
     return Result(
         "publish",
         f"a run of random gradients that publishes each step: medians of {steps} versions. Bytes of"
         " all files of a version, of full weights and for each changed bf16 element, beside those"
         " of slime's encoder (old XOR new in zstd-1, with header and index); processor seconds of"
         " this process for each GB of weights, with reading the step from the root and digests",
-        [Table("published versions", columns, rows)],
+        [
+            Table("published versions", columns, rows),
+            Table("compact encoding of real runs, tensor by tensor", real_columns, real_rows),
+        ],
         [
             Figure(
                 f"bytes for a changed element at lr {rate:g}, compact, of slime's",
@@ -67,8 +93,81 @@ def run(settings: Settings) -> Result:
                 0.5,
             )
             for rate, course in zip(RATES, courses, strict=True)
+        ]
+        + [
+            Figure(
+                f"bytes for a changed element at lr {rate:g}, {steps} steps, compact",
+                course.encoded / course.changed,
+                goal,
+            )
+            for (rate, steps, goal), course in zip(REAL, real, strict=True)
         ],
     )
+
+
+@dataclass
+class _Real:
+    """What one version of a real run takes, in bytes and seconds; entropies in bytes."""
+
+    weights: int = 0
+    changed: int = 0
+    encoded: int = 0
+    entropy: float = 0
+    entropy_alone: float = 0
+    encoding: float = 0
+    decoding: float = 0
+
+    @classmethod
+    def of(cls, settings: Settings, rate: float, steps: int) -> _Real:
+        training = states.post_trained(states.QUICK if settings.quick else states.REAL, rate)
+
+        def weights() -> dict[str, NDArray[np.uint16]]:
+            model = training.state()["model"]
+            return {name: _bits(weight).copy() for name, weight in model.items()}
+
+        before = weights()
+        for _ in range(steps):
+            training.train_step()
+        now = weights()
+        course = cls()
+        for name, old in before.items():
+            course.add(old, now[name])
+        return course
+
+    def add(self, old: NDArray[np.uint16], new: NDArray[np.uint16]) -> None:
+        self.weights += old.size
+        if np.array_equal(old, new):
+            return
+        self.changed += int(np.count_nonzero(old != new))
+        self.entropy += _entropy(new - old, old >> 7 & 255) / 8
+        self.entropy_alone += _entropy(new - old, np.zeros_like(old)) / 8
+        times = []
+        for _ in range(5):
+            begin = process_time()
+            payload = changed_words.encode(old.view(np.uint8), new.view(np.uint8), 2)
+            between = process_time()
+            decoded = changed_words.decode(payload, old.view(np.uint8), 2)
+            times.append((between - begin, process_time() - between))
+        assert (decoded.view(np.uint16) == new).all()
+        self.encoded += payload.size
+        self.encoding += median(encoding for encoding, _ in times)
+        self.decoding += median(decoding for _, decoding in times)
+
+    def cells(self) -> list[Cell]:
+        sizes = (self.encoded, self.entropy, self.entropy_alone)
+        return [
+            self.changed / self.weights,
+            *(size / self.changed for size in sizes),
+            *(seconds / (2 * self.weights) * 1e9 for seconds in (self.encoding, self.decoding)),
+        ]
+
+
+def _entropy(differences: NDArray[np.uint16], classes: NDArray[np.uint16]) -> float:
+    """Return the bits of differences, given the class of each."""
+    pairs = classes.astype(np.uint32) << 16 | differences
+    both = np.unique(pairs, return_counts=True)[1]
+    alone = np.unique(classes, return_counts=True)[1]
+    return float((alone * np.log2(alone)).sum() - (both * np.log2(both)).sum())
 
 
 @dataclass

@@ -1,9 +1,10 @@
 // Fuzzes changed words: any bytes are refused or give some words, with any number of threads, and
 // what is encoded comes back.
 
+#include "encoder/changes.h"
+
 #include <algorithm>
 
-#include "encoder/changes.h"
 #include "target.h"
 
 using namespace deltacheck;

@@ -73,9 +73,7 @@ class Piece {
   }
 
  private:
-  static uint32_t class_of(Type word) {
-    return static_cast<Type>(word << 1) >> (8 * W - 8);
-  }
+  static uint32_t class_of(Type word) { return static_cast<Type>(word << 1) >> (8 * W - 8); }
 
   // Returns whether a word changes; a reader does not know.
   bool changes(uint64_t at) const { return !Coder::kReads && words_[at] != now_[at]; }
@@ -104,7 +102,8 @@ class Piece {
       if (some > 0) (*codes)[c] = 1 + code_of_ratio(some, sum(words, kTurns * c, kTurns));
     }
     const uint64_t all = sum(changed, 0, changed.size());
-    // At least eight blocks for a change: larger ones are divided more often, smaller ones are more.
+    // At least eight blocks for a change: larger ones are divided more often, smaller ones are
+    // more.
     uint32_t bits = 0;
     while (bits < kMostBlockBits && all << (bits + 3) <= count_) ++bits;
     return bits;
@@ -131,7 +130,8 @@ class Piece {
       // Zigzag from 1: 0, -1, 1, -2, ... are 1, 2, 3, 4, ...
       const uint32_t coded = distance.code(
           &coder_, 1 + (static_cast<uint32_t>(step) << 1 ^ static_cast<uint32_t>(step >> 31)));
-      const int32_t taken = static_cast<int32_t>(coded - 1) >> 1 ^ -static_cast<int32_t>((coded - 1) & 1);
+      const int32_t taken =
+          static_cast<int32_t>(coded - 1) >> 1 ^ -static_cast<int32_t>((coded - 1) & 1);
       before = std::clamp(before - 4 + taken, 0, 255);
       keep_[c] = kCertain - probability_of(static_cast<uint32_t>(before));
     }
@@ -166,8 +166,7 @@ class Piece {
         const uint64_t n = static_cast<uint64_t>(__builtin_ctzll(nodes)), left = 2 * (width + n),
                        below = changed >> (2 * n * half);
         // The probability of changes on the left, given changes on either side.
-        const uint64_t any =
-            ((kCertain - none_[left]) << 32) / (kCertain - none_[width + n]);
+        const uint64_t any = ((kCertain - none_[left]) << 32) / (kCertain - none_[width + n]);
         const uint32_t zero = static_cast<uint32_t>(kCertain - std::min(any, kCertain - 1));
         const bool on_left = coder_.bit(zero, (below & ones) != 0);
         const bool on_right = !on_left || coder_.bit(none_[left + 1], (below >> half & ones) != 0);
@@ -183,8 +182,8 @@ class Piece {
     Sizes& sizes = sizes_[class_of(words_[at])];
     const Type up = Coder::kReads ? Type{} : static_cast<Type>(now_[at] - words_[at]);
     const bool is_down = sizes.is_down.code(&coder_, up >> (8 * W - 1));
-    const Type size = static_cast<Type>(
-        sizes.size.code(&coder_, static_cast<Type>(is_down ? -up : up)));
+    const Type size =
+        static_cast<Type>(sizes.size.code(&coder_, static_cast<Type>(is_down ? -up : up)));
     if constexpr (Coder::kReads)
       words_[at] = static_cast<Type>(words_[at] + (is_down ? -size : size));
   }

@@ -84,8 +84,7 @@ class RangeReader {
 
  private:
   void take() {
-    for (int i = 0; i < 2; ++i, ++taken_)
-      code_ = code_ << 8 | (taken_ < size_ ? data_[taken_] : 0);
+    for (int i = 0; i < 2; ++i, ++taken_) code_ = code_ << 8 | (taken_ < size_ ? data_[taken_] : 0);
   }
 
   const uint8_t* data_;
