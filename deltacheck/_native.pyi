@@ -1,6 +1,6 @@
 """Types of the native extension, which xla_ffi/module.cc implements and documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ def encode(
     law: bytes | None = None,
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def encode_many(
-    currents: list[NDArray[np.uint8]],
-    bases: list[NDArray[np.uint8]],
-    bounds: list[NDArray[np.uint64]],
-    word_bytes: list[int],
-    ordered: list[bool],
+    currents: Sequence[NDArray[np.uint8]],
+    bases: Sequence[NDArray[np.uint8]],
+    bounds: Sequence[NDArray[np.uint64]],
+    word_bytes: Sequence[int],
+    ordered: Sequence[bool],
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def apply(
     rows: NDArray[np.uint32],

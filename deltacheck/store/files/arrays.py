@@ -28,7 +28,7 @@ from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.native_files import JoinedRead, StoredArray
+from deltacheck.store.files.native_files import JoinedRead
 from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.files.waiting import TIMEOUT_SECONDS, wait_for
 from deltacheck.store.lock.deadline import Deadline
