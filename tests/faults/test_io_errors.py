@@ -75,7 +75,7 @@ def test_the_shim_fails_the_call_that_it_was_told_to_and_no_other(campaign: Camp
 
 
 def test_a_collection_that_hangs_does_not_hold_an_orbax_manager(campaign: Campaign) -> None:
-    fault = Fault(Mode.HANG, 3, kinds=frozenset({"unlink"}))
+    fault = Fault(Mode.HANG, 1, kinds=frozenset({"unlink"}))
     with campaign.trial("orbax-keep") as trial:
         ran = io_errors.meet(campaign, trial, "train", fault)
         assert (ran.value, ran.error, ran.hits) == ([], "", 1)

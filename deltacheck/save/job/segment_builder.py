@@ -116,7 +116,7 @@ class SegmentBuilder:
                     chunks.tolist(),
                 )
             )
-            if chunks.size == state.digests.shape[0]:
+            if chunks.size == state.digests.shape[0] == 1:
                 state.digests = digests
             else:
                 # A copy: the table of an earlier save, which may not be written yet, is this array.

@@ -837,15 +837,15 @@ def test_two_managers_of_one_process_share_the_right_to_write(tmp_path: Path) ->
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While the event is set, TensorStore writes fail as on a full disk."""
-    event, write = threading.Event(), arrays.write
+    """While the event is set, writes of tables fail as on a full disk."""
+    event, write = threading.Event(), arrays.write_document
 
     def failing(*args: Any) -> Any:
         if event.is_set():
             raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
         return write(*args)
 
-    monkeypatch.setattr(arrays, "write", failing)
+    monkeypatch.setattr(arrays, "write_document", failing)
     return event
 
 
