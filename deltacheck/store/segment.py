@@ -308,7 +308,7 @@ class Segment:
     """A committed segment, opened for reading.
 
     Args:
-        root: The store.
+        root: The store. No link may lead from it to the segment (``containment.inside``).
         ref: The segment's reference in a checked manifest.
         table: The result of ``start_table``; ``None``: the table is read now.
 
@@ -320,8 +320,6 @@ class Segment:
     def __init__(self, root: Place, ref: SegmentRef, table: TableRead | None = None) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
-        for folder in (self.path.parent, self.path):
-            storage_of(folder).check_directory()
         try:
             content = (table or start_table(root, ref))()
         except FileNotFoundError:

@@ -93,7 +93,9 @@ class JoinedRead:
         size: U64,
         outs: Sequence[U8] | None = None,
     ) -> U64:
-        """Add byte ranges of 1-D arrays. Add all ranges of one array at once.
+        """Add byte ranges of arrays that are cut along their first axis alone.
+
+        Add all ranges of one array at once.
 
         Args:
             arrays: The arrays.
@@ -133,7 +135,8 @@ class JoinedRead:
         columns = (of[owner[starts]], number[starts], (low - base)[starts], (high - base)[ends])
         for array, at, first, stop in zip(*(column.tolist() for column in columns), strict=True):
             path, cells, codec = arrays[array]
-            self._files.append(ArrayFile(path, chunk_files.name_of([at]), first, stop, cells))
+            name = chunk_files.name_of([at, *[0] * (len(cells.shape) - 1)])
+            self._files.append(ArrayFile(path, name, first, stop, cells))
             self._codecs.append(codec)
         self._pieces.append(np.stack([file, low - base, high - low, block, position], axis=1))
         return offsets.astype(np.uint64)

@@ -169,9 +169,9 @@ class Store:
         segment = self._open.get(ref)
         if segment is None:
             # A lock, too, is an effect, which a link must not lead out of the root.
-            inside(self.path, self.path / layout.SEGMENTS / ref.id)
+            path = inside(self.path, self.path / layout.SEGMENTS / ref.id)
             # The pin comes first: from here on no collection removes what is read.
-            pin = storage_of(self.path / layout.SEGMENTS / ref.id / "zarr.json").pin()
+            pin = storage_of(path / "zarr.json").pin()
             segment = self._open[ref] = Segment(self.path, ref, table)
             segment.pin = pin
         return segment
