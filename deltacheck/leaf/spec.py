@@ -92,14 +92,6 @@ class LeafSpec:
             return np.zeros(1, np.uint64)
         return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)
 
-    def element_bounds(self) -> NDArray[np.uint64]:
-        """Return the same offsets as ``bounds``, in elements.
-
-        Returns:
-            A uint64 array of shape ``(chunks + 1,)``.
-        """
-        return self.bounds() // np.uint64(self.element.item_bytes // self.word_bytes)
-
 
 class LeafKind(StrEnum):
     """The way in which one save stored a leaf."""

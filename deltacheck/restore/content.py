@@ -55,7 +55,7 @@ def element_runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]
     """Return the elements of some chunks as ranges ``(first, stop)``, neighbours as one range."""
     if len(chunks) == spec.chunk_count:
         return [(0, math.prod(spec.shape))] if chunks else []
-    bounds = spec.element_bounds()
+    bounds = spec.bounds() // np.uint64(spec.element.item_bytes // spec.word_bytes)
     runs: list[tuple[int, int]] = []
     for number in chunks:
         first, stop = int(bounds[number]), int(bounds[number + 1])

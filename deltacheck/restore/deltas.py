@@ -185,8 +185,8 @@ class _Rows:
         # Neighbouring rows of a part are one range.
         begins = np.flatnonzero(np.append(True, (np.diff(part) != 0) | (np.diff(row) != 1)))
         ends = np.append(begins[1:], row.size)
-        of = part[begins] - part[0]
-        offsets = columns.join_rows(read, parts, of, row[begins], row[ends - 1] + 1)
+        numbers = part[begins] - part[0]
+        offsets = columns.join_rows(read, parts, numbers, row[begins], row[ends - 1] + 1)
         # Fresh pages take as long as decoding into them, so batches share memory.
         if memory.size < read.size:
             memory = host_memory.empty(read.size)

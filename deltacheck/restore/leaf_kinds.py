@@ -106,6 +106,12 @@ class Leaf(ABC):
         """Copy a box into ``out``, which has its shape."""
         out[...] = self.values(box, loaded)
 
+    def copied(self, box: Box, loaded: LoadedChunks) -> Array:
+        """Return a box in memory of its own."""
+        out = np.empty([s.stop - s.start for s in box], self.spec.element.numpy)
+        self.fill(box, out, loaded)
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class Chain(Leaf):
@@ -225,12 +231,10 @@ class Tiled(Leaf):
         )
 
     def values(self, box: Box, loaded: LoadedChunks) -> Array:
-        # The tiles cover the leaf without gaps, so every element is written.
-        values = np.empty([s.stop - s.start for s in box], self.spec.element.numpy)
-        self.fill(box, values, loaded)
-        return values
+        return self.copied(box, loaded)
 
     def fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
+        # The tiles cover the leaf without gaps, so every element is written.
         for overlap in tiles.overlaps(self.cuts, box):
             tile = self.tile_leaves[overlap.number]
             tile.fill(overlap.in_tile, out[overlap.in_box], loaded)
@@ -263,8 +267,8 @@ class _Computed(Leaf):
         spec, chunks = self.spec, chunks_of_box(self.spec, box)
         runs = [self.computed(first, stop, loaded) for first, stop in element_runs(spec, chunks)]
         # The empty array stands for a box without elements: `concatenate` refuses an empty list.
-        no_values = np.empty(0, spec.element.numpy)
-        values = runs[0] if len(runs) == 1 else np.concatenate([no_values, *runs])
+        empty = np.empty(0, spec.element.numpy)
+        values = runs[0] if len(runs) == 1 else np.concatenate([empty, *runs])
         # The digest is that of the whole leaf. A part is as certain as the content that it follows
         # from.
         if self.derived.digest and len(chunks) == spec.chunk_count:

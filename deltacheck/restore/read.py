@@ -19,7 +19,7 @@ from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.files.arrays import NO_BYTES, Reading
-from deltacheck.store.files.native_files import JoinedRead
+from deltacheck.store.files.native_files import JoinedRead, StoredArray
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import KeyframeAt, LeafEntry
 from deltacheck.store.segment import Segment, load_tables
@@ -208,9 +208,9 @@ def _fill(items: Mapping[str, Filling]) -> None:
 
 def _start_keyframes(items: Mapping[str, Filling]) -> Reading:
     """Begin to read the keyframes of leaves into their blocks; copy content that the caller has."""
-    # Byte ranges of packed arrays, and the memory for each.
-    packed: dict[tuple[str, str], list[tuple[int, int, U8]]] = {}
-    segments: dict[str, Segment] = {}
+    # Of packed arrays: the arrays by name, and for each byte range its memory.
+    arrays: dict[tuple[str, str], StoredArray] = {}
+    ranges: list[tuple[tuple[str, str], int, int, U8]] = []
     place = next(iter(items.values())).chain.key[0].path
     read = JoinedRead(place)
     for item in items.values():
@@ -228,22 +228,22 @@ def _start_keyframes(items: Mapping[str, Filling]) -> Reading:
             for box, begin, end in _boxes(item):
                 segment.add_natural(read, spec, keyframe.array, item.data[begin:end], box)
             continue
-        segments[segment.id] = segment
+        name = segment.id, keyframe.packed
+        arrays.setdefault(name, segment.packed_array(keyframe.packed))
         offset = keyframe.offset * spec.element.item_bytes
-        packed.setdefault((segment.id, keyframe.packed), []).extend(
-            (offset + first, stop - first, item.data[begin : begin + stop - first])
+        ranges += [
+            (name, offset + first, stop - first, item.data[begin : begin + stop - first])
             for first, stop, begin in extents_of(item)
-        )
-    pieces = [
-        (number, *piece)
-        for number, of_array in enumerate(packed.values())
-        for piece in sorted(of_array, key=lambda piece: piece[0])
-    ]
-    if pieces:
-        of, begins, sizes, outs = zip(*pieces, strict=True)
-        arrays = [segments[name].packed_array(storage) for name, storage in packed]
+        ]
+    if ranges:
+        names, begins, sizes, outs = zip(*sorted(ranges, key=lambda r: r[:2]), strict=True)
+        numbers = {name: number for number, name in enumerate(sorted(arrays))}
         read.add(
-            arrays, np.array(of), np.array(begins, np.uint64), np.array(sizes, np.uint64), outs
+            [arrays[name] for name in numbers],
+            np.array([numbers[name] for name in names]),
+            np.array(begins, np.uint64),
+            np.array(sizes, np.uint64),
+            outs,
         )
     return Reading(read, place, NO_BYTES, sum(item.data.size for item in items.values()))
 

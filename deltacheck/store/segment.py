@@ -597,7 +597,7 @@ class PartReader:
 def join_rows(
     read: JoinedRead,
     parts: Sequence[PartReader],
-    of: NDArray[np.int64],
+    part_numbers: NDArray[np.int64],
     first: NDArray[np.int64],
     stop: NDArray[np.int64],
 ) -> U64:
@@ -606,7 +606,7 @@ def join_rows(
     Args:
         read: The read.
         parts: The parts.
-        of: The number of each range's part, ascending.
+        part_numbers: The number of each range's part, ascending.
         first: The first row of each range; the ranges of a part ascend.
         stop: The row after the last one of each range.
 
@@ -615,15 +615,15 @@ def join_rows(
         ``(rows of all ranges, streams)``; undefined if a row has no bytes in a stream.
     """
     tables = [part.table.offsets for part in parts]
-    offsets, bases = np.concatenate(tables), np.cumsum([0, *map(len, tables)])[of]
+    offsets, bases = np.concatenate(tables), np.cumsum([0, *map(len, tables)])[part_numbers]
     begin = offsets[bases + first]
     sizes = offsets[bases + stop] - begin
     arrays, numbers, first_bytes = zip(*(part.stream_arrays for part in parts), strict=True)
     first_array = np.cumsum([0, *map(len, arrays)])[:-1, None]
     # One stream after the other, and so ascending in each array.
     present = np.nonzero(sizes)
-    array = (np.stack(numbers) + first_array)[of][present]
-    first_byte = (np.stack(first_bytes)[of] + begin)[present]
+    array = (np.stack(numbers) + first_array)[part_numbers][present]
+    first_byte = (np.stack(first_bytes)[part_numbers] + begin)[present]
     order = np.lexsort((first_byte, array))
     memory = np.zeros(sizes.shape, np.uint64)
     memory[tuple(axis[order] for axis in present)] = read.add(

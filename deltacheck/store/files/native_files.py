@@ -88,7 +88,7 @@ class JoinedRead:
     def add(
         self,
         arrays: Sequence[StoredArray],
-        of: NDArray[np.int64],
+        array_numbers: NDArray[np.int64],
         begin: U64,
         size: U64,
         outs: Sequence[U8] | None = None,
@@ -99,7 +99,7 @@ class JoinedRead:
 
         Args:
             arrays: The arrays.
-            of: The number of each range's array, ascending.
+            array_numbers: The number of each range's array, ascending.
             begin: The first byte of each range, ascending in each array.
             size: The bytes of each range, at least 1.
             outs: The memory for each range; ``None``: one after the other in one memory.
@@ -110,7 +110,7 @@ class JoinedRead:
         first_byte, count = begin.astype(np.int64), size.astype(np.int64)
         offsets = self.size + np.cumsum(count) - count
         bytes_per_file = [array.cells.chunk_bytes * array.cells.chunks for array in arrays]
-        per_file = np.array(bytes_per_file, np.int64)[of]
+        per_file = np.array(bytes_per_file, np.int64)[array_numbers]
         first_file = first_byte // per_file
         # A range that spans several files becomes a piece of each.
         parts = (first_byte + count - 1) // per_file - first_file + 1
@@ -127,12 +127,17 @@ class JoinedRead:
             self._blocks += outs
         # Of one file, all between the first and the last byte is asked for.
         is_first = np.ones(owner.size, np.bool_)
-        is_first[1:] = (np.diff(of[owner]) != 0) | (np.diff(number) != 0)
+        is_first[1:] = (np.diff(array_numbers[owner]) != 0) | (np.diff(number) != 0)
         is_first[1:] |= low[1:] - high[:-1] > _APART_BYTES
         file = len(self._files) - 1 + np.cumsum(is_first)
         starts = np.flatnonzero(is_first)
         ends = np.append(starts, owner.size)[1:] - 1
-        columns = (of[owner[starts]], number[starts], (low - base)[starts], (high - base)[ends])
+        columns = (
+            array_numbers[owner[starts]],
+            number[starts],
+            (low - base)[starts],
+            (high - base)[ends],
+        )
         for array, at, first, stop in zip(*(column.tolist() for column in columns), strict=True):
             path, cells, codec = arrays[array]
             name = chunk_files.name_of([at, *[0] * (len(cells.shape) - 1)])
