@@ -37,7 +37,6 @@ METHOD_NAMES = (
 )
 # The same streams, of words in another order (section 4.1).
 ORDERED = {SPARSE: ORDERED_SPARSE, BITMAP: ORDERED_BITMAP}
-ORDERED_WORD_BYTES = 2
 # Against a prediction (section 4.6), in chunks of so many equal parts.
 LAWS = (GRADIENT_LAW, MEAN_LAW, STEPS_LAW)
 LAW_PARTS, LAW_BYTES = 3, 64

@@ -24,7 +24,6 @@ from deltacheck.codec.base import (
     MEAN_LAW,
     METHOD_NAMES,
     ORDERED,
-    ORDERED_WORD_BYTES,
     PLANES,
     RAW,
     ROW_WIDTH,
@@ -49,6 +48,7 @@ Bits = NDArray[np.bool_]
 ESCAPE = 255  # in gaps: 255 more unchanged words; in values: the difference is in wide
 SAMPLE_EVERY = 16  # tiles 0, 16, 32, .. are the sample
 BYTE_COST = 8 * 256  # one byte at full cost, in 1/256 bit
+ORDERED_WORD_BYTES = 2  # only such words are ever stored in another order (section 4.1)
 
 
 class ReferenceCodec:
