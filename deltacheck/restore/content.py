@@ -70,11 +70,6 @@ def whole_box(spec: LeafSpec) -> Box:
     return tuple(slice(0, size) for size in spec.shape)
 
 
-def is_whole(spec: LeafSpec, box: Sequence[slice]) -> bool:
-    """Return True if a bounded box is all of a leaf."""
-    return all(s.stop - s.start == size for s, size in zip(box, spec.shape, strict=True))
-
-
 def boxes_of_chunks(spec: LeafSpec, chunks: Sequence[int]) -> list[Box]:
     """Return boxes of whole chunks that hold some chunks, in the order of the elements."""
     if len(chunks) == spec.chunk_count:
@@ -88,7 +83,7 @@ def boxes_of_chunks(spec: LeafSpec, chunks: Sequence[int]) -> list[Box]:
 
 def chunks_of_box(spec: LeafSpec, box: Sequence[slice]) -> list[int]:
     """Return the chunks that a box touches, ascending."""
-    if is_whole(spec, box):
+    if tuple(box) == whole_box(spec):
         return list(range(spec.chunk_count))
     return grid.chunks_of_slices(spec.shape, spec.chunk, box)
 

@@ -229,7 +229,8 @@ def _start_keyframes(items: Mapping[str, Filling]) -> Reading:
                 segment.add_natural(read, spec, keyframe.array, item.data[begin:end], box)
             continue
         name = segment.id, keyframe.packed
-        arrays.setdefault(name, segment.packed_array(keyframe.packed))
+        if name not in arrays:
+            arrays[name] = segment.packed_array(keyframe.packed)
         offset = keyframe.offset * spec.element.item_bytes
         ranges += [
             (name, offset + first, stop - first, item.data[begin : begin + stop - first])
@@ -238,13 +239,9 @@ def _start_keyframes(items: Mapping[str, Filling]) -> Reading:
     if ranges:
         names, begins, sizes, outs = zip(*sorted(ranges, key=lambda r: r[:2]), strict=True)
         numbers = {name: number for number, name in enumerate(sorted(arrays))}
-        read.add(
-            [arrays[name] for name in numbers],
-            np.array([numbers[name] for name in names]),
-            np.array(begins, np.uint64),
-            np.array(sizes, np.uint64),
-            outs,
-        )
+        of_ranges = np.array([numbers[name] for name in names])
+        begin, size = np.array([begins, sizes], np.uint64)
+        read.add([arrays[name] for name in numbers], of_ranges, begin, size, outs)
     return Reading(read, place, NO_BYTES, sum(item.data.size for item in items.values()))
 
 

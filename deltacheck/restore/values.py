@@ -67,6 +67,9 @@ def load_leaves(
     boxes = {path: boxes_of_chunks(leaf.spec, numbers[path]) for path, leaf in leaves.items()}
     chunk_sets = _needed(leaves, boxes)
     computed = sum(leaf.computed_bytes(box) for path, leaf in leaves.items() for box in boxes[path])
+    # Several boxes of a leaf are copied into one memory.
+    joined = [path for path in leaves if len(boxes[path]) > 1]
+    computed += sum(chunk_bytes(leaves[path].spec, numbers[path]) for path in joined)
 
     def bytes_of(path: str, loaded: LoadedChunks) -> U8:
         values = [leaves[path].values(box, loaded) for box in boxes[path]]

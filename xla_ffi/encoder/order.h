@@ -235,8 +235,8 @@ class OrderedAdder {
     uint64_t bits = 0;
 #ifdef __SSE2__
     const auto zero = [&](uint64_t i) {
-      return _mm_cmpeq_epi16(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(differences + i)), _mm_setzero_si128());
+      return _mm_cmpeq_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(differences + i)),
+                             _mm_setzero_si128());
     };
     for (uint64_t i = 0; i < kGroup; i += 16) {
       const int both = _mm_movemask_epi8(_mm_packs_epi16(zero(i), zero(i + 8)));
@@ -251,10 +251,10 @@ class OrderedAdder {
   Memory* base_ = nullptr;
   uint64_t words_ = 0, blocks_ = 0;
   bool has_quarters_ = false, has_places_ = false;
-  std::vector<uint16_t> differences_;  // in the order of the words; zeros between two calls
-  ClassCounts quarters_;               // of the words of the chunk
-  std::vector<uint16_t> places_;       // the words of each block in their order
-  std::vector<uint16_t> counts_;       // of the words of each class, by class and block
+  std::vector<uint16_t> differences_;      // in the order of the words; zeros between two calls
+  ClassCounts quarters_;                   // of the words of the chunk
+  std::vector<uint16_t> places_;           // the words of each block in their order
+  std::vector<uint16_t> counts_;           // of the words of each class, by class and block
   std::array<uint32_t, kClasses> totals_;  // of the words of each class in the chunk
   std::vector<uint32_t> first_;
   std::vector<Move> moves_;

@@ -5,7 +5,7 @@ stage is computed from, such as masters that give the weights, belong to it.
 
 It stays beside the restore in one call because the forward pass can begin long before that has
 ended: after a third of its processor time at 46 MB, exact, and sooner with larger states
-(docs/lab/benchmarks.md). In one call, a restore is complete sooner.
+(docs/lab/benchmarks.md). A restore in one call takes less processor time in all.
 """
 
 from __future__ import annotations
