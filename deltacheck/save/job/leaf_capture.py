@@ -23,7 +23,7 @@ from deltacheck.codec.native import Cut
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import chunk_digests, digest_of
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy import keyframes
+from deltacheck.policy import Policy, keyframes
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
 from deltacheck.save.job.part_writer import EncodedChunks, PartWriter, Span
 from deltacheck.save.job.sampled_sizes import sampled_sizes
@@ -94,15 +94,15 @@ class LeafCapture:
             member = self._capture_leaf(sources.popleft())
             if member is None:
                 continue
-            if not self._is_small(member.current):
+            if not _is_small(member.current, self._parts.part_bytes):
                 group.append(member)
                 continue
             if small_bytes + member.current.size > most_bytes:
-                self._encode_small(small)
+                _encode_small(self._parts, self._setup.policy, small)
                 small, small_bytes = [], 0
             small.append(member)
             small_bytes += member.current.size
-        self._encode_small(small)
+        _encode_small(self._parts, self._setup.policy, small)
         # As large as the largest leaf that was stored whole.
         self._copy = None
         if group:
@@ -154,7 +154,7 @@ class LeafCapture:
         elif law_of is not None:
             law = law_of(state.base)
             self._encode(default_codec(), leaf, state, self._proven(leaf, spec, current), law)
-        elif self._is_small(current) and isinstance(state.base, np.ndarray):
+        elif _is_small(current, self._parts.part_bytes) and isinstance(state.base, np.ndarray):
             return _GroupMember(leaf, state, source, self._proven(leaf, spec, current), is_coded)
         elif self._group_codec is not None and self._group_codec.grouped(current, state.base):
             # One call for many leaves: each call of a device costs more than a small leaf.
@@ -270,7 +270,7 @@ class LeafCapture:
         """Encode a leaf against its base, run by run."""
         predicted: dict[str, Any] = {} if law is None else {"law": (law.method, law.content())}
         bounds, word_bytes = state.bounds, state.spec.word_bytes
-        ordered = self._is_ordered(state)
+        ordered = _is_ordered(self._setup.policy, state)
         for first, stop in self._runs(codec, bounds, word_bytes):
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
             self._parts.make_room(high - low)
@@ -313,43 +313,6 @@ class LeafCapture:
         for first in range(0, chunks, step):
             yield first, min(chunks, first + step)
 
-    def _is_ordered(self, state: LeafState) -> bool:
-        # An exact policy writes so much else that the time would not pay.
-        hidden = self._setup.policy.hidden
-        return hidden is not None and state.spec.element.is_short_float
-
-    def _is_small(self, current: Any) -> bool:
-        """Return true if a leaf shares a call with others: plain bytes that fit into a part."""
-        return (
-            isinstance(current, np.ndarray)
-            and (current.dtype, current.ndim) == (np.uint8, 1)
-            and current.size <= min(_SMALL_BYTES, self._parts.part_bytes)
-        )
-
-    def _encode_small(self, members: Sequence[_GroupMember]) -> None:
-        """Encode leaves in host memory, those with the same keyframe's segment in one call."""
-        by_segment: dict[str, list[_GroupMember]] = {}
-        for member in members:
-            by_segment.setdefault(member.state.key_segment, []).append(member)
-        for together in by_segment.values():
-            self._parts.make_room(sum(member.current.size for member in together))
-            encoded = default_codec().encode_many(
-                [member.current for member in together],
-                [member.state.base for member in together],
-                [
-                    Cut(m.state.bounds, m.state.spec.word_bytes, self._is_ordered(m.state))
-                    for m in together
-                ],
-            )
-            starts = accumulate((m.state.bounds.size - 1 for m in together), initial=0)
-            spans = [Span(m.leaf, start, 0) for m, start in zip(together, starts, strict=False)]
-            self._parts.add(EncodedChunks(spans, encoded, None))
-            for member in together:
-                if member.source.recheck is not None:
-                    member.source.recheck()
-                if member.source.check_content is not None and not member.is_coded:
-                    member.source.check_content(member.state.base)
-
     def _encode_group(self, group: Sequence[_GroupMember]) -> None:
         """Encode leaves on their device, a few calls for all of them."""
         codec = self._group_codec
@@ -380,3 +343,46 @@ class LeafCapture:
         for member in group:
             if member.source.check_content is not None and not member.is_coded:
                 member.source.check_content(member.state.base)
+
+
+def _encode_small(parts: PartWriter, policy: Policy, members: Sequence[_GroupMember]) -> None:
+    """Encode leaves in host memory, those with the same keyframe's segment in one call."""
+    by_segment: dict[str, list[_GroupMember]] = {}
+    for member in members:
+        by_segment.setdefault(member.state.key_segment, []).append(member)
+    for together in by_segment.values():
+        parts.make_room(sum(member.current.size for member in together))
+        encoded = default_codec().encode_many(
+            [member.current for member in together],
+            [member.state.base for member in together],
+            [
+                Cut(
+                    m.state.bounds,
+                    m.state.spec.word_bytes,
+                    _is_ordered(policy, m.state),
+                )
+                for m in together
+            ],
+        )
+        starts = accumulate((m.state.bounds.size - 1 for m in together), initial=0)
+        spans = [Span(m.leaf, start, 0) for m, start in zip(together, starts, strict=False)]
+        parts.add(EncodedChunks(spans, encoded, None))
+        for member in together:
+            if member.source.recheck is not None:
+                member.source.recheck()
+            if member.source.check_content is not None and not member.is_coded:
+                member.source.check_content(member.state.base)
+
+
+def _is_ordered(policy: Policy, state: LeafState) -> bool:
+    # An exact policy writes so much else that the time would not pay.
+    return policy.hidden is not None and state.spec.element.is_short_float
+
+
+def _is_small(current: Any, part_bytes: int) -> bool:
+    """Return true if a leaf shares a call with others: plain bytes that fit into a part."""
+    return (
+        isinstance(current, np.ndarray)
+        and (current.dtype, current.ndim) == (np.uint8, 1)
+        and current.size <= min(_SMALL_BYTES, part_bytes)
+    )
