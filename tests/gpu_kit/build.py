@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 MOST_BYTES = 60 << 20
@@ -121,14 +121,31 @@ def nvcc_release() -> str:
     return release[1]
 
 
-def build_wheel(pip: list[str], source: Path, folder: Path, settings: dict[str, str]) -> None:
-    """Build our wheel from a checkout or a source distribution, with settings of CMake."""
+def build_wheel(
+    pip: list[str],
+    source: Path,
+    folder: Path,
+    settings: Mapping[str, str],
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Build our wheel from a checkout or a source distribution.
+
+    Args:
+        pip: The command.
+        source: The checkout or source distribution.
+        folder: Gets the wheel.
+        settings: Settings of CMake.
+        options: Other settings of scikit-build-core, as ``name=value``.
+        environment: Variables besides those of this process.
+    """
     command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
     command += ["--build-constraint", str(REPOSITORY / "build-constraints.txt")]
     command += [
         f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()
     ]
-    subprocess.run(command, check=True)
+    command += [f"--config-settings={option}" for option in options]
+    subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
 
 
 def download_wheels(pip: list[str], folder: Path) -> None:

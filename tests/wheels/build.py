@@ -1,7 +1,8 @@
 """Build a source distribution and wheels: `python -m tests.wheels.build FOLDER`.
 
 The wheels are built from the source distribution, one for Python 3.11 and one for the stable ABI of
-Python 3.12. auditwheel gives each the oldest manylinux tag that its symbols permit.
+Python 3.12, for the processor of this machine and, by zig, for AArch64. auditwheel gives each the
+oldest manylinux tag that its symbols permit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu_kit.build import REPOSITORY, build_wheel, find_python, nvcc_release, pip_of
@@ -23,6 +26,8 @@ from tests.gpu_kit.build import REPOSITORY, build_wheel, find_python, nvcc_relea
 STABLE = (3, 12)
 KNOWN = ("3.11", "3.12", "3.13", "3.14")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+# What zig compiles for. RHEL 8, Ubuntu 20.04 and newer have this glibc.
+AARCH64 = "aarch64-linux-gnu.2.28"
 MOST_BYTES = {False: 15 << 20, True: 40 << 20}  # without and with the CUDA encoder
 
 
@@ -50,18 +55,83 @@ def main() -> None:
         "DELTACHECK_CUDA": "ON" if with_cuda else "OFF",
         "DELTACHECK_STATIC_RUNTIME": "ON",
     }
-    for version in versions:
+    builds = [Build(version) for version in versions]
+    if (zig := options.tools / "ziglang/zig").exists():
+        builds += [Build(version, zig) for version in versions]
+    else:
+        print(f"no wheels for AArch64: zig is not in {options.tools}", flush=True)
+    for build in builds:
         start = time.monotonic()
         raw = work / "raw"
         shutil.rmtree(raw, ignore_errors=True)
-        pip = pip_of(find_python(version), work / f"venv-{version}")
-        build_wheel(pip, source, raw, settings)
+        build.write_compilers()
+        pip = pip_of(find_python(build.version), work / f"venv-{build.version}")
+        build_wheel(
+            pip, source, raw, settings | build.settings(), build.options(), build.environment()
+        )
         wheel = repair(next(raw.glob("*.whl")), folder, options.tools)
+        with zipfile.ZipFile(wheel) as archive:
+            if problem := module_problem(wheel.name, archive.namelist()):
+                sys.exit(problem)
         size = wheel.stat().st_size
         seconds = time.monotonic() - start
         print(f"{wheel.name}: {size / 2**20:.1f} MiB, made in {seconds:.0f} s", flush=True)
-        if problem := size_problem(wheel.name, size, with_cuda=with_cuda):
+        has_cuda = (settings | build.settings())["DELTACHECK_CUDA"] == "ON"
+        if problem := size_problem(wheel.name, size, with_cuda=has_cuda):
             sys.exit(problem)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One wheel to build.
+
+    Attributes:
+        version: The version of the Python that builds it.
+        zig: The compiler of a wheel for AArch64; ``None``: a wheel for this machine.
+    """
+
+    version: str
+    zig: Path | None = None
+
+    def settings(self) -> dict[str, str]:
+        """Return settings of CMake besides those of all wheels."""
+        if self.zig is None:
+            return {}
+        # CMake's own strip knows the objects of this machine only; the linker strips instead.
+        return {
+            "CMAKE_SYSTEM_NAME": "Linux",
+            "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+            "CMAKE_MODULE_LINKER_FLAGS": "-s",
+            "DELTACHECK_CUDA": "OFF",
+        }
+
+    def options(self) -> list[str]:
+        """Return settings of scikit-build-core."""
+        if self.zig is None:
+            return []
+        tag = f"cp{self.version.replace('.', '')}"
+        python_and_abi = "cp312-abi3" if _parsed(self.version) >= STABLE else f"{tag}-{tag}"
+        return [f"wheel.tags={python_and_abi}-linux_aarch64", "install.strip=false"]
+
+    def environment(self) -> dict[str, str]:
+        """Return variables of the environment: the compilers, and the name of a module."""
+        if self.zig is None:
+            return {}
+        tag = self.version.replace(".", "")
+        return {
+            "CC": str(self.zig.with_name("aarch64-cc")),
+            "CXX": str(self.zig.with_name("aarch64-c++")),
+            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-aarch64-linux-gnu.so",
+        }
+
+    def write_compilers(self) -> None:
+        """Write the compilers that ``environment`` names: CMake wants a file for each."""
+        if self.zig is None:
+            return
+        for language in ("cc", "c++"):
+            script = self.zig.with_name(f"aarch64-{language}")
+            script.write_text(f'#!/bin/sh\nexec "{self.zig}" {language} -target {AARCH64} "$@"\n')
+            script.chmod(0o755)
 
 
 def wants_cuda(wish: str, *, has_nvcc: bool) -> bool:
@@ -115,6 +185,18 @@ def size_problem(name: str, size: int, *, with_cuda: bool) -> str:
     )
 
 
+def module_problem(name: str, files: Collection[str]) -> str:
+    """Return one sentence if the Python of a wheel would not import its module; empty: none.
+
+    A module that is compiled for another machine may have the name of this one.
+    """
+    tag, abi, system = name.removesuffix(".whl").split("-")[2:5]
+    machine = "aarch64" if system.endswith("aarch64") else "x86_64"
+    suffix = "abi3" if abi == "abi3" else f"cpython-{tag[2:]}-{machine}-linux-gnu"
+    module = f"deltacheck/_native.{suffix}.so"
+    return "" if module in files else f"{name} has no {module}"
+
+
 def build_source(folder: Path, tools: Path) -> Path:
     """Write the source distribution, which holds the sources of libzstd and c-blosc."""
     fetch = [sys.executable, "xla_ffi/libraries.py", "build/libraries"]
@@ -142,8 +224,8 @@ def repair(wheel: Path, folder: Path, tools: Path) -> Path:
     )
     if done.returncode:
         sys.exit(f"auditwheel refuses {wheel.name}: {done.stderr.strip()}")
-    tag = wheel.name.split("-")[-3]
-    [repaired] = [path for path in folder.glob("*.whl") if f"-{tag}-" in path.name]
+    *_, tag, _, system = wheel.stem.split("-")
+    [repaired] = folder.glob(f"*-{tag}-*_{system.removeprefix('linux_')}.whl")
     if not re.search(r"-manylinux_\d+_\d+_\w+\.whl$", repaired.name):
         sys.exit(f"{repaired.name} has no manylinux tag")
     return repaired

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -50,9 +51,11 @@ def main() -> None:
                 print(f"Python {report['python']}: {count} files as the editable build writes them")
 
 
-def accepts(wheel: str, version: str) -> bool:
-    """Return whether a Python takes a wheel of this name."""
-    tag, abi = wheel.split("-")[2:4]
+def accepts(wheel: str, version: str, machine: str = platform.machine()) -> bool:
+    """Return whether a Python on a machine with such processors takes a wheel of this name."""
+    tag, abi, system = wheel.removesuffix(".whl").split("-")[2:5]
+    if not system.endswith(machine):
+        return False
     oldest = (int(tag[2]), int(tag[3:]))
     python = tuple(map(int, version.split(".")))
     return python >= oldest if abi == "abi3" else python == oldest

@@ -16,7 +16,7 @@ import pytest
 from deltacheck.cli.view.server import page_files
 from tests.support.paths import REPOSITORY
 from tests.wheels import smoke
-from tests.wheels.build import chosen, size_problem, wants_cuda
+from tests.wheels.build import AARCH64, Build, chosen, module_problem, size_problem, wants_cuda
 from tests.wheels.check import accepts, difference
 
 
@@ -56,6 +56,22 @@ def test_a_wheel_beyond_its_limit_is_refused_in_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tag", "suffix"),
+    [
+        ("cp311-cp311-manylinux_2_34_x86_64", "cpython-311-x86_64-linux-gnu"),
+        ("cp311-cp311-manylinux_2_24_aarch64", "cpython-311-aarch64-linux-gnu"),
+        ("cp312-abi3-manylinux_2_24_aarch64", "abi3"),
+    ],
+)
+def test_a_wheel_whose_module_has_the_name_of_another_machine_is_refused(
+    tag: str, suffix: str
+) -> None:
+    wheel = f"deltacheck-0.1.0-{tag}.whl"
+    assert module_problem(wheel, ["a", f"deltacheck/_native.{suffix}.so"]) == ""
+    assert suffix in module_problem(wheel, ["deltacheck/_native.cpython-311-riscv64-linux-gnu.so"])
+
+
+@pytest.mark.parametrize(
     ("tag", "version", "taken"),
     [
         ("cp311-cp311", "3.11", True),
@@ -68,7 +84,31 @@ def test_a_wheel_beyond_its_limit_is_refused_in_one_sentence() -> None:
 def test_a_wheel_is_tried_under_each_python_that_takes_it(
     tag: str, version: str, taken: bool
 ) -> None:
-    assert accepts(f"deltacheck-0.1.0-{tag}-manylinux_2_34_x86_64.whl", version) is taken
+    wheel = f"deltacheck-0.1.0-{tag}-manylinux_2_34_x86_64.whl"
+    assert accepts(wheel, version, "x86_64") is taken
+    assert not accepts(wheel, version, "aarch64")
+
+
+@pytest.mark.parametrize(
+    ("version", "tag"), [("3.11", "cp311-cp311"), ("3.12", "cp312-abi3"), ("3.13", "cp312-abi3")]
+)
+def test_a_wheel_for_another_processor_has_its_tag_compiler_and_suffix(
+    version: str, tag: str, tmp_path: Path
+) -> None:
+    assert (Build(version).options(), Build(version).environment()) == ([], {})
+    zig = tmp_path / "zig"
+    zig.write_text('#!/bin/sh\necho "$@"\n')
+    zig.chmod(0o755)
+    build = Build(version, zig)
+    build.write_compilers()
+    assert build.options()[0] == f"wheel.tags={tag}-linux_aarch64"
+    suffix = f".cpython-{version.replace('.', '')}-aarch64-linux-gnu.so"
+    assert build.environment()["SETUPTOOLS_EXT_SUFFIX"] == suffix
+    for name, language in (("CC", "cc"), ("CXX", "c++")):
+        command = [build.environment()[name], "-c", "a b"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert said == f"{language} -target {AARCH64} -c a b\n"
+    assert build.settings()["DELTACHECK_CUDA"] == "OFF"
 
 
 def test_two_builds_are_compared_file_by_file() -> None:

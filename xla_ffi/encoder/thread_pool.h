@@ -1,4 +1,4 @@
-// A pool of threads in which the caller takes part. Used by delta.cc, entropy.cc and
+// A pool of threads in which the caller takes part. Used by changes.cc, delta.cc, entropy.cc and
 // entropy_read.cc.
 
 #pragma once
