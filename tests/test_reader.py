@@ -118,9 +118,9 @@ def test_a_slice_reads_only_the_chunks_that_it_needs(
     read: list[int] = []
     original = JoinedRead.add_box
 
-    def add_box(self: Any, path: Any, cells: Any, codec: Any, box: Any, out: Any) -> None:
+    def add_box(self: Any, array: Any, box: Any, out: Any) -> None:
         read.append(out.nbytes)
-        original(self, path, cells, codec, box, out)
+        original(self, array, box, out)
 
     monkeypatch.setattr(JoinedRead, "add_box", add_box)
     deltacheck.open(saved[0]).restore(0, slices={BIG: (slice(0, 2),)})
