@@ -32,6 +32,9 @@ class Hanging:
         threading.Event().wait(min(timeout, 5))
         raise TimeoutError
 
+    def wait(self, timeout: float) -> None:
+        """Return when the storage has not answered in time."""
+
     def done(self) -> bool:
         return False
 

@@ -30,6 +30,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.save import pipeline
 from deltacheck.save.job import save_job
 from deltacheck.store.files import arrays
+from deltacheck.store.files.arrays import StreamWriter
 from deltacheck.store.files.durability import Durability
 from tests.support.waiting import set_deadline
 
@@ -122,7 +123,7 @@ def break_storage(case: Case, options: SaveOptions) -> None:
         case "full":
             arrays.create_file = full  # of the table or the manifest
         case "hang":
-            arrays.write = lambda *_: Hanging()
+            arrays.write = StreamWriter.write = lambda *_: Hanging()
         case "stuck":
             Durability.sync_tree = stuck  # type: ignore[method-assign]
         case "held":
