@@ -22,8 +22,9 @@ _SPARE_SAVES = 2
 # Leaves of one group are merged together. More groups: smaller bursts of writing; fewer groups:
 # less work, since each merge opens all segments of the step, and fewer segments for a restore.
 _GROUPS = 4
-# A state of at most so many bytes is one group: merging all of it is a small burst.
-_ONE_GROUP_BYTES = 64 << 20
+# A state of at most so many bytes is one group: merging all of it is a small burst. At 46 MB, the
+# largest of 200 saves was 5 times the mean with one group, and 2.4 times with four.
+_ONE_GROUP_BYTES = 8 << 20
 # Deltas that hold at least this share of a leaf are not merged: together they change nearly all of
 # it, and it is due again after few saves, so keyframes take fewer bytes.
 _DENSE_SHARE = 0.5

@@ -26,13 +26,13 @@ def test_short_chains_are_not_merged() -> None:
 
 
 def test_leaves_of_a_large_state_are_due_in_four_groups_before_they_reach_the_limit() -> None:
-    limits = [depth_limit(POLICY, path, 65 << 20) for path in PATHS]
+    limits = [depth_limit(POLICY, path, 9 << 20) for path in PATHS]
     assert sorted(set(limits)) == [18, 22, 26, 30]
     assert min(limits.count(n) for n in set(limits)) > 25
 
 
 def test_leaves_of_a_small_state_are_due_together() -> None:
-    assert {depth_limit(POLICY, path, 64 << 20) for path in PATHS} == {30}
+    assert {depth_limit(POLICY, path, 8 << 20) for path in PATHS} == {30}
     assert not is_due(POLICY, DEPTH, DeltasSinceKeyframe(RAW, [100] * 29, 0))
     assert is_due(POLICY, DEPTH, DeltasSinceKeyframe(RAW, [100] * 30, 0))
     # A leaf whose last deltas were merged waits for further ones.
