@@ -83,19 +83,6 @@ def read_across(
     return earlier, {path: items[path].data for path in after}
 
 
-def read_unverified(chain: Chain) -> U8:
-    """Read and decode a whole leaf without a comparison. The caller must compare the leaf's digest.
-
-    Raises:
-        Damaged: A file cannot be read or decoded; names the file.
-    """
-    ((item,),) = allocate_blocks(
-        {chain.spec.path: chain}, {chain.spec.path: list(range(chain.spec.chunk_count))}
-    )
-    _fill({chain.spec.path: item})
-    return item.data
-
-
 def follow_links(
     chains: Mapping[str, Chain], *, verified: bool = True
 ) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:

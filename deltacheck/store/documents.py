@@ -223,6 +223,7 @@ def decode_brief(content: bytes, path: Place) -> Brief:
     # A compact form lists its segments elsewhere.
     is_plain = _COMPACT not in content and _is_bound(content)
     head = _decoded(content, ManifestHead) if is_plain else None
+    # An element type that does not exist: the complete check names the leaf.
     with contextlib.suppress(UnsupportedLeaf):
         if head is not None:
             return Brief.of(head)
