@@ -215,13 +215,14 @@ def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill
 
     Several ways take turns: each save ends before that of the next way begins, except the last of a
     checkpoint, beside which training goes on. Another way is last at each checkpoint. The parent
-    ends the process with SIGKILL.
+    ends the process with SIGKILL. No save begins after that of the kill, so however late the signal
+    comes, the newest step is that of the kill or the one before.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder_of(folder, kill)
     (run_folder / LIVE).mkdir(parents=True)
     savers = {way: _open(way, plan, folder, run, run_folder) for way in plan.ways or ("",)}
     turns, files = deque(savers), list[Path]()
-    for step in plan.checkpoints():
+    for step in (step for step in plan.checkpoints() if step <= kill.saving_step):
         # Ways are timed, and a save should not meet the writing of another state.
         loss = run.train_until(step) if plan.ways else _train_to_save(plan, run, run_folder, step)
         report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
@@ -238,8 +239,9 @@ def save_until_killed(plan: EvaluationPlan, folder: Path, factory: Factory, kill
             savers[way].save(step, state, run.metrics(loss))
             if way != turns[-1]:
                 report_saved(savers[way].finish(), way=way, overlapped=False)
-    run.train_until(plan.steps)
-    time.sleep(_WAIT_FOR_KILL_SECONDS)  # a short run may end before the signal comes
+    run.train_until(min(kill.saving_step + plan.every, plan.steps))
+    report_saved(savers[turns[-1]].finish(), way=turns[-1], overlapped=True)
+    time.sleep(_WAIT_FOR_KILL_SECONDS)
 
 
 def resume(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill, way: str) -> None:
@@ -337,7 +339,7 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
 
     Each save is reported with the news if a restore of the step before it tests the weakest
     contract that the policy uses for leaves of each role. The parent then ends this process with
-    SIGKILL, except the last one.
+    SIGKILL, except the last one. No save begins after that one, however late the signal comes.
     """
     run, run_folder = WorkerRun(factory, kill.seed), folder / ROOTS / f"chain-{kill.seed}"
     root = run_folder / ROOT
@@ -375,6 +377,10 @@ def chain(plan: EvaluationPlan, folder: Path, factory: Factory, kill: Kill) -> N
         run.write_snapshot(state, live_file(run_folder, step))
         report("saving", step=step, is_tested=is_tested)
         saver.save(step, state, run.metrics(loss))
+        if is_tested and kill.number < plan.chain:
+            run.train_until(min(step + plan.every, plan.steps))
+            report_saved(saver.finish())
+            time.sleep(_WAIT_FOR_KILL_SECONDS)
     run.train_until(plan.steps)
     saver.finish()
     saver.close()

@@ -7,18 +7,21 @@ import json
 import math
 import random
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import deltacheck
 from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.cli import main
 from deltacheck.evaluate import significance as stats
-from deltacheck.evaluate import workload
+from deltacheck.evaluate import worker, workload
 from deltacheck.evaluate.comparison import contract, snapshot
 from deltacheck.evaluate.comparison.snapshot import Snapshot
 from deltacheck.evaluate.judge import judge
@@ -760,6 +763,29 @@ def test_kills_of_a_lossy_run_and_of_a_chain_restore_what_the_policy_weakens(
     assert link.missing_steps is not None
     assert judgement.quality.chains is not None
     assert judgement.quality.chains.inexact == judgement.quality.chains.links == 1
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.parametrize(
+    ("task", "name", "last"), [("save_until_killed", "1-0", 6), ("chain", "chain-1", 9)]
+)
+def test_a_worker_saves_nothing_after_the_save_of_its_kill(
+    task: str, name: str, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the signal comes, the kill is at the save that was chosen for it."""
+    plan = EvaluationPlan("eval_workload.py:make", "exact", 15, 3, 1, 1, 1, chain=1)
+    factory = workload.load_factory(plan.factory)
+    worker.save(plan, tmp_path, factory)  # a chain reads its contracts
+
+    def never_killed(seconds: float) -> None:
+        raise TimeoutError
+
+    clocks = SimpleNamespace(sleep=never_killed, perf_counter=time.perf_counter)
+    monkeypatch.setattr(worker, "time", clocks)
+    kill = Kill(1, 0, 6, mid_save=True, share=0.5)
+    with pytest.raises(TimeoutError):
+        getattr(worker, task)(plan, tmp_path, factory, kill)
+    assert deltacheck.open(tmp_path / "roots" / name / "root").steps()[-1] == last
 
 
 @pytest.mark.usefixtures("single_threaded")
