@@ -137,10 +137,7 @@ class Safetensors(Rival):
         return load_file(self._at(step) / "state.safetensors")
 
     def place(self, state: State, run: Any) -> None:
-        from benchmarks import states
-
-        for path, tensor in states.leaves_of(run.workload.state()).items():
-            tensor.detach().copy_(state[path])
+        _copy(state, run)
 
 
 class Dcp(Rival):
@@ -215,18 +212,12 @@ class TorchCheckpointing(Rival):
         return LocalFileSystemStorageConfig(use_direct_io=False)
 
 
-class _Ours(Rival):
-    """Saves of deltacheck. Bytes are the growth of the root: a step has no directory of its own."""
-
-    syncs = "everything"
+class _Growing(Rival):
+    """A way whose saves build on each other. Bytes are the growth of the root."""
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         super().__init__(root, run, profile)
-        self._bytes: dict[int, int] = {}
         self._size = 0
-
-    def unsynced(self, step: int) -> Path | None:
-        return None
 
     def delete_earlier(self) -> None:
         """Delete nothing: saves build on each other, and are small."""
@@ -235,6 +226,53 @@ class _Ours(Rival):
         size = bytes_on_disk(self.root)
         growth, self._size = size - self._size, size
         return growth
+
+
+class Moonclip(_Growing):
+    """A library in Rust: differences in zstd, of the last save that is whole."""
+
+    name = "moonclip"
+    needs = "moonclip"
+    syncs = "files"
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        from moonclip import MoonclipManager
+
+        self._manager = MoonclipManager(str(root))
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        from benchmarks import states
+
+        self._manager.save_tensors(step, states.leaves_of(state))
+        return self._manager.flush  # type: ignore[no-any-return]
+
+    def unsynced(self, step: int) -> Path | None:
+        return self.root
+
+    def restore(self, step: int, like: State) -> State:
+        import torch
+        from moonclip import MoonclipManager
+
+        from benchmarks import states
+
+        _, restored = MoonclipManager(str(self.root)).load_latest()
+        return {
+            path: torch.frombuffer(restored[path], dtype=tensor.dtype).reshape(tensor.shape)
+            for path, tensor in states.leaves_of(like).items()
+        }
+
+    def place(self, state: State, run: Any) -> None:
+        _copy(state, run)
+
+
+class _Ours(_Growing):
+    """Saves of deltacheck."""
+
+    syncs = "everything"
+
+    def unsynced(self, step: int) -> Path | None:
+        return None
 
     def settled(self) -> bool:
         """Return true if the next save is one of the steady state.
@@ -384,12 +422,21 @@ RIVALS: dict[str, tuple[type[Rival], ...]] = {
         Dcp,
         DcpAsync,
         TorchCheckpointing,
+        Moonclip,
         OursTorch,
         OursTorchPostTraining,
         OursTorchBounded,
     ),
     "jax": (Orbax, OursOrbax, OursOrbaxPostTraining, OursOrbaxBounded),
 }
+
+
+def _copy(state: Mapping[str, Any], run: Any) -> None:
+    """Copy restored tensors into those of the program."""
+    from benchmarks import states
+
+    for path, tensor in states.leaves_of(run.workload.state()).items():
+        tensor.detach().copy_(state[path])
 
 
 def sync_tree(top: Path) -> None:
