@@ -25,16 +25,20 @@ Weights = dict[str, NDArray[np.float32]]
 class KillPlan:
     """The saves of a run, and those that are resumed from.
 
-    After ``settle_steps`` the run saves every ``every`` steps. Each of the last ``kills`` saves is
-    restored and trained on for ``horizon`` steps, a multiple of ``every``.
+    After ``settle_steps`` the run saves every ``every`` steps. Those with the given ``numbers``,
+    counted from 1, are restored and trained on for ``horizon`` steps, a multiple of ``every``.
     """
 
     seeds: tuple[int, ...]
     settle_steps: int
-    saves: int
     every: int
-    kills: int
+    numbers: tuple[int, ...]
     horizon: int
+
+    @property
+    def saves(self) -> int:
+        """The number of saves."""
+        return max(self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +127,9 @@ def _resume_seed(
             loss = run.train(plan.every - 1) if plan.every > 1 else loss
         references[run.workload.step] = _Reference(run.workload.evaluate(), run.masters(), {}, b"")
         exact = next(chains[way.name] for way in ways if way.lossless)
-        kills = list(exact.bytes)[-plan.kills :]
+        steps = list(exact.bytes)
         records: dict[str, list[Resumed]] = {name: [] for name in chains}
-        for kill in kills:
+        for kill in (steps[number - 1] for number in plan.numbers):
             run.workload.load(exact.restore(kill, run.workload.state()))
             run.workload.reorder(1000 * seed + kill)
             run.train(plan.horizon)
@@ -215,14 +219,50 @@ def weights_row(name: str, records: Sequence[Resumed]) -> list[Cell]:
     ]
 
 
+EARLY_COLUMNS: dict[str, Unit] = {
+    "policy": "text",
+    "save": "count",
+    "stable": "count",
+    "loss change": "number",
+    "noise sd": "number",
+    "lost steps by loss": "number",
+    "lost steps": "number",
+}
+
+
+def early_rows(name: str, records: Sequence[Resumed], plan: KillPlan) -> list[list[Cell]]:
+    """Return a row of ``EARLY_COLUMNS`` for each save, of the means over the seeds."""
+    rows: list[list[Cell]] = []
+    for number, of_save in by_save(records, plan).items():
+        rows.append(
+            [
+                name,
+                number,
+                sum(record.stage == "stable" for record in of_save),
+                mean(record.loss_change for record in of_save),
+                noise_sd(of_save),
+                lost_by_loss(of_save, plan.horizon),
+                mean(record.lost_steps for record in of_save),
+            ]
+        )
+    return rows
+
+
+def by_save(records: Sequence[Resumed], plan: KillPlan) -> dict[int, list[Resumed]]:
+    """Return the records of all seeds by the number of the save."""
+    count = len(plan.numbers)
+    return {number: list(records[place::count]) for place, number in enumerate(plan.numbers)}
+
+
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """A run that is killed many times in a row.
+    """A run that is killed many times in a row, with each of some seeds.
 
     It trains ``steps`` steps, saves every ``every`` steps, and is killed at ``kills`` saves from
     ``first_kill`` on, ``apart`` steps apart.
     """
 
+    seeds: tuple[int, ...]
     steps: int
     every: int
     first_kill: int
@@ -249,6 +289,7 @@ def _without_first(entry: dict[str, Any], live: dict[str, Any]) -> None:
     entry["exp_avg"].zero_()
 
 
+AUTO_CHAIN = "all of these: `auto`"
 # What is inexact at each resume -> the policy, and the rest of each parameter's state put back.
 CHAINED: dict[str, tuple[Policy, Put]] = {
     "nothing": (Policy.auto(derive=False), _inexact()),
@@ -257,7 +298,7 @@ CHAINED: dict[str, tuple[Policy, Put]] = {
     "m and v, reused": (Policy.auto(derive=False), _inexact(FIRST, SECOND)),
     "v alone": (Policy.auto(derive=False), _inexact(SECOND)),
     "m alone": (Policy.auto(derive=False), _inexact(FIRST)),
-    "all of these": (Policy.auto(derive=False), _inexact(MASTER, FIRST, SECOND)),
+    AUTO_CHAIN: (Policy.auto(), _inexact(MASTER, FIRST, SECOND)),
     "no m (zero)": (Policy.auto(derive=False), _without_first),
 }
 CHAIN_COLUMNS: dict[str, Unit] = {
@@ -265,29 +306,49 @@ CHAIN_COLUMNS: dict[str, Unit] = {
     "kills": "count",
     "lost steps": "number",
     "loss change": "number",
+    "worst": "number",
+    "noise sd": "number",
 }
 
 
 def chained(recipe: Recipe, plan: ChainPlan, folder: Path) -> list[list[Cell]]:
-    """Return a row of ``CHAIN_COLUMNS`` for each of ``CHAINED``.
+    """Return a row of ``CHAIN_COLUMNS`` for each of ``CHAINED``, of the means over the seeds.
 
     Lost steps are the change of the loss over the progress per step at the end of the run that is
-    not killed.
+    not killed. The noise is the change that another data order causes from the first kill on.
     """
-    run = Run("torch", recipe)
-    start = copy.deepcopy(run.workload.state())
+    changes: dict[str, list[float]] = {name: [] for name in CHAINED}
+    noise, progress = [], []
     last = plan.apart * 2
-    run.train(plan.steps - last)
-    before = run.workload.evaluate()
-    run.train(last)
-    end = run.workload.evaluate()
-    rows: list[list[Cell]] = []
-    for number, (name, (policy, put)) in enumerate(CHAINED.items()):
+    for seed in plan.seeds:
+        run = Run("torch", replace(recipe, seed=seed))
+        start = copy.deepcopy(run.workload.state())
+        run.train(plan.steps - last)
+        before = run.workload.evaluate()
+        run.train(last)
+        end = run.workload.evaluate()
+        progress.append((before - end) / last)
         run.workload.load(copy.deepcopy(start))
-        _train_killed(run, plan, policy, put, folder / str(number))
-        change = run.workload.evaluate() - end
-        rows.append([name, plan.kills, change * last / (before - end), change])
-    return rows
+        run.train(plan.first_kill)
+        run.workload.reorder(1000 * seed)
+        run.train(plan.steps - plan.first_kill)
+        noise.append(run.workload.evaluate() - end)
+        for number, (name, (policy, put)) in enumerate(CHAINED.items()):
+            run.workload.load(copy.deepcopy(start))
+            _train_killed(run, plan, policy, put, folder / f"{seed}-{number}")
+            changes[name].append(run.workload.evaluate() - end)
+    sd = float(np.sqrt(mean(change**2 for change in noise) / 2))
+    return [
+        [
+            name,
+            plan.kills,
+            mean(of_seeds) / mean(progress),
+            mean(of_seeds),
+            max(map(abs, of_seeds)),
+            sd,
+        ]
+        for name, of_seeds in changes.items()
+    ]
 
 
 def _train_killed(run: Run, plan: ChainPlan, policy: Policy, put: Put, root: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import candidates, entropy, quality
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
-from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
+from benchmarks.ways import AUTO, CLASSES, EXACT, WAYS, Chain, Run, Way
 from benchmarks.workloads.recipe import Recipe, recipe, small, tiny
 from deltacheck import Policy
 from deltacheck.policy.keyframes import deltas_between
@@ -58,14 +58,26 @@ class Sizes:
 
 FULL = Sizes(settle_steps=600, saves={10: 30, 1: 30}, few=8)
 QUICK = Sizes(settle_steps=2, saves={2: 3}, few=3)
+SEEDS = (1, 2, 3, 4, 5)
 KILLS = quality.KillPlan(
-    seeds=(1, 2, 3), settle_steps=200, saves=20, every=10, kills=10, horizon=20
+    seeds=SEEDS, settle_steps=200, every=10, numbers=tuple(range(11, 21)), horizon=20
 )
-QUICK_KILLS = quality.KillPlan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
-CHAIN = quality.ChainPlan(steps=420, every=4, first_kill=76, apart=20, kills=10)
-QUICK_CHAIN = quality.ChainPlan(steps=12, every=2, first_kill=8, apart=2, kills=1)
+QUICK_KILLS = quality.KillPlan(seeds=(1,), settle_steps=2, every=2, numbers=(2, 3), horizon=2)
+# From the first saves of a run on, whose optimizer is new
+EARLY = quality.KillPlan(
+    seeds=SEEDS, settle_steps=10, every=10, numbers=(1, 2, 3, 5, 10, 20), horizon=20
+)
+QUICK_EARLY = quality.KillPlan(seeds=(1, 2), settle_steps=2, every=2, numbers=(1, 2), horizon=2)
+LOST_STEPS = {"": 0.5, "stable": 3.0}  # promised, by the stage; stable: moments are reused
+CHAIN = quality.ChainPlan(seeds=SEEDS, steps=420, every=4, first_kill=76, apart=20, kills=10)
+QUICK_CHAIN = quality.ChainPlan(seeds=(1,), steps=12, every=2, first_kill=8, apart=2, kills=1)
 CHAIN_TEXT = {"pretrain_steps": 100, "sources": 200}  # as `builtin.sft`
-SIZE_PART, RESUME_PART, CHAIN_PART = PARTS = ("sizes", "resumes", "chained kills")
+SIZE_PART, RESUME_PART, EARLY_PART, CHAIN_PART = PARTS = (
+    "sizes",
+    "resumes",
+    "early saves",
+    "chained kills",
+)
 
 
 def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
@@ -131,15 +143,24 @@ def run(settings: Settings) -> Result:
                 workload, kills.horizon, kills.settle_steps, kills.horizon
             )
         ]
-    chains = (
-        quality.chained(
+    early: list[list[Cell]] = []
+    plan = QUICK_EARLY if settings.quick else EARLY
+    for number, configuration in enumerate(small_runs if EARLY_PART in parts else ()):
+        name, folder = configuration.name, settings.folder / f"early-{number}"
+        records = quality.resumed(
+            configuration.framework, configuration.recipe, (EXACT, AUTO), plan, folder
+        )
+        for way, resumes in records.items():
+            early += [[name, *row] for row in quality.early_rows(way, resumes, plan)]
+        figures += promised_early(name, records[AUTO.name], plan)
+    chains: list[list[Cell]] = []
+    if CHAIN_PART in parts:
+        chains = quality.chained(
             (tiny if settings.quick else small)("sft", **({} if settings.quick else CHAIN_TEXT)),
             QUICK_CHAIN if settings.quick else CHAIN,
             settings.folder / "chains",
         )
-        if CHAIN_PART in parts
-        else []
-    )
+        figures.append(promised_chain(chains))
     about = (
         "bytes of all files that a save adds, over torch.save of the same state,"
         f" {sizes.settle_steps} steps into the run; steady: mean of the saves in the policy's"
@@ -155,6 +176,7 @@ def run(settings: Settings) -> Result:
         Table("after a resume: held-out loss", {"run": "text", **quality.LOSS_COLUMNS}, losses),
         Table("after a resume: weights", {"run": "text", **quality.WEIGHTS_COLUMNS}, weights),
         Table("one class of the state replaced", {"run": "text", **candidates.COLUMNS}, verdicts),
+        Table("resumes from early saves", {"run": "text", **quality.EARLY_COLUMNS}, early),
         Table("torch sft, many kills in a row", quality.CHAIN_COLUMNS, chains),
     ]
     return Result("stability", about, [table for table in tables if table.rows], figures)
@@ -353,6 +375,34 @@ def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]
                 Figure(f"{name}, {way.name}, forward pass bit for bit", exact, 1.0, at_least=True)
             )
     return figures
+
+
+def promised_early(
+    name: str, records: Sequence[quality.Resumed], plan: quality.KillPlan
+) -> list[Figure]:
+    """Return the promised figures of resumes from early saves under ``Policy.auto()``."""
+    figures = []
+    for number, of_save in quality.by_save(records, plan).items():
+        case = f"{name}, auto, resumed from save {number}"
+        change = mean(record.loss_change for record in of_save)
+        figures.append(Figure(f"{case}, loss", change, quality.noise_sd(of_save), "number"))
+        stage = "stable" if any(record.stage == "stable" for record in of_save) else ""
+        lost = mean(record.lost_steps for record in of_save)
+        figures.append(Figure(f"{case}, lost steps", lost, LOST_STEPS[stage], "number"))
+    return figures
+
+
+def promised_chain(rows: Sequence[Sequence[Cell]]) -> Figure:
+    """Return the promised figure of kills in a row under ``Policy.auto()``: within the noise."""
+    (row,) = (
+        dict(zip(quality.CHAIN_COLUMNS, row, strict=True))
+        for row in rows
+        if row[0] == quality.AUTO_CHAIN
+    )
+    change, noise = row["loss change"], row["noise sd"]
+    assert isinstance(change, float)
+    assert isinstance(noise, float)
+    return Figure(f"torch sft, {row['kills']} kills in a row, auto, loss", change, noise, "number")
 
 
 def _created(folder: Path) -> Path:

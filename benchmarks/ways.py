@@ -47,6 +47,7 @@ def _weights_bounded(max_chain_depth: int) -> Policy:
 
 
 EXACT = Way("exact", lambda depth: Policy.exact(depth, max_restore_ratio=None), lossless=True)
+AUTO = Way("auto", lambda depth: Policy.auto(max_chain_depth=depth))  # as users have it
 WAYS = (
     EXACT,
     Way(

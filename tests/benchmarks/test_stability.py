@@ -136,11 +136,49 @@ def test_a_loss_is_worth_as_many_steps_as_the_run_needs_for_it() -> None:
     assert quality.loss_row("x", [resume, better], 20)[3:5] == [pytest.approx(0.01), 0.03]
 
 
+def test_the_records_of_all_seeds_are_grouped_by_save() -> None:
+    plan = quality.KillPlan(seeds=(1, 2), settle_steps=2, every=2, numbers=(1, 3), horizon=2)
+    resume = quality.Resumed(10, "", 0.03, 0.1, 0.04, 1.0, 0.0, 0.0, 1.0, True)
+    records = [replace(resume, step=step) for step in (2, 6, 2, 6)]
+    steps = {
+        number: [record.step for record in of_save]
+        for number, of_save in quality.by_save(records, plan).items()
+    }
+    assert steps == {1: [2, 2], 3: [6, 6]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"loss_change": 0.05}, ["x, auto, resumed from save 1, loss"]),
+        ({"lost_steps": 0.6}, ["x, auto, resumed from save 1, lost steps"]),
+        ({"lost_steps": 2.9, "stage": "stable"}, []),
+        ({"lost_steps": 3.1, "stage": "stable"}, ["x, auto, resumed from save 1, lost steps"]),
+    ],
+)
+def test_a_resume_from_an_early_save_that_loses_too_much_is_a_miss(
+    changes: dict[str, Any], missed: list[str]
+) -> None:
+    plan = quality.KillPlan(seeds=(1,), settle_steps=2, every=2, numbers=(1, 3), horizon=2)
+    good = quality.Resumed(2, "", 0.02, 0.1, 0.04, 0.5, 0.0, 0.0, 1.0, True)
+    figures = stability.promised_early("x", [replace(good, **changes), good], plan)
+    assert [figure.name for figure in figures if not figure.holds] == missed
+
+
+def test_kills_in_a_row_that_lose_more_than_the_noise_are_a_miss() -> None:
+    rows = [[name, 10, 0.0, 0.02, 0.02, 0.03] for name in quality.CHAINED]
+    assert stability.promised_chain(rows).holds
+    last = next(row for row in rows if row[0] == quality.AUTO_CHAIN)
+    last[3] = 0.031
+    assert not stability.promised_chain(rows).holds
+
+
 def test_a_damaged_restore_is_seen_by_every_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exact policy loses nothing, and the same restores with a wrong master are all detected."""
-    plan = quality.KillPlan(seeds=(1,), settle_steps=2, saves=2, every=2, kills=1, horizon=2)
+    plan = quality.KillPlan(seeds=(1,), settle_steps=2, every=2, numbers=(2,), horizon=2)
     recipe = tiny("sft", pretrain_steps=1)
     (sound,) = quality.resumed("torch", recipe, ways.WAYS[:1], plan, tmp_path / "sound")["exact"]
     assert (
@@ -172,7 +210,12 @@ def test_a_damaged_restore_is_seen_by_every_measure(
 def test_the_whole_benchmark_runs_and_measures_every_policy(tmp_path: Path) -> None:
     result = json.loads(json.dumps(stability.run(Settings(quick=True, folder=tmp_path)).as_json()))
     tables = [table["rows"] for table in result["tables"]]
-    sizes, classes, losses, weights, verdicts, chains = tables
+    sizes, classes, losses, weights, verdicts, early, chains = tables
+    assert [(row["policy"], row["save"]) for row in early] == [
+        (policy, save) for policy in ("exact", "auto") for save in (1, 2)
+    ]
+    assert [row["loss change"] for row in early[:2]] == [0, 0]  # exact
+    assert all(row["loss change"] != 0 for row in early[2:])
     assert [row["inexact at each resume"] for row in chains] == list(quality.CHAINED)
     assert chains[0]["loss change"] == 0  # with nothing inexact
     assert chains[-1]["loss change"] != 0
