@@ -40,7 +40,7 @@ namespace {
 
 // Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
 // changes, so that a stale build is detected.
-constexpr int kInterface = 14;
+constexpr int kInterface = 15;
 
 template <typename T>
 // Contiguous, one-dimensional, in host memory. nanobind refuses every other array.

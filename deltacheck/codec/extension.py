@@ -13,7 +13,7 @@ except ImportError as error:
 __all__ = ["INTERFACE", "native"]
 
 # Raised on both sides (xla_ffi/module.cc) if a signature changes.
-INTERFACE = 14
+INTERFACE = 15
 
 if native.INTERFACE != INTERFACE:
     raise ImportError(

@@ -42,6 +42,7 @@ _SCRATCH_BYTES = 4 << 20
 # Of streams, whose matches beyond runs hardly exist: level 7 takes two to three times the work for
 # 0.1 % less.
 _ZSTD_LEVEL = 1
+_PLANE_BYTES = 128 << 10  # of one Huffman code of zstd
 NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -61,8 +62,8 @@ class ArraySpec:
         dtype: zarr data type name.
         chunk: Shape of an inner chunk.
         shard: Shape of a zarr shard; ``None``: one file per chunk.
-        codec: ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or ``"store"``
-            (uncompressed); every one ends in crc32c.
+        codec: ``"values"`` (blosc), ``"stream"`` (zstd) or ``"store"`` (uncompressed); every one
+            ends in crc32c.
         attributes: Attributes of the array.
     """
 
@@ -122,18 +123,7 @@ class ArraySpec:
             else {"name": "bytes"}
         )
         compressor: dict[str, list[dict[str, Any]]] = {
-            "values": [
-                {
-                    "name": "blosc",
-                    "configuration": {
-                        "cname": "lz4",
-                        "clevel": 5,
-                        "shuffle": "bitshuffle",
-                        "typesize": item,
-                        "blocksize": 0,
-                    },
-                }
-            ],
+            "values": [{"name": "blosc", "configuration": self._blosc(item)}],
             "stream": [
                 {"name": "zstd", "configuration": {"level": _ZSTD_LEVEL, "checksum": False}}
             ],
@@ -166,6 +156,22 @@ class ArraySpec:
             "codecs": inner,
             "attributes": dict(self.attributes),
         }
+
+
+    def _blosc(self, item: int) -> dict[str, Any]:
+        """Return the configuration of the codec of values, of elements of ``item`` bytes.
+
+        zstd compresses ``_PLANE_BYTES`` with one Huffman code. If blocks have as many elements,
+        each of their byte planes gets a code of its own: the exponents of floats shrink, their
+        mantissas are stored. Smaller chunks have no such blocks, and are smaller with lz4.
+        """
+        block_bytes = item * _PLANE_BYTES
+        if math.prod(self.chunk) * item < block_bytes:
+            coder = {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle"}
+            block_bytes = 0  # blosc's own choice
+        else:
+            coder = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle"}
+        return coder | {"typesize": item, "blocksize": block_bytes}
 
 
 def _fill_value(dtype: str) -> Any:
