@@ -430,6 +430,21 @@ def write_long_list(root: Path) -> dict[int, Any]:
     return saved
 
 
+def write_planes(root: Path) -> dict[int, Any]:
+    """Keyframes with a Huffman code for each byte plane, and such that are too small for it."""
+    counts = np.arange(2**17 + 253, dtype=np.uint32) % 253
+    state = {
+        "two_blocks": counts.astype(np.float32),
+        "one_block": counts[: 2**17].astype(ml_dtypes.bfloat16).reshape(256, 512),
+        "bytes": counts.astype(np.uint8),
+        "wide": counts.astype(np.complex64),
+        "small": counts[: 2**17 - 1].astype(np.float32),
+    }
+    with Engine(root) as engine:
+        engine.save(0, state).wait(timeout=240)
+    return {0: state}
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
@@ -445,6 +460,7 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "ordered": write_ordered,
     "long_list": write_long_list,
     "law": write_law,
+    "planes": write_planes,
 }
 
 

@@ -1,5 +1,6 @@
-// Blosc chunks of version 1 (C-Blosc's README_CHUNK_FORMAT.rst) with lz4 and bitshuffle, the only
-// settings that the format has.
+// Blosc chunks of version 1 (C-Blosc's README_CHUNK_FORMAT.rst) with the settings that the format
+// has: lz4 with bits shuffled, or zstd with bytes shuffled.
+import { decompress } from "../../vendor/fzstd.mjs";
 import { check } from "../base/errors.mjs";
 import { viewOf } from "../base/bytes.mjs";
 
@@ -7,7 +8,7 @@ const SHUFFLE = 1;
 const STORED = 2;
 const BITSHUFFLE = 4;
 const ONE_STREAM = 16;
-const LZ4 = 1;
+const CODERS = { 1: unlz4, 4: unzstd };
 // Streams of a block: one for each byte of an element, unless blocks are small or elements wide.
 const MOST_STREAMS = 16;
 const LEAST_ELEMENTS = 128;
@@ -19,12 +20,12 @@ export function unblosc(bytes) {
   const size = view.getUint32(4, true);
   const blockBytes = view.getUint32(8, true);
   check(version === 2, `blosc version ${version}`);
-  check((flags & SHUFFLE) === 0, "blosc with byte shuffle");
   if (flags & STORED) {
     check(bytes.length === 16 + size, "stored blosc content of another length");
     return bytes.slice(16);
   }
-  check(flags >> 5 === LZ4, `blosc codec ${flags >> 5}`);
+  const decode = CODERS[flags >> 5];
+  check(decode !== undefined, `blosc codec ${flags >> 5}`);
   check(blockBytes > 0 && typeBytes > 0, `blosc blocks of ${blockBytes} bytes, elements of ${typeBytes}`);
   const result = new Uint8Array(size);
   const blocks = Math.ceil(size / blockBytes);
@@ -33,13 +34,14 @@ export function unblosc(bytes) {
     const target = result.subarray(block * blockBytes, Math.min(size, (block + 1) * blockBytes));
     const whole = target.length === blockBytes;
     const split = !(flags & ONE_STREAM) && whole && typeBytes <= MOST_STREAMS && blockBytes / typeBytes >= LEAST_ELEMENTS;
-    readBlock(bytes, view, view.getUint32(16 + 4 * block, true), target, split ? typeBytes : 1);
-    if (flags & BITSHUFFLE) unshuffle(target, typeBytes);
+    readBlock(bytes, view, view.getUint32(16 + 4 * block, true), target, split ? typeBytes : 1, decode);
+    if (flags & SHUFFLE) unshuffleBytes(target, typeBytes);
+    if (flags & BITSHUFFLE) unshuffleBits(target, typeBytes);
   }
   return result;
 }
 
-function readBlock(bytes, view, at, target, streams) {
+function readBlock(bytes, view, at, target, streams, decode) {
   const streamBytes = target.length / streams;
   for (let stream = 0; stream < streams; stream++) {
     check(at + 4 <= bytes.length, "a blosc block is cut");
@@ -49,9 +51,15 @@ function readBlock(bytes, view, at, target, streams) {
     const source = bytes.subarray(at, at + size);
     const part = target.subarray(stream * streamBytes, (stream + 1) * streamBytes);
     if (size === part.length) part.set(source);
-    else unlz4(source, part);
+    else decode(source, part);
     at += size;
   }
+}
+
+function unzstd(source, target) {
+  const decoded = decompress(source);
+  check(decoded.length === target.length, `zstd: ${decoded.length} bytes, not ${target.length}`);
+  target.set(decoded);
 }
 
 // The block format of lz4: literals and copies of earlier bytes.
@@ -86,8 +94,19 @@ function unlz4(source, target) {
   check(to === target.length, `lz4: ${to} bytes, not ${target.length}`);
 }
 
+// Undo the shuffle of bytes: plane p has byte p of each element. Bytes of no whole element are last.
+function unshuffleBytes(bytes, typeBytes) {
+  const elements = Math.floor(bytes.length / typeBytes);
+  const planes = bytes.slice(0, elements * typeBytes);
+  for (let byte = 0; byte < typeBytes; byte++) {
+    for (let element = 0; element < elements; element++) {
+      bytes[element * typeBytes + byte] = planes[byte * elements + element];
+    }
+  }
+}
+
 // Undo bitshuffle: plane p of bits has bit p of each element.
-function unshuffle(bytes, typeBytes) {
+function unshuffleBits(bytes, typeBytes) {
   const elements = Math.floor(bytes.length / typeBytes);
   // Blocks of another number of elements are not shuffled.
   if (elements % 8 !== 0) return;
