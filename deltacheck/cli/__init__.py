@@ -32,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # that the encoding of the terminal lacks.
     output.prepare_streams()
     try:
+        if arguments is None and words[:1] == ["run"]:
+            from deltacheck.cli.launch.attempts import go_on_in_a_child
+
+            if (status := go_on_in_a_child()) is not None:
+                return status
         return _run(words)
     except BrokenPipeError:
         _discard_stdout()

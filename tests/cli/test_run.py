@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -117,6 +118,32 @@ def test_a_signal_goes_to_the_command_which_is_not_started_again(tmp_path: Path,
         process.send_signal(signal.Signals[name])
         assert process.wait(timeout=240) == 3
     assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_a_launcher_that_is_killed_asks_its_command_to_end() -> None:
+    program = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')));"
+        " print('ready', flush=True); signal.pause()"
+    )
+    command = [PYTHON, "-m", "deltacheck", "run", "--restarts", "1", "--", PYTHON, "-c", program]
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        try:
+            # The pipe ends with the last process that has it.
+            rest, _ = process.communicate(timeout=240)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (rest, process.returncode) == ("saved\n", -signal.SIGKILL)
 
 
 def test_a_pipe_that_closes_ends_the_command_as_in_a_shell() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.suites import endurance, soak
+from deltacheck.backends.torch import Engine
+from tests.suites import endurance, restarts, soak
 from tests.suites.endurance import Count, grown
 from tests.suites.soak import SUITES, Suite
 
@@ -105,3 +106,21 @@ def test_a_training_that_is_killed_and_goes_on_loses_nothing(tmp_path: Path) -> 
     assert found.kills >= 1
     assert found.saves >= 2
     assert found.restores >= 1
+
+
+def test_a_process_that_opens_its_root_again_and_again_loses_nothing(tmp_path: Path) -> None:
+    found = restarts.restart(tmp_path / "root", 60, seed=1)
+    assert found.failures == []
+    assert len(found.counts) == 3
+
+
+def test_a_restart_that_is_refused_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Engine] = []
+    monkeypatch.setattr(restarts, "Cycle", held.append)
+    monkeypatch.setattr(restarts, "WAYS", ("in a cycle",))
+    found = restarts.restart(tmp_path / "root", 2, seed=1)
+    held[0].close()
+    assert (found.restarts, found.failed) == (2, 1)
+    assert "RootBusy" in found.failures[0]

@@ -170,6 +170,13 @@ SUITES = (
         60,
         by_seconds=True,
     ),
+    Suite(
+        "S17",
+        "restarts within a process",
+        program("suites/restarts.py", size="--restarts"),
+        TALLY,
+        100,
+    ),
 )
 
 

@@ -17,7 +17,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sig
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 # After these, the command is not started again.
 _ENDING = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL)
-_PR_SET_CHILD_SUBREAPER = 36  # of prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl
 _SI_KERNEL = 0x80  # si_code of a signal that no process has sent, but a terminal
 # What Python ignores, and a program that it starts must not.
 _RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -41,6 +41,23 @@ def signals_held() -> Iterator[_Mask]:
         yield set(map(int, before))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def go_on_in_a_child() -> int | None:
+    """Fork, before the first thread, into a child that gets SIGTERM once this process is gone.
+
+    So a SIGKILL of the process that its caller knows ends the command like a SIGTERM.
+
+    Returns:
+        ``None`` in the child; in this process the exit status of the child, which has ended.
+    """
+    parent = os.getpid()
+    with signals_held():
+        if child := os.fork():
+            return _await(child, tuple)[0]
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # It may have gone before.
+    return None if os.getppid() == parent else 128 + signal.SIGTERM
 
 
 def run_attempts(
@@ -68,7 +85,8 @@ def run_attempts(
         training was asked to save and end, a failure shows that signal, whatever starters made of
         it.
     """
-    _adopt_orphans()
+    # To become the parent of processes whose own has ended, and to wait for them.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for number in range(1, restarts + 2):
         process = os.posix_spawnp(
             command[0],
@@ -85,15 +103,15 @@ def run_attempts(
     return status, number
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of processes whose own has ended, to wait for them."""
-    # Where this fails, signals are not waited for behind a starter that ends at once.
+def _prctl(option: int, value: int) -> None:
+    # Where this fails, trainings behind a starter that ends at once are not waited for, and
+    # SIGKILL leaves the command running.
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _await(process: int, trainings: Callable[[], Collection[int]]) -> tuple[int, bool]:
-    """Pass signals on until a process has ended.
+    """Pass signals on until a process has ended. They must be held.
 
     Returns:
         Its status, and whether a signal has asked for the end.
