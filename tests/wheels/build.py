@@ -98,7 +98,10 @@ class Build:
         if self.zig is None:
             return {}
         # CMake's own strip knows the objects of this machine only; the linker strips instead.
+        # nanobind prints to stderr without a header for it. Python's own, which is not in the
+        # stable ABI, and libstdc++ bring one, and zig's libc++ does not.
         return {
+            "CMAKE_CXX_FLAGS": "-include cstdio",
             "CMAKE_SYSTEM_NAME": "Linux",
             "CMAKE_SYSTEM_PROCESSOR": "aarch64",
             "CMAKE_MODULE_LINKER_FLAGS": "-s",
