@@ -78,15 +78,17 @@ def train(
         if not isinstance(present[0], LaunchedCallback):
             options.record("own", trainer=name)
         return original(trainer, resume_from_checkpoint, *args, **kwargs)
+    # Scripts pass an option of their own on, whose default may be false. So it asks for nothing.
+    request = resume_from_checkpoint or None
     base = options.root or str(Path(trainer.args.output_dir, "deltacheck").absolute())
-    root = _roots.root(base, continues=bool(resume_from_checkpoint))
+    root = _roots.root(base, continues=request is not None)
     # Without a root of its own, that of DeepSpeed's configuration counts.
     is_default = options.root is None and root == base
     callback = LaunchedCallback(options, None if is_default else root, name)
     trainer.add_callback(callback)
     try:
         # Of the class: the first callback has replaced the method again.
-        result = Trainer.train(trainer, resume_from_checkpoint, *args, **kwargs)
+        result = Trainer.train(trainer, request, *args, **kwargs)
     finally:
         trainer.remove_callback(callback)
     _roots.end(base)

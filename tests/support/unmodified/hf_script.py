@@ -63,7 +63,8 @@ def train(folder: Path, number: int) -> dict[str, Any]:
     # Before a training there is nothing to save. Under DDP, the weights of the ranks would differ.
     if "RANK" not in os.environ:
         trainer.evaluate()
-    trainer.train()
+    # As scripts do that pass an option of their own on.
+    trainer.train(**({"resume_from_checkpoint": False} if number else {}))
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     return {
         "state": digest(
