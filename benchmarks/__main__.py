@@ -37,6 +37,7 @@ BENCHMARKS = {
     "restoring": "benchmarks.restoring",
     "cold": "benchmarks.cold",
     "restart": "benchmarks.restart",
+    "launched": "benchmarks.launched",
     "guard": "benchmarks.guard",
     "every_step": "benchmarks.every_step",
     "law": "benchmarks.law",
@@ -98,7 +99,7 @@ def main(
         ),
     ] = None,
     kills: Annotated[
-        int, typer.Option("--kills", min=1, help="For restart: the number of kills.")
+        int, typer.Option("--kills", min=1, help="For restart and launched: the number of kills.")
     ] = 100,
     saves: Annotated[
         int | None,

@@ -31,7 +31,9 @@ from deltacheck.report.data import cost_of
 from deltacheck.store.roots.opening import open_root
 
 # The others have test files of their own; those of ranks are in tests/ranks.
-NAMES = sorted(BENCHMARKS.keys() - {"encode", "stability", "compare", "restart", "rank_sizes"})
+NAMES = sorted(
+    BENCHMARKS.keys() - {"encode", "stability", "compare", "restart", "launched", "rank_sizes"}
+)
 
 
 class Results(dict[str, dict[str, Any]]):

@@ -82,9 +82,8 @@ class LaunchOptions:
         """Return all events, oldest first."""
         if self.events is None or not os.path.exists(self.events):
             return []
-        lines = Path(self.events).read_text().splitlines()
         events = []
-        for line in lines:
+        for line in Path(self.events).read_text().splitlines():
             # A process may have been killed in the middle of a line.
             with contextlib.suppress(ValueError):
                 events.append(json.loads(line))

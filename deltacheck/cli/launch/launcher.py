@@ -109,7 +109,10 @@ def run(
             keep,
             str(Path(folder, "events")),
         )
-        _check_policy(options)
+        try:
+            options.engine()
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--policy") from error
         environment = _environment(options)
         if shutil.which(command[0]) is None:
             raise typer.BadParameter(f"there is no program {command[0]!r}", param_hint="COMMAND")
@@ -185,13 +188,6 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         # The name of the temporary file says nothing.
         raise type(error)(error.errno, error.strerror, str(path)) from None
-
-
-def _check_policy(options: LaunchOptions) -> None:
-    try:
-        options.engine()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from error
 
 
 def _environment(options: LaunchOptions) -> dict[str, str]:

@@ -147,7 +147,9 @@ class Publisher:
         """
         self._series.check()
         if self._newest is None and not full:
-            self._newest = self._read_newest()
+            self._newest = self._series.read_newest()
+            if self._newest is not None:
+                self._steps.seq = max(self._steps.seq, self._newest.seq)
         reference = self._steps.next(newest_only or full, repeat=full)
         if reference is None:
             return None
@@ -166,12 +168,6 @@ class Publisher:
             raise
         self._newest = version
         return version
-
-    def _read_newest(self) -> Version | None:
-        newest = self._series.read_newest()
-        if newest is not None:
-            self._steps.seq = max(self._steps.seq, newest.seq)
-        return newest
 
     def _publish(self, manifest: Manifest, full: bool) -> Version:
         keys = model_export.model_keys(manifest, self._leaves, self._strip)

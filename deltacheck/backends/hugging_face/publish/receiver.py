@@ -163,12 +163,8 @@ class Receiver:
                     raise _damaged(index, path / file, name, "is in no version before")
                 digest = version_folder.digest(fresh.data)
                 if digest != index.checksums[name]:
-                    raise _damaged(
-                        index,
-                        path / file,
-                        name,
-                        f"has digest {digest}, expected is {index.checksums[name]}",
-                    )
+                    fault = f"has digest {digest}, expected is {index.checksums[name]}"
+                    raise _damaged(index, path / file, name, fault)
                 fresh.data.flags.writeable = False
                 tensors[name] = fresh
         if missing := sorted(index.tensors.keys() - names):

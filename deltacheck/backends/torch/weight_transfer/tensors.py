@@ -34,14 +34,9 @@ def published(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
             )
         data = leaves.bytes_of(value)
         # The bytes of a tensor on the host are its own memory, which training changes.
-        yield (
-            name,
-            Tensor(
-                description.dtype,
-                description.shape,
-                data.copy() if value.device.type == "cpu" else data,
-            ),
-        )
+        if value.device.type == "cpu":
+            data = data.copy()
+        yield name, Tensor(description.dtype, description.shape, data)
 
 
 def tensor_of(array: NDArray[Any]) -> torch.Tensor:
