@@ -67,7 +67,7 @@ def run(settings: Settings) -> Result:
         ),
         Figure("restarts from the first step", launched.anew + own.anew, 0, "number"),
     ]
-    about = "Trainer, a Llama of 5.6 M parameters in float32 with AdamW, one process, one thread"
+    about = "Trainer, a Llama of 5.3 M parameters in float32 with AdamW, one process, one thread"
     return Result("launched", about, [Table("kills of a training", columns, rows)], figures)
 
 
