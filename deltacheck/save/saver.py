@@ -341,6 +341,26 @@ class Saver:
         """Drop the shadow, so that the next save writes keyframes."""
         self._chains.drop()
 
+    def move_shadow(self, move: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Wait until the saves under way are encoded, and keep the shadow in other memory.
+
+        Args:
+            move: Return the same content in other memory, for some of the leaves of the shadow, by
+                path.
+
+        Raises:
+            SaveFailed: The saver is closed, or a thread hangs in a save and may read the state.
+        """
+        self.check_usable()
+        for handle in self.pending():
+            self._block_until(handle, "encoded")
+        if self._pipeline.stuck:
+            raise SaveFailed(
+                "the storage hangs in a save that may still read the state; repeat the call when"
+                " it answers"
+            )
+        self._chains.move_shadow(move)
+
     def _renew_lost_base(self, beginning: SaveHandle) -> None:
         """Let the next save write whole leaves if stored segments are gone that it would need.
 

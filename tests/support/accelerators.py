@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ class Emulated:
 
         self.native = native or _native_emulated
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = 0
+        self.begun = self.held = self.trimmed = 0
         self.copied = 0  # bytes given out as pinned memory: what may have crossed
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +62,12 @@ class Emulated:
         self.copied += size
         return torch.full((size,), 0x5A, dtype=torch.uint8)
 
+    def finish(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
 
 class Real(Cuda):
     """The first CUDA device, with the counters of the emulated one."""
@@ -71,7 +77,7 @@ class Real(Cuda):
 
         super().__init__(torch.device("cuda", 0), _native_cuda)
         self.free = self.unreserved = 1 << 40
-        self.begun = self.held = 0
+        self.begun = self.held = self.trimmed = 0
         self.copied = 0
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,3 +100,10 @@ class Real(Cuda):
     def pinned(self, size: int) -> torch.Tensor:
         self.copied += size
         return super().pinned(size)
+
+    def trim(self) -> None:
+        self.trimmed += 1
+        super().trim()
+
+
+Device: TypeAlias = Emulated | Real

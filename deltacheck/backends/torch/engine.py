@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from deltacheck.backends.torch.capture.guard import Guarded
+from deltacheck.backends.torch.capture.offload import Offload
 from deltacheck.backends.torch.group.arrival import Arrival, RestoreHandle
 from deltacheck.backends.torch.group.base_model import BaseModel, begin_from
 from deltacheck.backends.torch.group.engine_session import Session
@@ -125,6 +126,7 @@ class Engine:
         )
         self._session, self._saver = self._open.session, self._open.saver
         self._root, self._writer = self._session.root, self._session.writer
+        self._offload = Offload(self._saver)
         self._base = None if base is None else self._begin_from(os.fspath(base))
         self.restored_step: int | None = None
         # The hook is global in torch. It is registered after everything that may raise, because
@@ -163,7 +165,7 @@ class Engine:
             next call raises it.
 
         Raises:
-            UnsupportedLeaf: A leaf cannot be kept exactly.
+            UnsupportedLeaf: A leaf cannot be kept exactly, or leaves are away (``offload``).
             DuplicatePath: Two leaves have the same path.
             SaveFailed: This state cannot be captured, such as for want of memory, or an earlier
                 save failed and no call has raised it. This step is not saved.
@@ -173,6 +175,7 @@ class Engine:
         self._open.await_arrival()
         with self._turn.of("save", postpones=True):
             begin = time.perf_counter()
+            self._offload.require_none()
             flat = self._session.flatten(state)
             flattening_seconds = time.perf_counter() - begin
             handle = self._save(step, flat, metrics)
@@ -265,6 +268,41 @@ class Engine:
                 alive.
         """
         self._guard.add(owner)
+
+    def offload(self, state: object = None) -> None:
+        """Move a state and what the engine holds of it from its devices to host memory.
+
+        Saves under way are encoded first; they are written while others use the devices. The
+        tensors stay the same objects, without content until ``reload``. Gradients belong to no
+        state: ``zero_grad`` frees them. With ``process_group``, every rank calls this.
+
+        Args:
+            state: A state as for ``save``, or a part of one. Tensors in host memory stay as they
+                are. Default: none; the engine's own memory goes, and another library moves the
+                tensors.
+
+        Raises:
+            UnsupportedLeaf: A leaf cannot be freed: its memory belongs to another library, or is
+                away already. Everything is as it was.
+            BudgetExceeded: There is too little host memory. Everything is as it was.
+            SaveFailed: The engine is closed, or the storage hangs in a save.
+        """
+        self._open.await_arrival()
+        with self._turn.of("offload"):
+            self._offload.offload(self._session.tensors({} if state is None else state))
+
+    def reload(self) -> None:
+        """Bring everything back that ``offload`` has moved, bit for bit.
+
+        It also does so after ``close``. If it raises, it may be called again, and nothing is lost.
+        What the engine held comes back with the next save.
+
+        Raises:
+            TreeMismatch: A tensor has got memory since ``offload``. Nothing is changed.
+            BudgetExceeded: A device has too little free memory. What is back already stays.
+        """
+        with self._turn.of("reload"):
+            self._offload.reload()
 
     def on_commit(self, listener: Callable[[SaveReport], object]) -> None:
         """Call a function with the report of each save that is committed from now on.

@@ -142,6 +142,14 @@ class ChainState:
             self.epoch += 1
             self.leaves = {}
 
+    def move_shadow(self, move: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Keep the shadow in other memory; see ``Saver.move_shadow``."""
+        # No lock: a failure replaces the dictionary, and nothing else changes it meanwhile.
+        states = self.leaves
+        shadow = {path: leaf.base for path, leaf in states.items() if leaf.base is not None}
+        for path, base in move(shadow).items():
+            states[path].base = base
+
     def start_over(self) -> None:
         """Drop the shadow, and need no stored segment any more. No save may be under way."""
         with self._lock:

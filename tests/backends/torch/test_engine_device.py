@@ -9,7 +9,7 @@ import ctypes
 import logging
 import threading
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,26 +29,12 @@ from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy
 from tests.contracts.codec import CASES, Case, moved, same, words
-from tests.support.accelerators import Emulated, Real
+from tests.support.accelerators import Device, Emulated
 from tests.support.states import assert_same, kinds
 
 emulated = pytest.importorskip(
     "deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)"
 )
-
-
-Device: TypeAlias = Emulated | Real
-
-
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Return the device of all tensors in these tests."""
-    found = Real() if request.param == "cuda" else Emulated()
-    held_there = "cuda" if request.param == "cuda" else "cpu"
-    monkeypatch.setattr(
-        codec, "accelerator_of", lambda tensor: found if tensor.device.type == held_there else None
-    )
-    return found
 
 
 @pytest.fixture

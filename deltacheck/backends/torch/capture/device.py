@@ -72,6 +72,14 @@ class Accelerator(Protocol):
         """Return pinned host memory, uint8, so that copies run asynchronously."""
         ...
 
+    def finish(self) -> None:
+        """Wait until the device has done all work of all streams."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory that nothing uses back to the driver, for other programs and libraries."""
+        ...
+
 
 class Cuda:
     """A CUDA device of this process."""
@@ -125,3 +133,9 @@ class Cuda:
     def pinned(self, size: int) -> torch.Tensor:
         # torch caches pinned memory, so that repeated calls are cheap.
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()

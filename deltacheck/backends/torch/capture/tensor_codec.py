@@ -40,7 +40,7 @@ class TorchCodec:
         if isinstance(current, np.ndarray):
             base: U8 = self._host.copy(current, out if isinstance(out, np.ndarray) else None)
             return base
-        device = _device(current)
+        device = device_of(current)
         with device.aside():
             if (
                 not isinstance(out, torch.Tensor)
@@ -58,7 +58,7 @@ class TorchCodec:
         return (
             base
             if isinstance(base, np.ndarray)
-            else Staging({"base": (_device(base), base)}, base.numel()).take("base")
+            else Staging({"base": (device_of(base), base)}, base.numel()).take("base")
         )
 
     def encode(
@@ -106,7 +106,7 @@ class TorchCodec:
                 all_read()
 
         for numbers in by_device.values():
-            device = _device(jobs[numbers[0]].current)
+            device = device_of(jobs[numbers[0]].current)
             device_jobs = [
                 jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers
             ]
@@ -172,7 +172,8 @@ def self_tests() -> dict[str, str]:
     return {device.name: windows.defect(device) for device in devices}
 
 
-def _device(tensor: torch.Tensor) -> Accelerator:
+def device_of(tensor: torch.Tensor) -> Accelerator:
+    """Return the accelerator of a tensor that a save has read on one."""
     accelerator = accelerator_of(tensor)
     assert accelerator is not None  # no other tensors reach the codec as tensors
     return accelerator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,13 @@ class RankGroup(Group):
             if target:
                 leaves.require_writable(flat.arrays)
             return flat
+
+    def tensors(self, state: object) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of this rank's parts of a state, with the paths of the leaves."""
+        for path, value in self.flatten(state).arrays.items():
+            for piece in shards.pieces(value):
+                if isinstance(piece.values, torch.Tensor):
+                    yield path, piece.values
 
     def begin(
         self,

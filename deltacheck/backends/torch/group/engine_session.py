@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from deltacheck.backends.torch.capture import tensor_codec
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.group import memory_of_ranks
 from deltacheck.backends.torch.group.restores import Restores
 from deltacheck.backends.torch.group.run_roots import MemoryFirst, OneRoot, RunRoots
+from deltacheck.backends.torch.state import leaves
 from deltacheck.backends.torch.state.repeated import Flattener
 from deltacheck.errors import StepNotFound
 from deltacheck.leaf.spec import LeafSpec
@@ -129,6 +132,16 @@ class Session:
     def flatten(self, state: object) -> Flat:
         """Return the leaves and the skeleton of a state."""
         return self._flatten(state) if self.group is None else self.group.flatten(state)
+
+    def tensors(self, state: object) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a state with their paths; of sharded ones, this rank's parts."""
+        if self.group is not None:
+            yield from self.group.tensors(state)
+            return
+        # Not by the flattener, which keeps what it knows of the states that are saved.
+        for path, value in leaves.flatten(state).arrays.items():
+            if isinstance(value, torch.Tensor):
+                yield path, value
 
     def begin(self, step: int, flat: Flat, metrics: Mapping[str, float]) -> BegunSave | None:
         """Begin a save, or return ``None`` if all ranks skip it."""

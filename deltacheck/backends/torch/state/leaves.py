@@ -77,8 +77,8 @@ def require_memory(value: torch.Tensor) -> None:
     needed, actual = (last + 1) * value.itemsize, value.untyped_storage().nbytes()
     if actual < needed:
         raise UnsupportedLeaf(
-            f"its storage has {actual} bytes and not {needed}, as after an offload by resize_(0);"
-            " bring its content back before save()"
+            f"its storage has {actual} bytes and not {needed}, as after an offload; bring its"
+            " content back first (after Engine.offload, by Engine.reload)"
         )
 
 
