@@ -53,9 +53,9 @@ def check_device(context: Context) -> Result:
     with accelerator(context) as device:
         if device.native is None:  # what the engine's own test leaves of a device that fails it
             from deltacheck import _native_cuda
-            from deltacheck.backends.torch.capture.device import Cuda
+            from deltacheck.backends.torch.capture.device import Accelerator
 
-            problem = windows.defect(Cuda(torch.device("cuda", 0), _native_cuda))
+            problem = windows.defect(Accelerator(torch.device("cuda", 0), _native_cuda))
             raise RuntimeError(f"the device fails its test: {problem or 'not repeatable'}")
         problem = windows.defect(device)
         if problem:

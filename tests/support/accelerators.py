@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from deltacheck.backends.torch.capture.device import Cuda
+from deltacheck.backends.torch.capture.device import Accelerator
 
 
-class Emulated:
+class Emulated(Accelerator):
     """An accelerator whose memory is the host's, and which has done everything at once."""
 
     name = "emulated"
@@ -69,7 +69,7 @@ class Emulated:
         self.trimmed += 1
 
 
-class Real(Cuda):
+class Real(Accelerator):
     """The first CUDA device, with the counters of the emulated one."""
 
     def __init__(self) -> None:

@@ -203,7 +203,7 @@ def test_every_device_that_torch_sees_is_tested(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(deltacheck, "_native_cuda", emulated, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     devices = {0: Emulated, 1: Second}
-    monkeypatch.setattr(codec, "Cuda", lambda device, native: devices[device.index](native))
+    monkeypatch.setattr(codec, "Accelerator", lambda device, native: devices[device.index](native))
     assert codec.self_tests() == {"emulated": "", "second": ""}
 
 

@@ -43,7 +43,7 @@ class _Storage:
     def memory(self) -> torch.Tensor:
         """Return the bytes on the device, uint8 1-D."""
         memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return memory.set_(self.storage)  # type: ignore[arg-type]
+        return memory.set_(self.storage)
 
 
 class Offload:
@@ -172,5 +172,5 @@ def _to_host(item: _Storage, base: Any) -> torch.Tensor:
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     # In windows, because a comparison on a device takes as much memory as what it compares.
-    parts = (tensor.split(tensor_codec.WINDOW_BYTES) for tensor in (first, second))
+    parts = (torch.split(tensor, tensor_codec.WINDOW_BYTES) for tensor in (first, second))
     return first.numel() == second.numel() and all(map(torch.equal, *parts))

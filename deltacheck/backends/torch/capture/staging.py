@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from deltacheck.backends.torch.capture.device import Accelerator, StreamEvent
+from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.codec.base import U8
 
 
@@ -25,7 +25,7 @@ class Staging:
     ) -> None:
         self._waiting = deque(tensors.items())
         self._budget = budget
-        self._ahead: deque[tuple[str, torch.Tensor, StreamEvent]] = deque()
+        self._ahead: deque[tuple[str, torch.Tensor, torch.cuda.Event]] = deque()
 
     def take(self, name: str) -> U8:
         """Return the bytes of the next tensor, which must be ``name``.

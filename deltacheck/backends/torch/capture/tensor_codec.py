@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.torch.capture import windows
-from deltacheck.backends.torch.capture.device import Accelerator, Cuda
+from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
@@ -144,8 +144,8 @@ def _cuda(index: int) -> Accelerator:
             device,
             str(error),
         )
-        return Cuda(device, None)
-    accelerator = Cuda(device, _native_cuda)
+        return Accelerator(device, None)
+    accelerator = Accelerator(device, _native_cuda)
     problem = windows.defect(accelerator)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
@@ -166,7 +166,7 @@ def self_tests() -> dict[str, str]:
     from deltacheck import _native_cuda
 
     devices = [
-        Cuda(torch.device("cuda", index), _native_cuda)
+        Accelerator(torch.device("cuda", index), _native_cuda)
         for index in range(torch.cuda.device_count())
     ]
     return {device.name: windows.defect(device) for device in devices}

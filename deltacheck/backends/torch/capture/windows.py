@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.capture.device import Accelerator, StreamEvent
+from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.device_copies import ALIGNED, copied
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import (
@@ -50,7 +50,7 @@ class _EnqueuedCall(NamedTuple):
     chunks: int
     results: torch.Tensor  # head, rows, digests, in host memory once `computed`
     payload: torch.Tensor
-    computed: StreamEvent
+    computed: torch.cuda.Event
     kept: tuple[object, ...]
 
 
