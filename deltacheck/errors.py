@@ -34,7 +34,8 @@ class DuplicatePath(DeltacheckError, ValueError):
 class TreeMismatch(DeltacheckError, ValueError, KeyError):
     """The restore target has other paths, shapes or dtypes than the checkpoint.
 
-    Build the target as it was when the step was saved, or restore without a target.
+    Build the target as it was when the step was saved, or restore without a target. Of
+    ``Engine.reload``: a tensor has got memory since ``offload``, as the message says.
     """
 
     # Orbax raises ``ValueError`` or ``KeyError`` for a missing leaf. The latter quotes its message.
