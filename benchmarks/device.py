@@ -5,19 +5,18 @@ Without a CUDA device there is nothing to measure, and the result says so.
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.record import Cell, Figure, Result, Settings, Table
-from deltacheck import SaveOptions
-from deltacheck.backends.torch import Engine
+from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.rivals import BLOCKING_SECONDS, EXACT, OursTorch, Rival, TorchSave
 from deltacheck.backends.torch.capture import tensor_codec, windows
 from deltacheck.codec.base import METHOD_NAMES, ROW_METHOD, STREAMS, GroupJob
 
@@ -25,10 +24,18 @@ REPETITIONS = 9
 CHUNK_BYTES = 1 << 20
 DENSITIES = (0.0, 0.001, 0.02, 0.1, 1.0)
 
+_WORDS = {"bfloat16": torch.int16, "float32": torch.int32}
+
 ENCODE_AT_LEAST = 0.70  # of the copy bandwidth, at 2 % of bfloat16
 DENSE_AT_LEAST = 0.75  # planes of float32, all changed
 HOST_AT_MOST = 0.05  # of the raw bytes, at 2 % of bfloat16
-BLOCKING_AT_MOST = 0.0005  # of torch.save
+
+# Each has a bfloat16 weight, a float32 master, two moments and a step counter on the host.
+_PARAMETERS = 100
+_BYTES_A_PARAMETER = 14
+_QUICK_BYTES = 140_000
+# The first save writes whole leaves, and the second creates the pools.
+_SAVES, _WARMUP_SAVES = 5, 2
 
 
 def run(settings: Settings) -> Result:
@@ -40,11 +47,22 @@ def run(settings: Settings) -> Result:
         return Result(
             "device", "not measured: the CUDA encoder cannot be used here, see the log", []
         )
-    return measure(settings, device, "cuda")
+    encoded = encoding(settings, device, "cuda")
+    kinds: tuple[type[Rival], ...] = (OursTorch, TorchSave)
+    saves = [
+        blocking(kind, 2, settings.folder / str(number), "cuda", quick=settings.quick)
+        for number, kind in enumerate(kinds)
+    ]
+    return Result(
+        "device",
+        f"{encoded.about}. {saves[0].about}",
+        [*encoded.tables, *(table for result in saves for table in result.tables)],
+        [*encoded.figures, *(figure for result in saves for figure in result.figures)],
+    )
 
 
-def measure(settings: Settings, device: Any, place: str) -> Result:
-    """Measure encoding and saves.
+def encoding(settings: Settings, device: Any, place: str) -> Result:
+    """Measure the encoder against the device's own copy.
 
     Args:
         settings: With ``quick``, tiny states.
@@ -55,7 +73,6 @@ def measure(settings: Settings, device: Any, place: str) -> Result:
     if place == "cpu":  # an emulated thread is a thousand times slower than a real one
         size = 256 << 10
     rows, figures = _encoding(device, size, place)
-    blocking_rows, blocking = _blocking(settings, 16 << 20 if settings.quick else 4 << 30, place)
     name = torch.cuda.get_device_name() if place == "cuda" else "emulator"
     about = (
         f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda};"
@@ -63,27 +80,16 @@ def measure(settings: Settings, device: Any, place: str) -> Result:
         " once, under diff and planes the base once more; a copy moves two for each of its bytes."
         " With the choice of methods and the placement of streams, without digests"
     )
-    columns = {
+    columns: dict[str, Unit] = {
         "dtype": "text",
         "changed": "ratio",
         "method": "text",
         "time per GB": "seconds",
         "of copy bandwidth": "ratio",
+        "with digests": "seconds",
+        "to the host, of raw": "ratio",
     }
-    more_columns = {"with digests": "seconds", "to the host, of raw": "ratio"}
-    return Result(
-        "device",
-        about,
-        [
-            Table(f"encoding {size >> 20} MiB", columns | more_columns, rows),
-            Table(
-                "a save",
-                {"way": "text", "blocking": "seconds", "of torch.save": "ratio"},
-                blocking_rows,
-            ),
-        ],
-        figures + blocking,
-    )
+    return Result("encoder", about, [Table(f"encoding {size >> 20} MiB", columns, rows)], figures)
 
 
 def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], list[Figure]]:
@@ -91,16 +97,10 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
     copy_bandwidth = 2 * size / _seconds(place, lambda: target.copy_(source))
     rows: list[list[Cell]] = []
     figures = []
-    for name, dtype in (("bfloat16", torch.int16), ("float32", torch.int32)):
+    for name in _WORDS:
         for density in DENSITIES:
-            current, base = _state(dtype, density, size, place)
-            width = dtype.itemsize
-            job = GroupJob(
-                current,
-                base,
-                np.arange(0, size + 1, CHUNK_BYTES, np.uint64) // np.uint64(width),
-                width,
-            )
+            job = _job(name, density, size, place)
+            base = job.base
             original = base.clone()
             device.begin()
             # No group if nothing changed.
@@ -136,13 +136,29 @@ def _encoding(device: Any, size: int, place: str) -> tuple[list[list[Cell]], lis
             if (name, density) == ("float32", 1.0):
                 figures.append(
                     Figure(
-                        f"{methods} of float32, of copy bandwidth",
+                        "dense float32, of copy bandwidth",
                         share,
                         DENSE_AT_LEAST,
                         at_least=True,
                     )
                 )
     return rows, figures
+
+
+def encoded_once(device: Any, size: int, place: str, name: str, density: float) -> None:
+    """Encode a state once, for a profiler."""
+    job = _job(name, density, size, place)
+    device.begin()
+    for _ in windows.encode(device, [job], size, lambda used: None, lambda: None):
+        pass
+
+
+def _job(name: str, density: float, size: int, place: str) -> GroupJob:
+    current, base = _state(_WORDS[name], density, size, place)
+    width = _WORDS[name].itemsize
+    # A small state in a rehearsal is one chunk.
+    bounds = np.arange(0, size + 1, min(size, CHUNK_BYTES), np.uint64) // np.uint64(width)
+    return GroupJob(current, base, bounds, width)
 
 
 def _state(
@@ -221,57 +237,103 @@ def _seconds(
     return median(times[2:])
 
 
-def _blocking(settings: Settings, size: int, place: str) -> tuple[list[list[Cell]], list[Figure]]:
-    """Measure ``save`` and the wait before the next optimizer step.
+class _Training:
+    """An AdamW training of random gradients, whose whole state changes at every step."""
 
-    The state is a bfloat16 model with master weights and AdamW moments.
-    """
-    # 16 bytes per parameter, with both moments.
-    parameters = [
-        torch.nn.Parameter(torch.randn(size // 16 // 10, device=place)) for _ in range(10)
-    ]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
-    weights = {str(i): p.detach().to(torch.bfloat16).repeat(2) for i, p in enumerate(parameters)}
+    def __init__(self, state_bytes: int, place: str) -> None:
+        count = max(1, state_bytes // _BYTES_A_PARAMETER // _PARAMETERS)
+        self._place = place
+        self._weights = [
+            torch.randn(count, device=place).to(torch.bfloat16) for _ in range(_PARAMETERS)
+        ]
+        self.model = torch.nn.ParameterList(weight.float() for weight in self._weights)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
-    def step() -> None:
-        for parameter in parameters:
+    def step(self, rival: Rival) -> float:
+        """Train, and return the seconds of the host within the optimizer's step."""
+        for parameter in self.model:
             parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+        start = time.perf_counter()
+        rival.before_update()
+        self.optimizer.step()
+        seconds = time.perf_counter() - start
+        torch._foreach_copy_(self._weights, [parameter.detach() for parameter in self.model])
+        return seconds
 
-    def state() -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Return the whole state."""
         return {
-            "weights": weights,
-            "master": dict(enumerate(parameters)),
-            "optimizer": optimizer.state_dict()["state"],
+            "weights": dict(enumerate(self._weights)),
+            "master": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
         }
 
-    def wait() -> None:
-        if place == "cuda":
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self._place == "cuda":
             torch.cuda.synchronize()
 
-    step()
-    saved, blocked = [], []
-    for _ in range(3):
-        wait()
+
+def blocking(
+    kind: type[Rival], gigabytes: int, folder: Path, place: str, *, quick: bool = False
+) -> Result:
+    """Measure how long a save blocks the host, and how long it delays the loop.
+
+    Args:
+        kind: The way of saving. It may not need a profile.
+        gigabytes: The size of the state.
+        folder: A new folder for the saves.
+        place: The device in torch.
+        quick: Use a tiny state in place of this size.
+    """
+    training = _Training(_QUICK_BYTES if quick else gigabytes * 10**9, place)
+    workload = SimpleNamespace(optimizer=training.optimizer, model=training.model)
+    profile: Any = None
+    rival = kind(folder / "root", SimpleNamespace(workload=workload), profile)
+    bare_steps, bare_loops, calls, waits, loops = [], [], [], [], []
+    for number in range(_SAVES):
+        rival.delete_earlier()
+        training.finish()
         start = time.perf_counter()
-        with Path(settings.folder / "state.pt").open(
-            "wb", buffering=io.DEFAULT_BUFFER_SIZE
-        ) as file:
-            torch.save(state(), file)
-        saved.append(time.perf_counter() - start)
-    with Engine(settings.folder / "engine", options=SaveOptions(shadow="device")) as engine:
-        engine.guard(optimizer)
-        for number in range(REPETITIONS):
-            wait()
-            handle = engine.save(number, state())
-            step()
-            engine.wait()
-            if number > 1:  # the first writes whole leaves, the second creates the pools
-                blocked.append(handle.blocking_seconds)
-    torch_seconds, blocking_seconds = median(saved), median(blocked)
-    rows: list[list[Cell]] = [
-        ["torch.save", torch_seconds, 1.0],
-        ["engine, deltas", blocking_seconds, blocking_seconds / torch_seconds],
-    ]
-    share = blocking_seconds / torch_seconds
-    return rows, [Figure("blocking of a save, of torch.save", share, BLOCKING_AT_MOST)]
+        bare_steps.append(training.step(rival))
+        training.finish()
+        bare_loops.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        wait = rival.save(number, training.state(), {})
+        call = time.perf_counter() - start
+        step = training.step(rival)
+        training.finish()
+        loop = time.perf_counter() - start
+        wait()
+        if number >= _WARMUP_SAVES:
+            calls.append(call)
+            waits.append(step)
+            loops.append(loop)
+    rival.close()
+    # The first step makes the moments.
+    bare_step, bare_loop = median(bare_steps[1:]), median(bare_loops[1:])
+    waited = max(0.0, median(waits) - bare_step)
+    seconds = median(calls) + waited
+    size = f"{gigabytes} GB"
+    columns: dict[str, Unit] = {
+        "way": "text",
+        "save": "seconds",
+        "before the next step": "seconds",
+        "blocking": "seconds",
+        "the device's loop loses": "seconds",
+    }
+    row: list[Cell] = [kind.name, median(calls), waited, seconds, median(loops) - bare_loop]
+    about = (
+        f"{size} of AdamW state in {5 * _PARAMETERS} leaves, which changes everywhere; the device"
+        f" is idle before each save; medians of {_SAVES - _WARMUP_SAVES}. 'before the next step':"
+        f" the step of the optimizer on the host beyond {bare_step * 1e3:.1f} ms without a save."
+        " 'the device's loop loses': from the save to the end of the next step on the device,"
+        f" beyond {bare_loop * 1e3:.1f} ms"
+    )
+    figures = [Figure(f"blocking of a save, torch, {size}", seconds, BLOCKING_SECONDS, "seconds")]
+    return Result(
+        f"blocking, {size}",
+        about,
+        [Table("a save", columns, [row])],
+        figures if kind.name == EXACT else [],
+    )

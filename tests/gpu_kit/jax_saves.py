@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.prepared import SIZES, Size
-from benchmarks.record import Cell, Result, Table
-from benchmarks.rivals import AUTO, EXACT, RIVALS
+from benchmarks.record import Cell, Figure, Result, Table
+from benchmarks.rivals import AUTO, BLOCKING_SECONDS, EXACT, RIVALS
 from deltacheck import SaveOptions
 from tests.gpu_kit.kernels import require_equal, run_tests
 from tests.gpu_kit.steps import Context, Step
@@ -19,6 +21,9 @@ from tests.gpu_kit.torch_saves import measure, summarize
 _ORBAX = "Orbax CheckpointManager async"
 _SIZE = Size(1024, 11, 8, 1e-3, 8, 200)
 _SAVES = 5
+# Of a blocking measurement: the first save writes whole leaves, the second creates the pools.
+_TIMED_SAVES, _WARMUP_SAVES = 4, 2
+_LEAVES = 100  # each a bfloat16 weight and a float32 moment
 
 
 def check_handlers(context: Context) -> Result:
@@ -185,6 +190,47 @@ def measure_waiting(context: Context) -> Result:
     return Result("waiting", about, [Table("time of the call", units, rows)])
 
 
+def block(context: Context, gigabytes: int, way: str) -> Result:
+    """Measure how long the call of a save takes, with an idle device."""
+    import jax
+    import jax.numpy as jnp
+    from orbax import checkpoint as ocp
+
+    from deltacheck.backends.orbax import DeltaSaveArgs, manager
+
+    size = 64 if context.rehearse else gigabytes * 10**9 // 6 // _LEAVES
+
+    @jax.jit
+    def advance(state: Any) -> Any:
+        moments = [moment * 0.9 + 1 for moment in state["moments"]]
+        return {"weights": [w.at[:: 1 << 6].add(1) for w in state["weights"]], "moments": moments}
+
+    state = {
+        "weights": [jnp.full(size, number, jnp.bfloat16) for number in range(_LEAVES)],
+        "moments": [jnp.full(size, number, jnp.float32) for number in range(_LEAVES)],
+    }
+    seconds = []
+    with tempfile.TemporaryDirectory(
+        prefix="way-", dir=context.fast_folder(4 * gigabytes * 10**9)
+    ) as folder:
+        saver = ocp.CheckpointManager(folder) if way == _ORBAX else manager(folder)
+        arguments = ocp.args.StandardSave if way == _ORBAX else DeltaSaveArgs
+        for number in range(_TIMED_SAVES):
+            state = jax.block_until_ready(advance(state))
+            start = time.perf_counter()
+            saver.save(number, args=arguments(state))
+            seconds.append(time.perf_counter() - start)
+            saver.wait_until_finished()
+        saver.close()
+    blocking = median(seconds[_WARMUP_SAVES:])
+    title = f"blocking of a save, JAX, {gigabytes} GB"
+    rows: list[list[Cell]] = [[way, blocking, max(seconds[_WARMUP_SAVES:])]]
+    units: Any = {"way": "text", "median": "seconds", "largest": "seconds"}
+    figures = [Figure(title, blocking, BLOCKING_SECONDS, "seconds")] if way == EXACT else []
+    about = f"{2 * _LEAVES} arrays; each save waits for the one before, and the device is idle"
+    return Result(title, about, [Table("time of the call", units, rows)], figures)
+
+
 def compare(context: Context) -> Result:
     """Measure saves of a real training beside Orbax."""
     size = SIZES["tiny"] if context.rehearse else _SIZE
@@ -198,13 +244,23 @@ def compare(context: Context) -> Result:
 
 
 _JAX = ("jax", "orbax")
+
+
+def _blocking_step(gigabytes: int, way: str, seconds: float) -> Step:
+    run = partial(block, gigabytes=gigabytes, way=way)
+    return Step(f"blocking, {gigabytes} GB, {way}", run, needs=_JAX, seconds=seconds)
+
+
 STEPS = (
-    Step("XLA handlers against the host", check_handlers, needs=_JAX, seconds=20),
-    Step("tests of the handlers", run_handler_tests, needs=(*_JAX, "pytest"), seconds=90),
-    Step("donated arrays", save_donated, needs=_JAX, seconds=20),
-    Step("sharded arrays", save_sharded, needs=_JAX, seconds=20),
-    Step("a save while the device is busy", measure_waiting, needs=_JAX, seconds=40),
+    Step("XLA handlers against the host", check_handlers, needs=_JAX, seconds=10),
+    *(_blocking_step(gigabytes, EXACT, 5 + 1.5 * gigabytes) for gigabytes in (2, 8, 16)),
+    Step("donated arrays", save_donated, needs=_JAX, seconds=10),
+    Step("a save while the device is busy", measure_waiting, needs=_JAX, seconds=30),
+    _blocking_step(2, _ORBAX, 10),
+    Step("sharded arrays", save_sharded, needs=_JAX, seconds=10),
     Step(
-        "saves of 2 GB beside Orbax", compare, needs=(*_JAX, "flax", "optax", "torch"), seconds=150
+        "saves of 2 GB beside Orbax", compare, needs=(*_JAX, "flax", "optax", "torch"), seconds=60
     ),
+    *(_blocking_step(gigabytes, _ORBAX, 5 + 2 * gigabytes) for gigabytes in (8, 16)),
+    Step("tests of the handlers", run_handler_tests, needs=(*_JAX, "pytest"), seconds=60),
 )

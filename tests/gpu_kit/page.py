@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import format_cell
+from tests.gpu_kit import goals
 
 TITLES = {
     1: "Kernels and engine",
@@ -16,13 +17,16 @@ TITLES = {
     3: "Saves in PyTorch",
     4: "Saves in JAX",
     5: "Post-training, killed and resumed",
+    6: "Two processes on one device",
+    7: "Profile of the kernels",
 }
 
 
 def write(out: Path, document: Mapping[str, Any]) -> None:
-    """Write the document of a part, and the page of all parts so far."""
+    """Write the document of a part, the goals, and the page of all parts so far."""
     _replace(out / f"part-{document['part']}.json", json.dumps(document, indent=1) + "\n")
     documents = [json.loads(file.read_text()) for file in sorted(out.glob("part-?.json"))]
+    _replace(out / "goals.md", "\n".join(goals.table(documents)) + "\n")
     _replace(out / "results.md", "\n".join(_page(documents)) + "\n")
 
 
@@ -39,6 +43,8 @@ def _page(documents: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{described['date']}; {described['processor']}, {described['cores']} cores; {versions}\n"
     if any(document["rehearsal"] for document in documents):
         yield "**A rehearsal without a GPU: the figures have no meaning.**\n"
+    yield from goals.table(documents)
+    yield ""
     for document in documents:
         yield f"## Part {document['part']}: {TITLES[document['part']]}\n"
         yield "| step | result | seconds |\n|---|---|---|"

@@ -1,6 +1,6 @@
 """Run the steps of one part, and write their results as they finish.
 
-`python -m tests.gpu_kit.part NUMBER --out DIR --folder DIR --seconds S [--rehearse]`
+`python -m tests.gpu_kit.part NUMBER --out DIR --folder DIR [--memory DIR] --seconds S [--rehearse]`
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from deltacheck.evaluate import machine
 from tests.gpu_kit import page
 from tests.gpu_kit.steps import Context, Skipped, Step
 
-MODULES = ("kernels", "sanitizers", "torch_saves", "jax_saves", "post_training")
+MODULES = (
+    "kernels",
+    "sanitizers",
+    "torch_saves",
+    "jax_saves",
+    "post_training",
+    "two_processes",
+    "profile_kernels",
+)
 PASSED, MISSED, FAILED, SKIPPED, RUNNING = "passed", "missed", "FAILED", "skipped", "running"
 
 
@@ -78,13 +86,13 @@ def main() -> int:
     parser.add_argument("part", type=int)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--memory", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     module = importlib.import_module(f"tests.gpu_kit.{MODULES[options.part - 1]}")
-    context = Context(
-        options.folder, options.out, time.monotonic() + options.seconds, options.rehearse
-    )
+    deadline = time.monotonic() + options.seconds
+    context = Context(options.folder, options.out, deadline, options.rehearse, options.memory)
     return int(not perform(options.part, module.STEPS, context))
 
 

@@ -1,6 +1,7 @@
-"""Launch every kernel on small inputs: `python -m tests.gpu_kit.small_kernels torch|jax|planted`.
+"""Launch kernels: `python -m tests.gpu_kit.small_kernels torch|jax|planted|large [--few]`.
 
-compute-sanitizer runs this program. Its last line counts the calls.
+compute-sanitizer runs this program on small inputs of every kind, and Nsight Compute on large ones.
+Its last line counts the calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.gpu_kit.steps import Context
 EVERY = 6
 
 
-def inputs() -> Iterator[tuple[Any, Any, Any, int]]:
+def inputs(few: bool) -> Iterator[tuple[Any, Any, Any, int]]:
     """Yield (bytes, bytes before, bounds, bytes of a word): all methods, and odd lengths."""
     for word_bytes in (1, 2, 4, 8):
         for count, density in ((3001, 0.02), (20_000, 0.3), (9_999, 1.0)):
@@ -31,12 +32,14 @@ def inputs() -> Iterator[tuple[Any, Any, Any, int]]:
             after = moved(before, density, most=3)
             bounds = np.array([0, count // 3, count // 2, count], np.uint64)
             yield after.view(np.uint8), before.view(np.uint8), bounds, word_bytes
+    if few:
+        return
     cases = [case for case in CASES if case.base is not None and case.current.size]
     for case in cases[::EVERY]:
         yield case.current, case.base, case.bounds, case.word_bytes
 
 
-def through_torch(context: Context) -> int:
+def through_torch(context: Context, few: bool) -> int:
     """Encode and digest through the engine's path, and return the number of calls."""
     import torch
 
@@ -44,7 +47,7 @@ def through_torch(context: Context) -> int:
 
     calls = 0
     with accelerator(context) as device:
-        for current, before, bounds, word_bytes in inputs():
+        for current, before, bounds, word_bytes in inputs(few):
             tensor, base = (
                 torch.from_numpy(array.copy()).to(context.device) for array in (current, before)
             )
@@ -56,7 +59,7 @@ def through_torch(context: Context) -> int:
     return calls
 
 
-def through_jax(context: Context) -> int:
+def through_jax(context: Context, few: bool) -> int:
     """Encode through the XLA handlers, and return the number of calls."""
     import jax
 
@@ -64,7 +67,7 @@ def through_jax(context: Context) -> int:
 
     device = jax.devices("cpu" if context.rehearse else "gpu")[0]
     codec, calls = ffi.FfiCodec(), 0
-    for current, before, bounds, word_bytes in inputs():
+    for current, before, bounds, word_bytes in inputs(few):
         if word_bytes == 8:  # JAX has no 8-byte words unless 64-bit types are enabled
             continue
         placed, base = (jax.device_put(array.copy(), device) for array in (current, before))
@@ -75,7 +78,7 @@ def through_jax(context: Context) -> int:
     return calls
 
 
-def read_beyond(context: Context) -> int:
+def read_beyond(context: Context, few: bool) -> int:
     """Digest more bytes than were allocated, which memcheck must notice."""
     import torch
 
@@ -93,17 +96,34 @@ def read_beyond(context: Context) -> int:
     return 1
 
 
-PROGRAMS = {"torch": through_torch, "jax": through_jax, "planted": read_beyond}
+def encode_large(context: Context, few: bool) -> int:
+    """Encode the two states of the goals: bfloat16 of which 2 % changed, and dense float32."""
+    from benchmarks.device import encoded_once
+
+    size = 64 << 10 if context.rehearse else 256 << 20
+    with accelerator(context) as device:
+        for name, density in (("bfloat16", 0.02), ("float32", 1.0)):
+            encoded_once(device, size, context.device, name, density)
+    return 2
+
+
+PROGRAMS = {
+    "torch": through_torch,
+    "jax": through_jax,
+    "planted": read_beyond,
+    "large": encode_large,
+}
 
 
 def main() -> None:
     """Run one program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--few", action="store_true", help="leave most of the inputs out")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     context = Context(Path(), Path(), time.monotonic() + 480, options.rehearse)
-    print(f"launched: {PROGRAMS[options.program](context)} calls")
+    print(f"launched: {PROGRAMS[options.program](context, options.few)} calls")
 
 
 if __name__ == "__main__":

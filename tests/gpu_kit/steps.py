@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,26 @@ class Context:
 
     ``folder``: an empty folder on the disk to measure. ``deadline``: of the whole part, by
     ``time.monotonic``. ``rehearse``: the processor stands in for the device, and figures have no
-    meaning.
+    meaning. ``memory``: an empty folder in memory, for what must not wait for a disk; ``None``:
+    there is none.
     """
 
     folder: Path
     out: Path
     deadline: float
     rehearse: bool = False
+    memory: Path | None = None
 
     @property
     def device(self) -> str:
         """Device of all tensors."""
         return "cpu" if self.rehearse else "cuda"
+
+    def fast_folder(self, needed_bytes: int) -> Path:
+        """Return a folder in memory if there is so much room, else one on the disk."""
+        memory = self.memory
+        is_large = memory is not None and shutil.disk_usage(memory).free >= needed_bytes
+        return memory if memory is not None and is_large else self.folder
 
     def seconds_left(self) -> float:
         """Return the seconds until the part must end."""

@@ -171,7 +171,62 @@ def test_a_failed_device_check_ends_the_later_parts(
     )
     assert run.main() == 1
     output = capsys.readouterr().out
-    assert output.count("skipped: the device check of part 1 failed") == 4
+    assert output.count("skipped: the device check of part 1 failed") == len(run.PARTS) - 1
+
+
+def test_parts_run_in_their_order_within_the_time_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    given: dict[int, float] = {}
+    memory: list[Path] = []
+
+    def start(command: list[str], environment: object, log: Path, seconds: float) -> int:
+        given[int(command[3])] = seconds
+        clock[0] += seconds
+        if "--memory" in command:
+            memory.append(Path(command[command.index("--memory") + 1]))
+            (memory[-1] / "left over").touch()
+        return 0
+
+    monkeypatch.setattr(run, "_run", start)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run, "_other_device", lambda kit: "")
+    command = ["run.py", "--installed", "--seconds", "450", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert run.main() == 0
+    assert list(given) == [1, 3, 4]
+    # What is left for the last one, without the grace.
+    assert list(given.values()) == [run.PARTS[1], run.PARTS[3], 450 - 400 - run._GRACE_SECONDS]
+    assert "part 5  skipped: no time is left, run it with --part 5" in capsys.readouterr().out
+    assert not any(folder.exists() for folder in memory)
+    given.clear()
+    clock[0] = 0.0
+    monkeypatch.setattr(sys, "argv", [*command, "--part", "2", "--part", "6"])
+    assert run.main() == 0
+    assert list(given) == [6, 2]
+
+
+def test_each_goal_stands_beside_this_run_and_the_last_one(tmp_path: Path) -> None:
+    name, never = "encode at 2 % of bfloat16, of copy bandwidth", "blocking of a save, JAX, 8 GB"
+    step = Step("m", lambda context: Result("r", "", [], [Figure(name, 0.5, 0.7, at_least=True)]))
+    perform(tmp_path, step)
+    lines = (tmp_path / "goals.md").read_text().splitlines()
+    [measured] = [line for line in lines if name in line]
+    assert measured.startswith(f"| {name} | 50.0% | at least 70.0%: **missed** | 56.0%")
+    assert f"| {never} | not measured | | never measured |" in lines
+    assert all(line in (tmp_path / "results.md").read_text() for line in lines)
+    perform(tmp_path, step, rehearse=True)
+    assert "missed" not in (tmp_path / "goals.md").read_text()
+
+
+def test_a_state_that_fits_is_saved_in_memory(tmp_path: Path) -> None:
+    folder, memory = tmp_path / "disk", tmp_path / "memory"
+    memory.mkdir()
+    here = Context(folder, folder, 0.0, memory=memory)
+    assert here.fast_folder(1) == memory
+    assert here.fast_folder(1 << 60) == folder
+    assert context(folder).fast_folder(1) == folder
 
 
 def test_a_part_that_hangs_is_ended_and_its_results_stay(

@@ -29,7 +29,7 @@ from deltacheck.leaf.digest import chunk_digests
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy import Policy
 from tests.contracts.codec import CASES, Case, moved, same, words
-from tests.support.accelerators import Device, Emulated
+from tests.support.accelerators import Device, Emulated, Real
 from tests.support.states import assert_same, kinds
 
 emulated = pytest.importorskip(
@@ -441,6 +441,41 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
         go.set()
         handle.result(240)
         assert_same(host({"w": wanted}), engine.restore(1))
+
+
+@pytest.mark.gpu
+def test_the_training_waits_for_the_reads_of_its_tensors_and_for_nothing_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Real()
+    device.unreserved = 0  # so that the save reads the tensors in their place
+    monkeypatch.setattr(codec, "accelerator_of", lambda t: device if t.is_cuda else None)
+    weight = torch.nn.Parameter(device.place(torch.randn(300, 300)))
+    optimizer = torch.optim.SGD([weight])
+    go = threading.Event()
+    # Work on the stream of the saves that does not end before the event is set.
+    hold_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: go.wait(240))
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        engine.save(0, {"w": weight}).result(240)
+        handle = engine.save(1, {"w": weight})
+        engine.before_update()
+        try:
+            with device.aside() as stream:
+                driver = ctypes.CDLL("libcuda.so.1")
+                assert driver.cuLaunchHostFunc(ctypes.c_void_p(stream), hold_back, None) == 0
+                behind = device.mark()
+            engine.before_update()
+            training = torch.cuda.Event()
+            training.record()
+            waiting = threading.Thread(target=training.synchronize)
+            waiting.start()
+            waiting.join(60)
+            assert not waiting.is_alive(), "the training waits for work behind the reads"
+            assert not behind.query()
+        finally:
+            go.set()
+        handle.result(240)
 
 
 def test_a_write_that_nothing_held_back_is_told(
