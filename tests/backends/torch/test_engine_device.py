@@ -470,7 +470,7 @@ def test_the_training_waits_for_the_reads_of_its_tensors_and_for_nothing_behind_
             training.record()
             waiting = threading.Thread(target=training.synchronize)
             waiting.start()
-            waiting.join(60)
+            waiting.join(240)
             assert not waiting.is_alive(), "the training waits for work behind the reads"
             assert not behind.query()
         finally:

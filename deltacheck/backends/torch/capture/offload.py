@@ -64,8 +64,8 @@ class Offload:
         """
         if self._away:
             raise UnsupportedLeaf(
-                f"leaf {self._away[0].path!r} is in host memory since offload(), like"
-                f" {len(self._away)} storages in all; call reload() before save()"
+                f"{len(self._away)} storages, the first of leaf {self._away[0].path!r}, are in host"
+                " memory since offload(); call reload() before save()"
             )
 
     def offload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
