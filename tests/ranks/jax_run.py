@@ -312,8 +312,8 @@ def merge(rank: int, size: int, port: int, root: str, saves: int) -> tuple[Any, 
             # The merge that was planned with the save is taken by the next one.
             (item,) = handler_of(m)._items.values()
             assert item._saver is not None
-            assert item._saver._chains.compactor is not None
-            item._saver._chains.compactor.wait()
+            assert item._saver.chains.compactor is not None
+            item._saver.chains.compactor.wait()
             multihost_utils.sync_global_devices(f"merged {step}")
     return kinds, merged_bytes
 
@@ -363,7 +363,7 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, str]:
         m.save(next(steps), args=DeltaSaveArgs(good))
         m.wait_until_finished()
         fails("disk", good, on_rank(1, SaveJob, "finish_segment", OSError("no space left")))
-        fails("manifest", good, on_rank(0, Gate, "commit", OSError("read-only")))
+        fails("manifest", good, on_rank(0, Gate, "write_manifest", OSError("read-only")))
         fails("capture", good, on_rank(1, SaveJob, "capture", OSError("a bus error")))
         fails(
             "local", {**good, "new": jnp.ones(3)} if rank else {**good, "new": put(np.ones(3), on)}

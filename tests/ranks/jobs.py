@@ -478,8 +478,8 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
                 1
             ]
         clock(joint, "begin", "begin")
-        clock(joint, "commit", "commit")
-        clock(engine._writer, "commit", "make")
+        clock(joint, "report", "commit")
+        clock(engine._session, "_commit", "make")
         for step in range(1, saves + 1):
             state["w"] += 1
             dist.barrier()
@@ -548,7 +548,7 @@ def merge(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             kinds.append({str(leaf.kind) for leaf in report.leaves})
             merged_bytes += deltacheck.open(root).manifest(step).merged_bytes
             # The merge that was planned with the save is taken by the next one.
-            compactor = engine._saver._chains.compactor
+            compactor = engine._saver.chains.compactor
             assert compactor is not None
             compactor.wait()
             dist.barrier()

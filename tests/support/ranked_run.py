@@ -21,11 +21,11 @@ from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_leaves
 from deltacheck.save.chains.chain_state import Numbers
-from deltacheck.save.ranks.joint import AgreedSave, Attempt, Joint, RankTiles, cuts_of
+from deltacheck.save.ranks.joint import AgreedSave, Attempt, Joint, RankTiles
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import SaveOptions, Settings
 from deltacheck.save.saver import LeafSource, Saver
-from deltacheck.save.treatment.signals import Agreed, HeldState
+from deltacheck.save.treatment.signals import HeldState
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
@@ -153,10 +153,8 @@ class RankedRun:
         sources = {}
         for spec, part in parts_of(flat, begun.tiles):
             sources[spec.path] = LeafSource(spec, partial(numpy_bytes, part))
-        digests: dict[str, str] = {}
-        attempt = Attempt(joint, self.copies(flat, begun), digests)
-        cuts = cuts_of(begun.tiles)
-        agreed = Agreed(state_held, begun.signals, cuts, attempt.abandon, digests)
+        attempt = Attempt(joint, begun, state_held)
+        attempt.copies = self.copies(flat, begun)
         saver.number_from(begun.seq)
         commit = partial(attempt.commit, self.commit)
         return saver.save(
@@ -165,7 +163,7 @@ class RankedRun:
             dict(sorted(sources.items())),
             commit,
             metrics=metrics,
-            agreed=agreed,
+            agreed=attempt.agreed,
         )
 
     def copies(self, flat: tree.Flat, begun: AgreedSave) -> bytes:

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +30,10 @@ from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.progress import as_save_failed
-from deltacheck.save.ranks.joint import Attempt, cuts_of
+from deltacheck.save.ranks.joint import stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
-from deltacheck.save.treatment.signals import Agreed
-from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.manager_steps import MANAGER_STORE
@@ -88,7 +85,7 @@ class Item:
     @property
     def failures(self) -> FailureCount | None:
         """The failed saves since the last commit; ``None`` before the first save."""
-        return None if self._saver is None else self._saver.failures
+        return None if self._saver is None else self._saver.pipeline.failures
 
     @contextlib.contextmanager
     def sharing_failure(self) -> Iterator[None]:
@@ -155,8 +152,8 @@ class Item:
                 if gate is not None:
                     gate.abandon("Orbax could not wait for it")
                 raise
-            progress_of(handle).add_blocking(
-                max(0.0, time.perf_counter() - start_time - handle.blocking_seconds)
+            progress_of(handle).blocking_seconds += max(
+                0.0, time.perf_counter() - start_time - handle.blocking_seconds
             )
             return self._last
 
@@ -171,7 +168,7 @@ class Item:
             place.step,
             flat.skeleton,
             planned(flat, self._settings.options, self._copies),
-            gate.commit,
+            gate.write_manifest,
             metrics=notes.metrics,
         )
         return handle, gate
@@ -183,8 +180,6 @@ class Item:
 
         A failure of one process before the save has begun is raised in all of them.
         """
-        from deltacheck.backends.orbax.group.collective import names_of
-
         # The calls on ``group`` below are exchanges. Each process must make all of them in this
         # order, or report a failure in the place of one.
         with group.sharing_failure():
@@ -202,46 +197,43 @@ class Item:
             partial(self._take, is_committed),
             (store, RankSetup.of(store, self._settings)) if self._saver is None else None,
         )
+        if not opened.resumes:
+            base = None
         with group.sharing_failure():
             # Creating the store can fail, too, and the others wait for the next exchange.
             saver = self._saver_of(self.writer or Guest(self.root, self._settings.durability))
             group.joint.groups = saver.groups
-            group.joint.compactions = saver.compactions
+            group.joint.compactions = saver.chains.compactions
             # Process 0 decides for all: a step is no base for some processes only.
             if not opened.is_committed:
-                saver.forget()
-            if opened.resumes and base is not None:
+                saver.chains.drop()
+            if base is not None:
                 # Before the signals: they are of the run that goes on.
                 saver.resumed(base[1])
             held = None if saver.is_exact else pieces.held_state(flat, notes.metrics)
-            signals = None if held is None else saver.signals(place.step, held)
-        if opened.resumes and base is not None:
+        if base is not None:
             # Before the plan: the tiles are cut as in the restored step, so that their chains
             # continue.
             group.joint.resume(base[1], None)
-        assignment = group.begin(place.step, opened.seq, flat, signals)
-        if opened.resumes and base is not None:
-            # After the plan: only now this process knows which of the tiles it writes.
-            self._continue_from(saver, (base[0].of(names_of(assignment)), base[1]))
-        saver.number_from(opened.seq)
-        gate = (
-            Gate.of(place, self._settings, notes)
-            # Process 0 alone writes the manifest.
-            if group.joint.is_first
-            else None
+        attempt = group.begin_joint(
+            saver, place.step, opened.seq, pieces.held(flat), flat.skeleton, held
         )
-        make = _nothing_to_make if gate is None else group.maker(gate.commit, store)
-        agreed = Agreed(held, assignment.signals, cuts_of(assignment.tiles))
-        attempt = Attempt(group.joint, contents=agreed.digests)
-        copy_of = None if self._settings.options.is_eager else self._copies.of
+        assert attempt is not None  # no process is busy: Orbax has waited for the save before
+        tiles, is_eager = attempt.save.tiles, self._settings.options.is_eager
         try:
+            if base is not None:
+                # After the plan: only now this process knows which of the tiles it writes.
+                self._continue_from(saver, (base[0].of(stored_names(tiles)), base[1]))
+            # Process 0 alone writes the manifest.
+            gate = Gate.of(place, self._settings, notes) if group.joint.is_first else None
+            make = group.maker(None if gate is None else gate.write_manifest, store)
             handle = saver.save(
                 place.step,
-                assignment.tree,
-                pieces.sources(flat, assignment.tiles, copy_of),
+                attempt.save.tree,
+                pieces.sources(flat, tiles, None if is_eager else self._copies.of),
                 partial(attempt.commit, make),
                 metrics=notes.metrics,
-                agreed=replace(agreed, abandon=attempt.abandon),
+                agreed=attempt.agreed,
             )
         except Exception as error:
             # The other processes have begun the save, and wait for what this one reports.
@@ -291,7 +283,7 @@ class Item:
             elif self._saver.is_ours():
                 # The root stays locked until the last thread has ended: a thread that hangs may
                 # still write.
-                self._saver.when_stopped(partial(self.writer.release, self))
+                self._saver.pipeline.when_stopped(partial(self.writer.release, self))
 
     def _open(self) -> Saver:
         if self._saver is None or not isinstance(self.writer, Writer):
@@ -319,7 +311,7 @@ class Item:
         Orbax has finished with the last save.
         """
         if not self._last_step_exists():
-            saver.forget()
+            saver.chains.drop()
 
     def _last_step_exists(self) -> bool:
         """Wait for the last save. Return ``False`` if Orbax did not commit its step."""
@@ -376,14 +368,10 @@ class Item:
 
     def protected(self) -> set[str]:
         """Return the segments that the next save may build on."""
-        segments = set() if self._saver is None else self._saver.protected_segments()
+        segments = set() if self._saver is None else self._saver.chains.protected_segments()
         if self._group is not None and self.writer is not None:
             segments |= self._group.protected(self.writer.store)
         # Read once: this runs on the collector thread, and a save may clear the attribute
         # meanwhile.
         base = self._base
         return segments if base is None else segments | {ref.id for ref in base[1].segments}
-
-
-def _nothing_to_make(manifest: Manifest) -> Written:
-    raise AssertionError("only process 0 makes a step exist")

@@ -17,10 +17,10 @@ from deltacheck.errors import RankFailed
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.sharding import HeldShards
 from deltacheck.leaf.tiles import Box, Cuts
-from deltacheck.leaf.tree import Flat
+from deltacheck.leaf.tree import Flat, Node
 from deltacheck.save.ranks.channel import Ranks
 from deltacheck.save.ranks.folder_probe import Probe
-from deltacheck.save.ranks.joint import Joint, Merges
+from deltacheck.save.ranks.joint import Attempt, Joint, Merges
 from deltacheck.save.ranks.rank_setup import (
     REMEDY,
     RankSetup,
@@ -28,6 +28,8 @@ from deltacheck.save.ranks.rank_setup import (
     require_same_options,
     require_visible,
 )
+from deltacheck.save.saver import Saver
+from deltacheck.save.treatment.signals import HeldState
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -107,6 +109,43 @@ class Group:
         finally:
             remove()
 
+    def begin_joint(
+        self,
+        saver: Saver,
+        step: int,
+        seq: int,
+        holdings: Mapping[str, HeldShards],
+        tree: Node,
+        held: HeldState | None,
+        *,
+        busy: bool = False,
+    ) -> Attempt | None:
+        """Agree on a save.
+
+        Args:
+            saver: The saver of this rank.
+            step: The training step.
+            seq: The lowest sequence number that this rank can use.
+            holdings: What this rank holds of each leaf.
+            tree: The structure of its state.
+            held: The state of which it holds a part; ``None`` under a policy that is exact.
+            busy: True: this rank would rather skip the save.
+
+        Returns:
+            The save that has begun; ``None`` if a rank is busy and all skip it.
+
+        Raises:
+            RankFailed: A rank failed, or the ranks disagree.
+        """
+        with self.sharing_failure():
+            signals = None if held is None else saver.signals(step, held)
+        save = self.joint.begin(step, seq, holdings, tree, busy, signals)
+        if save is None:
+            return None
+        # The ranks share one store, so none may use a lower number again.
+        saver.number_from(save.seq)
+        return Attempt(self.joint, save, held)
+
     def call_on_first(self, action: Callable[[], object], call: str = "tags or deletes") -> None:
         """Call ``action`` on rank 0 while every rank waits. ``call`` names it in messages.
 
@@ -131,15 +170,17 @@ class Group:
         self.segments, self.joint.merges = frozenset(), Merges()
 
     def maker(
-        self, make: Callable[[Manifest], Written], root: Place
+        self, make: Callable[[Manifest], Written] | None, root: Place
     ) -> Callable[[Manifest], Written]:
         """Return ``make``, which commits a step, with what the step of several ranks needs beside.
 
         Before the commit, the new segments of other ranks are looked for in ``root``, the store of
-        rank 0. After it, the segments of the step are recorded.
+        rank 0. After it, the segments of the step are recorded. Other ranks than 0 need no
+        ``make``.
         """
 
         def make_all(merged: Manifest) -> Written:
+            assert make is not None, "only rank 0 makes a step exist"
             require_visible(root, merged, self.roots, self.segments)
             document = make(merged)
             # Rank 0 collects, but has only its own chains. The next saves of the other ranks stand

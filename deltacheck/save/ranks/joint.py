@@ -36,7 +36,7 @@ from deltacheck.save.ranks.rules import (
     rules_of_tiles,
     stored_digest,
 )
-from deltacheck.save.treatment.signals import Signals, combined
+from deltacheck.save.treatment.signals import Agreed, HeldState, Signals, combined
 from deltacheck.store import compact, layout
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.interrupts import Lock
@@ -214,25 +214,30 @@ class _Exchange:
 class Attempt:
     """A save that the ranks have begun. Exactly one of its methods reports its end on this rank.
 
-    ``copies`` are the digests of the copies that this rank holds of what other ranks write.
-    ``contents`` are the digests of the leaves and tiles that were read and not simply stored, by
-    stored path; they are complete when ``commit`` is called.
+    Attributes:
+        save: The tiles that the ranks have agreed on.
+        agreed: The agreement as the saver takes it. Its digests are complete when ``commit`` is
+            called.
+        copies: The digests of the copies that this rank holds of what other ranks write.
+
+    Args:
+        joint: The ranks.
+        save: The tiles.
+        held: The state of which this rank holds a part; ``None`` under a policy that is exact.
     """
 
-    def __init__(
-        self, joint: Joint, copies: bytes = b"", contents: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, joint: Joint, save: AgreedSave, held: HeldState | None = None) -> None:
+        self.save = save
+        self.agreed = Agreed(held, save.signals, cuts_of(save.tiles), self.abandon)
+        self.copies = b""
         self._joint = joint
-        self._copies = copies
-        # The mapping itself, which is filled later.
-        self._contents: Mapping[str, str] = {} if contents is None else contents
         self._lock = Lock()
         self._is_reported = False
 
     def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
-        """Report this rank's part, and wait for the step of all, as ``Joint.commit``."""
+        """Report this rank's part, and wait for the step of all, as ``Joint.report``."""
         self._claim_report()
-        return self._joint.commit(manifest, make, self._copies, self._contents)
+        return self._joint.report(manifest, make, self.copies, self.agreed.digests)
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part has failed: no step will exist.
@@ -389,7 +394,7 @@ class Joint:
     def _exchanged(self, holdings: Holdings, share: Share) -> _Exchange:
         return _Exchange(holdings, share.tiles(), share.copied_tiles(), self._plan, self._copies)
 
-    def commit(
+    def report(
         self,
         manifest: Manifest,
         make: Callable[[Manifest], Written],

@@ -1008,7 +1008,11 @@ def test_a_save_whose_directory_is_never_created_does_not_block_the_next(
 def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, committing, commit = CommitFutureAwaitingContractedSignals, threading.Event(), Gate.commit
+    real, committing, commit = (
+        CommitFutureAwaitingContractedSignals,
+        threading.Event(),
+        Gate.write_manifest,
+    )
     gates: list[Gate] = []
 
     def watched(gate: Gate, manifest: Any) -> Any:
@@ -1027,7 +1031,7 @@ def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
 
         return real(wait(), name=name)
 
-    monkeypatch.setattr(Gate, "commit", watched)
+    monkeypatch.setattr(Gate, "write_manifest", watched)
     monkeypatch.setattr(commit_gate, "CommitFutureAwaitingContractedSignals", late)
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))

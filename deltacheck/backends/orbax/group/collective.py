@@ -19,9 +19,8 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
 from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.ranks.group import Group
-from deltacheck.save.ranks.joint import AgreedSave, Joint, stored_names
+from deltacheck.save.ranks.joint import Joint
 from deltacheck.save.ranks.rank_setup import RankSetup
-from deltacheck.save.treatment.signals import Signals
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -114,29 +113,6 @@ class RankGroup(Group):
         message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
         opened: OpenAnswer = msgspec.convert(self.joint.agree(message, decide, "saves"), OpenAnswer)
         return opened
-
-    def begin(self, step: int, seq: int, flat: Flat, signals: Signals | None = None) -> AgreedSave:
-        """Agree on the tiles that each process writes.
-
-        Args:
-            step: The training step.
-            seq: The sequence number of the save.
-            flat: The state of this process.
-            signals: What this process has seen of the run, if the policy needs that.
-
-        Raises:
-            RankFailed: A process failed, or the processes disagree.
-        """
-        assignment = self.joint.begin(
-            step, seq, pieces.held(flat), flat.skeleton, busy=False, signals=signals
-        )
-        assert assignment is not None  # no process is busy: Orbax has waited for the save before
-        return assignment
-
-
-def names_of(begun: AgreedSave) -> list[str]:
-    """Return the paths that this process's tiles are stored under."""
-    return stored_names(begun.tiles)
 
 
 def restored_by_all(joint: Joint, restore: Callable[[], tuple[str, Any]]) -> Any:

@@ -92,7 +92,7 @@ class Gate:
             self._changed.set()
             return self._verdict
 
-    def commit(self, manifest: Manifest) -> Written:
+    def write_manifest(self, manifest: Manifest) -> Written:
         """Write the manifest durably into the item's directory.
 
         This runs on the committer thread. The step exists once Orbax has renamed the directory.

@@ -23,12 +23,11 @@ from deltacheck.restore import damage
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, require_leaves
 from deltacheck.save.ranks.group import Group
-from deltacheck.save.ranks.joint import Attempt, cuts_of
+from deltacheck.save.ranks.joint import Attempt
 from deltacheck.save.ranks.rank_setup import RankSetup
 from deltacheck.save.ranks.replicas import digests_of
 from deltacheck.save.save_options import Settings
 from deltacheck.save.saver import Saver
-from deltacheck.save.treatment.signals import Agreed
 from deltacheck.store import layout
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -127,7 +126,7 @@ class RankGroup(Group):
         flat: Flat,
         metrics: Mapping[str, float],
         make_room: Callable[[int, Flat], bool] | None = None,
-    ) -> tuple[Flat, Attempt, Agreed] | None:
+    ) -> tuple[Flat, Attempt] | None:
         """Agree on a save with the other ranks.
 
         Args:
@@ -140,8 +139,8 @@ class RankGroup(Group):
                 needed.
 
         Returns:
-            The tiles that this rank writes, as leaves, the save that has begun, and the agreement;
-            ``None`` if a rank is busy and all skip the save.
+            The tiles that this rank writes, as leaves, and the save that has begun; ``None`` if a
+            rank is busy and all skip the save.
 
         Raises:
             RankFailed: A rank failed, or the ranks disagree.
@@ -157,34 +156,28 @@ class RankGroup(Group):
             saver.raise_unseen()
             holdings = shards.held(flat)
             held = None if saver.is_exact else shards.held_state(flat, metrics)
-            signals = None if held is None else saver.signals(step, held)
-        agreed_save = self.joint.begin(
-            step, saver.proposed_number(), holdings, flat.skeleton, busy, signals
-        )
-        if agreed_save is None:
+            seq = saver.proposed_number()
+        attempt = self.begin_joint(saver, step, seq, holdings, flat.skeleton, held, busy=busy)
+        if attempt is None:
             return None
+        save = attempt.save
         try:
-            # The ranks share one store, so none may use a lower number again.
-            saver.number_from(agreed_save.seq)
-            local = shards.local_flat(flat, agreed_save.tiles, agreed_save.tree)
+            local = shards.local_flat(flat, save.tiles, save.tree)
             # Now, because the training may change the copies once the save has returned.
             # Large copies take turns by the number of the save, not of its segments.
-            number = agreed_save.seq // saver.settings.numbers_of_save
-            copies = digests_of(shards.copies(flat, agreed_save.copies), number)
+            number = save.seq // saver.settings.numbers_of_save
+            attempt.copies = digests_of(shards.copies(flat, save.copies), number)
         except BaseException as error:
             if make_room is not None:
                 self.fail(error)
             # The other ranks wait for what this one reports.
-            Attempt(self.joint).abandon(error)
+            attempt.abandon(error)
             raise
         # Outside of the block above: a failure of this agreement is one of every rank, and none
         # has begun to save.
         if make_room is not None and not make_room(step, local):
             return None
-        digests: dict[str, str] = {}
-        attempt = Attempt(self.joint, copies, digests)
-        cuts = cuts_of(agreed_save.tiles)
-        return local, attempt, Agreed(held, agreed_save.signals, cuts, attempt.abandon, digests)
+        return local, attempt
 
     def restore(
         self,

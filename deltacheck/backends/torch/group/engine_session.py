@@ -108,12 +108,14 @@ class Session:
                 next_seq = max(next_seq, self.live.next_seq())
             self.saver = Saver(self.live.store, TorchCodec(), settings, Numbers(next_seq))
             on_failure.pop_all()
+        # Called in the process with the lease only; the other ranks have no tier.
+        self._commit = (self.roots.tier or self.writer).commit
         self.restores = Restores(self.roots, self.saver, settle_reads, group)
-        self.writer.protect(self.saver.protected_segments)
+        self.writer.protect(self.saver.chains.protected_segments)
         self.saver.on_resume = self.writer.course.follow
         if group is not None:
             group.joint.groups = self.saver.groups
-            group.joint.compactions = self.saver.compactions
+            group.joint.compactions = self.saver.chains.compactions
             # The saver of rank 0 does not know the segments of other ranks, which a collection
             # must spare.
             self.writer.protect(lambda: group.protected(self.root.store))
@@ -122,7 +124,7 @@ class Session:
             self.roots.tier.start(self._bases_in_memory)
 
     def _bases_in_memory(self) -> set[str]:
-        segments = self.saver.protected_segments()
+        segments = self.saver.chains.protected_segments()
         if self.group is not None:
             segments |= self.group.protected(self.live.store)
         return segments
@@ -147,7 +149,7 @@ class Session:
         """Begin a save, or return ``None`` if all ranks skip it."""
         group, roots = self.group, self.roots
         if group is None:
-            return BegunSave(flat, roots.commit)
+            return BegunSave(flat, self._commit)
         make_room: Callable[[int, Flat], bool] | None = None
         if isinstance(roots, MemoryFirst):
             make_room = partial(memory_of_ranks.make_room, group, roots, self.saver)
@@ -157,9 +159,9 @@ class Session:
         begun = group.begin(self.saver, step, flat, metrics, make_room)
         if begun is None:
             return None
-        tiles, attempt, agreed = begun
-        make = group.maker(roots.commit, self.live.store.path)
-        return BegunSave(tiles, partial(attempt.commit, make), agreed)
+        tiles, attempt = begun
+        make = group.maker(self._commit, self.live.store.path)
+        return BegunSave(tiles, partial(attempt.commit, make), attempt.agreed)
 
     def make_room(self, step: int, specs: Iterable[LeafSpec]) -> bool:
         """Wait until there is space for one more save, or return ``False`` to skip it."""
@@ -171,7 +173,7 @@ class Session:
         self.roots.raise_unseen()
         sizes = [spec.raw_bytes for spec in specs]
         largest = most_bytes(sum(sizes), len(sizes))
-        return self.roots.make_room(self.saver, step, largest, self.saver.start_over)
+        return self.roots.make_room(self.saver, step, largest, self.saver.chains.start_over)
 
     def wait(self, timeout: float | None) -> None:
         """Wait until every save under way is committed, and raise the first unseen failure."""
@@ -248,7 +250,7 @@ class Session:
         finally:
             # Threads that still write need the lease, and may still commit a step in memory, so
             # the last of them ends the copies and releases the roots.
-            self.saver.when_stopped(self._stop)
+            self.saver.pipeline.when_stopped(self._stop)
             if not self.saver.pending():
                 self.roots.await_end(deadline)
 

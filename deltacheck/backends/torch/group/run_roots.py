@@ -14,7 +14,6 @@ from deltacheck.maintain.memory_tier import Tier, durable_digest
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.saver import Saver
 from deltacheck.store import layout
-from deltacheck.store.documents import Written
 from deltacheck.store.lock.deadline import Deadline
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots import tagging
@@ -45,10 +44,6 @@ class RunRoots(ABC):
         self._patience_seconds = patience_seconds
         # Copies are read in this order.
         self.roots = (durable,) if live is durable else (live, durable)
-
-    @abstractmethod
-    def commit(self, manifest: Manifest) -> Written:
-        """Make a step exist in the live root."""
 
     @abstractmethod
     def steps(self) -> list[int]:
@@ -171,10 +166,6 @@ class OneRoot(RunRoots):
         super().__init__(root, root)
         self._writer = writer
 
-    def commit(self, manifest: Manifest) -> Written:
-        """Make a step exist."""
-        return self._writer.commit(manifest)
-
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
         return self.durable.steps()
@@ -203,10 +194,6 @@ class MemoryFirst(RunRoots):
     def _tier(self) -> Tier:
         assert self.tier is not None, "only rank 0 has a tier"
         return self.tier
-
-    def commit(self, manifest: Manifest) -> Written:
-        """Make a step exist in memory."""
-        return self._tier.commit(manifest)
 
     def make_room(
         self, saver: Saver, step: int, most_bytes: int, start_over: Callable[[], None]
