@@ -44,7 +44,7 @@ class Run:
         report = self.engine.save(step, state).result()
         assert report is not None  # nothing is skipped: every save is waited for
         # A real run has time between two saves.
-        compactor = self.engine._saver._chains.compactor
+        compactor = self.engine._saver.chains.compactor
         if compactor is not None:
             compactor.wait()
         self.reports.append(report)

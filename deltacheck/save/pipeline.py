@@ -28,7 +28,6 @@ from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.save_options import SaveOptions
-from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background, Task
 from deltacheck.store.files.containment import remove_tree
 from deltacheck.store.lock.interrupts import Lock, postponed
@@ -53,8 +52,13 @@ class _GaveUp(SaveFailed):
     """The storage did not answer in time. The awaited action may still succeed."""
 
 
-class _Later(NamedTuple):
-    """A save that is planned on the encoder thread."""
+class PlannedLater(NamedTuple):
+    """A save that is planned on the encoder thread, where every leaf may be read.
+
+    Args:
+        plan: Return the save; ``None`` if it was given up.
+        progress: Its state.
+    """
 
     plan: Callable[[], SaveJob | None]
     progress: Progress
@@ -77,7 +81,7 @@ class Pipeline:
         self.save_log = SaveLog()
         self._lock = Lock()
         self._stopped: Callable[[], None] | None = None
-        self._to_encode: queue.SimpleQueue[SaveJob | _Later | None] = queue.SimpleQueue()
+        self._to_encode: queue.SimpleQueue[SaveJob | PlannedLater | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
         self._base = BaseCheck()
@@ -96,18 +100,9 @@ class Pipeline:
 
     # --- the training thread's side ---------------------------------------------------------------
 
-    def start(self, job: SaveJob) -> None:
-        """Hand a save to the encoder; all of its leaves that are not lazy are captured."""
-        self._to_encode.put(job)
-
-    def start_later(self, plan: Callable[[], SaveJob | None], progress: Progress) -> None:
-        """Let the encoder plan a save and carry it out; every leaf may be read there.
-
-        Args:
-            plan: Return the save; ``None`` if it was given up.
-            progress: Its state.
-        """
-        self._to_encode.put(_Later(plan, progress))
+    def start(self, save: SaveJob | PlannedLater) -> None:
+        """Hand a save to the encoder. Of a ``SaveJob``, all that is not lazy is captured."""
+        self._to_encode.put(save)
 
     def missing_base(self, store: Store) -> list[str]:
         """Return the segments that the next save would go on from and that are gone, ascending.
@@ -217,7 +212,7 @@ class Pipeline:
 
     def _encode_loop(self) -> None:
         while (item := self._to_encode.get()) is not None:
-            job = self._planned(item) if isinstance(item, _Later) else item
+            job = self._planned(item) if isinstance(item, PlannedLater) else item
             del item  # it holds the state
             if job is None:
                 continue
@@ -236,7 +231,7 @@ class Pipeline:
             del job  # its memory must not wait for the next save
         self._to_commit.put(None)
 
-    def _planned(self, later: _Later) -> SaveJob | None:
+    def _planned(self, later: PlannedLater) -> SaveJob | None:
         """Plan a save; return ``None`` if that failed, or the save was given up before."""
         try:
             job = later.plan()
@@ -250,7 +245,7 @@ class Pipeline:
     def _commit_loop(self) -> None:
         while (job := self._to_commit.get()) is not None:
             try:
-                self._commit(job)
+                self._complete(job)
             except BaseException as error:  # noqa: BLE001 - see above
                 self.fail(job, error)
             del job
@@ -266,7 +261,7 @@ class Pipeline:
 
     # --- the commit, step by step -----------------------------------------------------------------
 
-    def _commit(self, job: SaveJob) -> None:
+    def _complete(self, job: SaveJob) -> None:
         """Make a save durable, then make its step exist.
 
         Until its step exists, a failure leaves no step, and the next save writes whole leaves.
@@ -277,10 +272,20 @@ class Pipeline:
         manifest = job.manifest(refs, failed_saves, self._chains.merged_bytes())
         self._verify(job, manifest)
         self._require_base(job, refs)
-        document = self._make_exist(job, manifest)
+        # From now on the step may exist.
+        job.may_be_committed = True
+        document = self._on_disk(job, partial(job.request.commit, manifest))
+        # And later saves may stand on it.
+        self._chains.committed(job, manifest)
         self.failures.committed(failed_saves)
-        self._tell(job, manifest, document, 0 if ref is None else ref.stored_bytes)
-        self._let_go(job)
+        segment_bytes = 0 if ref is None else ref.stored_bytes
+        report = job.report(document.stored_bytes + segment_bytes, document.digest, manifest)
+        # Whoever has waited for the commit finds the line in the log.
+        self.save_log.committed(job.setup.store.path, job.progress, report)
+        job.progress.advance("committed", report)
+        self._release(job.progress)
+        if job.whole_bytes >= freed_memory.LEAST_BYTES:
+            freed_memory.return_freed_memory()
 
     def _require_continued(self, job: SaveJob) -> None:
         """Raise ``SaveFailed`` if a save that failed meanwhile is the base of this one."""
@@ -309,7 +314,7 @@ class Pipeline:
         # Before the commit, so that no step exists whose files differ from the state.
         if job.setup.options.verify == "commit":
             store, digests = job.setup.store, job.live_digests
-            read_back = partial(receipt.rebuild, store, manifest, digests, job.entries)
+            read_back = partial(receipt.rebuild, store, manifest, digests, job.segment.entries)
             job.progress.give_receipt(self._on_disk(job, read_back))
 
     def _require_base(self, job: SaveJob, refs: Iterable[str]) -> None:
@@ -324,35 +329,13 @@ class Pipeline:
                 " another program has removed files of the root. The next save writes whole leaves"
             )
 
-    def _make_exist(self, job: SaveJob, manifest: Manifest) -> Written:
-        """Commit the manifest. From now on, later saves may stand on this one."""
-        job.may_be_committed = True
-        document = self._on_disk(job, partial(job.request.commit, manifest))
-        self._chains.committed(job, manifest)
-        return document
-
-    def _tell(
-        self, job: SaveJob, manifest: Manifest, document: Written, segment_bytes: int
-    ) -> None:
-        """Report the committed step, in the log of saves first."""
-        report = job.report(document.stored_bytes + segment_bytes, document.digest, manifest)
-        # Whoever has waited for the commit finds the line.
-        self.save_log.committed(job.setup.store.path, job.progress, report)
-        job.progress.advance("committed", report)
-
-    def _let_go(self, job: SaveJob) -> None:
-        """Give back what the save has held."""
-        self._release(job.progress)
-        if job.whole_bytes >= freed_memory.LEAST_BYTES:
-            freed_memory.return_freed_memory()
-
     def _lost_base(self, job: SaveJob, refs: Iterable[str]) -> list[str]:
         """Return the segments that a step needs and that are gone, or have lost files."""
         store = job.setup.store
         if not isinstance(store.path, Path):
             # What this save has just written was acknowledged by the store.
             return self._base.lost_objects(store, set(refs) - {job.writer.id})
-        return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.begin))
+        return self._base.lost(store, refs, SHARE * (time.perf_counter() - job.request.begin))
 
     def _on_disk(self, job: SaveJob, action: Callable[[], _Result]) -> _Result:
         """Carry out an action that waits for the storage, on a thread that can be left behind.

@@ -35,7 +35,7 @@ class Progress:
         self.error: Exception | None = None
         self.report: SaveReport | None = None
         self.receipt: Receipt | None = None
-        self.blocking_seconds = 0.0
+        self.blocking_seconds = 0.0  # the time that the training thread has lost to this save
         # Shortens the wait for ``captured``; called by the thread that waits.
         self.while_awaited: Callable[[], None] | None = None
         # Nobody has been told of the error yet. The saver raises it again at its next call.
@@ -181,10 +181,6 @@ class Progress:
     def beat(self) -> None:
         """Record that the save is making progress, for those who wait without a timeout."""
         self._pulse.beat()
-
-    def add_blocking(self, seconds: float) -> None:
-        """Add to the time that the training thread has lost to this save."""
-        self.blocking_seconds += seconds
 
 
 def as_save_failed(step: int, error: BaseException) -> Exception:

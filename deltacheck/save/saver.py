@@ -22,16 +22,14 @@ from deltacheck.restore.leaf_kinds import Chain
 from deltacheck.save.chains.chain_state import ChainState, Numbers
 from deltacheck.save.chains.compactor import Compactor
 from deltacheck.save.handle import SaveHandle, progress_of
-from deltacheck.save.job.failures import FailureCount
 from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
-from deltacheck.save.job.save_log import SaveLog
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.shadow_file import ShadowFile
 from deltacheck.save.job.source import LaterSources, LeafSource, Sources
-from deltacheck.save.pipeline import Pipeline
+from deltacheck.save.pipeline import Pipeline, PlannedLater
 from deltacheck.save.progress import Progress, as_save_failed
-from deltacheck.save.save_options import SaveOptions, Settings
+from deltacheck.save.save_options import Settings
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.signals import Agreed, HeldState, Signals
 from deltacheck.save.treatment.treatment import Treatment, leaf_groups
@@ -57,6 +55,13 @@ class Saver:
         codec: The codec of the backend's memory.
         settings: The policy and the options of all saves.
         numbers: The sequence numbers of the saves.
+
+    Attributes:
+        settings: The settings of all saves, without merges if they do not pay.
+        options: The options of all saves.
+        is_exact: True if every leaf is stored as it is.
+        chains: The chains that the next save goes on from.
+        pipeline: The threads, the failures and the log of the saves.
     """
 
     def __init__(
@@ -66,16 +71,18 @@ class Saver:
         if not settings.merges:
             settings = settings.without_merges()
         policy, options = settings.policy, settings.options
-        self.settings = settings  # of all saves
+        self.settings, self.options = settings, options  # of all saves
+        self.is_exact = policy.is_exact
         shadow_file = ShadowFile() if options.shadow == "mapped" else None
         self._setup = Setup(store, codec, policy, options, shadow_file)
         self._treatment = Treatment(policy, codec.host, self._shadow)
         compactor = (
             Compactor(store, policy, options.io_timeout_seconds) if settings.merges else None
         )
-        self._chains = ChainState(numbers, compactor)
-        # In order. No lock guards it: each change is one operation of the dictionary.
-        self._handles: dict[SaveHandle, None] = {}
+        self.chains = ChainState(numbers, compactor)
+        # The saves under way, and those whose failure nobody has seen, in order. No lock guards it:
+        # each change is one operation of the dictionary.
+        self._saves: dict[Progress, None] = {}
         # Longer than the deadlines of storage calls, so that a hanging save fails by itself first.
         self._pulse = Pulse(2 * options.io_timeout_seconds)
         self._owner = os.getpid()
@@ -85,29 +92,9 @@ class Saver:
         self._planned.set()
         # A remark on a lost base, for the report of the next save.
         self._loss = ""
-        self._pipeline = Pipeline(options, self._chains)
+        self.pipeline = Pipeline(options, self.chains)
         # Called with the course of each restored step.
         self.on_resume: Callable[[str], None] | None = None
-
-    @property
-    def options(self) -> SaveOptions:
-        """The options of all saves."""
-        return self._setup.options
-
-    @property
-    def failures(self) -> FailureCount:
-        """The saves that failed since the last commit."""
-        return self._pipeline.failures
-
-    @property
-    def save_log(self) -> SaveLog:
-        """The reports of committed saves."""
-        return self._pipeline.save_log
-
-    @property
-    def is_exact(self) -> bool:
-        """True if every leaf is stored as it is."""
-        return self._setup.policy.is_exact
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -146,19 +133,21 @@ class Saver:
         request = SaveRequest(step, tree, commit, metrics or {}, note, abandon)
         # The handler of a signal may wait for saves, and would not find one that is half begun.
         with postponed():
-            return self._save(request, sources, agreed)
+            # Made before the waits: a new handle starts the patience of its pulse anew.
+            handle = SaveHandle(step, self._pulse)
+            self._begin(progress_of(handle), request, sources, agreed)
+            return handle
 
-    def _save(self, request: SaveRequest, sources: Sources, agreed: Agreed | None) -> SaveHandle:
-        # Made before the waits: a new handle starts the patience of its pulse anew.
-        handle = SaveHandle(request.step, self._pulse)
-        progress = progress_of(handle)
+    def _begin(
+        self, progress: Progress, request: SaveRequest, sources: Sources, agreed: Agreed | None
+    ) -> None:
         # A caller that ignores its handles learns of an earlier failure here.
         if self._is_refused(progress, request):
-            return handle
+            return
         pending = self.pending()
         if len(pending) >= self.options.max_pending and self.options.on_busy == "skip":
             progress.advance("skipped")
-            return handle
+            return
         while len(pending) >= self.options.max_pending:
             self._block_until(pending[0], "committed")
             pending = self.pending()
@@ -167,64 +156,62 @@ class Saver:
             self._block_until(earlier, "encoded")
         # A save may have been given up during the waits above.
         if self._is_refused(progress, request):
-            return handle
-        # Before the handle is known: if a thread cannot start, nobody may wait for this save.
+            return
+        # Before the save is known: if a thread cannot start, nobody may wait for it.
         self._setup.store.start_threads()
-        self._handles[handle] = None
+        self._saves[progress] = None
         if isinstance(sources, LaterSources):
-            self._start_later(request, sources, handle)
+            self._start_later(request, sources, progress)
         else:
-            self._start(request, sources, agreed, handle)
-        progress.add_blocking(time.perf_counter() - request.begin)
-        return handle
+            self._start(request, sources, agreed, progress)
+        progress.blocking_seconds += time.perf_counter() - request.begin
 
     def _start(
         self,
         request: SaveRequest,
         sources: Mapping[str, LeafSource],
         agreed: Agreed | None,
-        handle: SaveHandle,
+        progress: Progress,
     ) -> None:
         """Plan a save, capture the leaves that are not lazy, and leave the rest to the threads."""
         try:
-            job = self._plan(request, sources, agreed, handle)
+            job = self._plan(request, sources, agreed, progress)
         except BaseException:
             # The caller gets the error and no handle.
-            self._handles.pop(handle, None)
+            self._saves.pop(progress, None)
             raise
         try:
             job.capture_eager()
-            self._pipeline.start(job)
+            self.pipeline.start(job)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
-            self._pipeline.fail(job, error)
+            self.pipeline.fail(job, error)
         except BaseException as error:
             # Ctrl-C: nobody may wait for this save any more, and no later one may go on from it.
-            self._pipeline.fail(job, error)
+            self.pipeline.fail(job, error)
             raise
 
-    def _start_later(self, request: SaveRequest, sources: LaterSources, handle: SaveHandle) -> None:
+    def _start_later(self, request: SaveRequest, sources: LaterSources, progress: Progress) -> None:
         """Leave a save to the threads, its plan included."""
         self._planned.clear()
         if sources.is_own:
-            progress_of(handle).mark_own()
+            progress.mark_own()
         try:
-            self._pipeline.start_later(
-                partial(self._plan_later, request, sources, handle), progress_of(handle)
-            )
+            plan = partial(self._plan_later, request, sources, progress)
+            self.pipeline.start(PlannedLater(plan, progress))
         except BaseException as error:
             # Ctrl-C: nobody may wait for this save any more.
-            self._pipeline.refuse_unplanned(progress_of(handle), error)
+            self.pipeline.refuse_unplanned(progress, error)
             self._planned.set()
             raise
 
     def _plan_later(
-        self, request: SaveRequest, sources: LaterSources, handle: SaveHandle
+        self, request: SaveRequest, sources: LaterSources, progress: Progress
     ) -> SaveJob | None:
         """Plan a save on the encoder thread; return ``None`` if it was given up before."""
         try:
-            if handle.done():
+            if progress.done():
                 return None
-            return self._plan(request, sources.make(), None, handle)
+            return self._plan(request, sources.make(), None, progress)
         finally:
             self._planned.set()
 
@@ -233,20 +220,18 @@ class Saver:
         request: SaveRequest,
         sources: Mapping[str, LeafSource],
         agreed: Agreed | None,
-        handle: SaveHandle,
+        progress: Progress,
     ) -> SaveJob:
         """Decide how each leaf is kept, and begin the save on the chains."""
-        self._renew_lost_base(handle)
+        self._renew_lost_base(progress)
         remarks = [remark for remark in (self._loss, request.note) if remark]
         request, self._loss = dataclasses.replace(request, note="; ".join(remarks)), ""
         stored_sources, terms = self._treatment.plan(
             request.step, sources, request.tree, request.metrics, agreed
         )
-        return self._chains.begin(
+        return self.chains.begin(
             stored_sources.keys(),
-            lambda turn: SaveJob(
-                self._setup, request, turn, stored_sources, terms, progress_of(handle)
-            ),
+            lambda turn: SaveJob(self._setup, request, turn, stored_sources, terms, progress),
         )
 
     def groups(self, specs: Mapping[str, LeafSpec], tree: Node) -> list[list[str]]:
@@ -281,11 +266,11 @@ class Saver:
             SaveFailed: ``on_error`` does not leave the failure to the log.
         """
         handle = SaveHandle(step, self._pulse)
-        self._pipeline.refuse(progress_of(handle), as_save_failed(step, error))
+        self.pipeline.refuse(progress_of(handle), as_save_failed(step, error))
         return handle
 
     def _shadow(self, path: str) -> Shadow | None:
-        leaf = self._chains.leaves.get(path)
+        leaf = self.chains.leaves.get(path)
         if leaf is None or leaf.base is None:
             return None
         return Shadow(leaf.spec, self.codec.host(leaf.base))
@@ -297,7 +282,7 @@ class Saver:
         # A save that is planned behind the training loop gets its number there.
         if self.is_ours():  # a forked child has no such thread
             self._planned.wait()
-        return self._chains.next_number()
+        return self.chains.next_number()
 
     def proposed_number(self) -> int:
         """Return the lowest sequence number that ranks may give to the next save of this saver."""
@@ -309,11 +294,7 @@ class Saver:
         Savers that share a store must not use a number twice. If deltas are merged, a merge that
         begins with this save has the number below, which no save may have.
         """
-        self._chains.number_from(seq, seq - 1 if self.settings.merges else None)
-
-    def compactions(self) -> tuple[set[str], set[int]]:
-        """Return the segments and the numbers of compactions that no step has yet."""
-        return self._chains.compactions()
+        self.chains.number_from(seq, seq - 1 if self.settings.merges else None)
 
     def adopt(
         self, chains: Mapping[str, Chain], bases: Mapping[str, Any], manifest: Manifest
@@ -329,17 +310,8 @@ class Saver:
         # written again.
         if self._setup.shadow_file is not None:
             bases = self._setup.shadow_file.moved(bases)
-        self._chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
+        self.chains.adopt(chains, bases if self.options.keeps_shadow else None, manifest)
         self.resumed(manifest)
-
-    @property
-    def has_chains(self) -> bool:
-        """True if the next save has chains to go on from."""
-        return bool(self._chains.leaves)
-
-    def forget(self) -> None:
-        """Drop the shadow, so that the next save writes keyframes."""
-        self._chains.drop()
 
     def move_shadow(self, move: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         """Wait until the saves under way are encoded, and keep the shadow in other memory.
@@ -354,14 +326,14 @@ class Saver:
         self.check_usable()
         for handle in self.pending():
             self._block_until(handle, "encoded")
-        if self._pipeline.stuck:
+        if self.pipeline.stuck:
             raise SaveFailed(
                 "the storage hangs in a save that may still read the state; repeat the call when"
                 " it answers"
             )
-        self._chains.move_shadow(move)
+        self.chains.move_shadow(move)
 
-    def _renew_lost_base(self, beginning: SaveHandle) -> None:
+    def _renew_lost_base(self, beginning: Progress) -> None:
         """Let the next save write whole leaves if stored segments are gone that it would need.
 
         Another program may have removed them: a purge of old files, or a disk that was replaced.
@@ -371,13 +343,13 @@ class Saver:
         Args:
             beginning: The save that begins and is not waited for.
         """
-        missing = self._pipeline.missing_base(self._setup.store)
+        missing = self.pipeline.missing_base(self._setup.store)
         if not missing:
             return
-        for handle in self.pending():
-            if handle is not beginning:
-                self._block_until(handle, "committed")
-        self._chains.start_over()
+        for progress in self.pending():
+            if progress is not beginning:
+                self._block_until(progress, "committed")
+        self.chains.start_over()
         self._loss = (
             f"whole leaves are written: {len(missing)} segments that the save would have gone on"
             f" from are gone or have lost files, the first {missing[0]}"
@@ -389,30 +361,21 @@ class Saver:
             self._loss,
         )
 
-    def start_over(self) -> None:
-        """Drop the shadow, and need no stored segment any more. No save may be under way."""
-        self._chains.start_over()
-
-    def protected_segments(self) -> set[str]:
-        """Return the segments that the shadow or a save under way needs."""
-        return self._chains.protected_segments()
-
     # --- waiting ----------------------------------------------------------------------------------
 
-    def pending(self) -> list[SaveHandle]:
+    def pending(self) -> list[Progress]:
         """Return the saves under way, oldest first."""
-        handles = list(self._handles)
-        for handle in handles:
+        saves = list(self._saves)
+        for progress in saves:
             # Failed saves stay until `raise_unseen` reports them.
-            progress = progress_of(handle)
             if progress.done() and progress.error is None:
-                self._handles.pop(handle, None)
-        return [handle for handle in handles if not handle.done()]
+                self._saves.pop(progress, None)
+        return [progress for progress in saves if not progress.done()]
 
     def settle(self) -> None:
         """Block the training thread until no save is under way; the next call raises failures."""
-        for handle in self.pending():
-            self._block_until(handle, "committed")
+        for progress in self.pending():
+            self._block_until(progress, "committed")
 
     def settle_reads(self) -> bool:
         """Block the training thread until every save under way has read the state.
@@ -425,44 +388,44 @@ class Saver:
         """
         if not self.is_ours():  # a forked child trains on a copy that no save reads
             return False
-        read: set[SaveHandle] = set()
+        read: set[Progress] = set()
         # The handler of a signal may begin another save during the waits.
-        while pending := [handle for handle in self.pending() if handle not in read]:
-            newest = progress_of(pending[-1])
+        while pending := [progress for progress in self.pending() if progress not in read]:
+            newest = pending[-1]
             if not self._planned.is_set() and not newest.reads_enqueued:
                 begin = time.perf_counter()
                 # The wait for a save that is planned can be shortened (``while_awaited``).
                 self._planned.wait(self.options.io_timeout_seconds)
-                newest.add_blocking(time.perf_counter() - begin)
-            for handle in pending:
-                self._block_until(handle, "captured", or_enqueued=True)
+                newest.blocking_seconds += time.perf_counter() - begin
+            for progress in pending:
+                self._block_until(progress, "captured", or_enqueued=True)
             read.update(pending)
-        return not all(progress_of(handle).is_own for handle in read)
+        return not all(progress.is_own for progress in read)
 
-    def _block_until(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:
+    def _block_until(self, progress: Progress, state: str, or_enqueued: bool = False) -> None:
         """Block the training thread for a save; give the save up if it makes no progress."""
         try:
-            progress_of(handle).block_until(state, or_enqueued)
+            progress.block_until(state, or_enqueued)
         except StorageTimeout as error:
-            self._pipeline.give_up(progress_of(handle), error)
+            self.pipeline.give_up(progress, error)
 
     def raise_unseen(self) -> None:
         """Raise the oldest unseen failure, unless ``on_error`` leaves it to the log."""
-        handles = list(self._handles)
-        failed = [p for p in map(progress_of, handles) if p.error is not None]
-        for handle in handles:
-            if handle.done():
-                self._handles.pop(handle, None)
+        saves = list(self._saves)
+        failed = [progress for progress in saves if progress.error is not None]
+        for progress in saves:
+            if progress.done():
+                self._saves.pop(progress, None)
         for progress in failed:
             unseen = progress.take_unseen_error()
-            error = None if unseen is None else self.failures.to_raise(unseen)
+            error = None if unseen is None else self.pipeline.failures.to_raise(unseen)
             if error is not None:
                 raise error
 
     def _is_refused(self, progress: Progress, request: SaveRequest) -> bool:
         """Raise earlier failures; return true if the save itself has failed before it began."""
         self.raise_unseen()
-        return self._pipeline.refuse_if_stuck(progress, request.abandon)
+        return self.pipeline.refuse_if_stuck(progress, request.abandon)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed.
@@ -478,7 +441,7 @@ class Saver:
         """
         self._check_owner()
         deadline = Deadline.after(timeout)
-        for progress in map(progress_of, list(self._handles)):
+        for progress in list(self._saves):
             if progress.error is None:
                 progress.wait_for_end(deadline.left)
         self.raise_unseen()
@@ -511,7 +474,7 @@ class Saver:
     def close(self, timeout: float | None = None) -> None:
         """Finish the saves under way and stop. A second call does nothing.
 
-        If time runs out, the threads go on as long as the process lives; see ``when_stopped``.
+        If time runs out, the threads go on as long as the process lives: ``Pipeline.when_stopped``.
         Raises what ``wait`` raises.
         """
         if self._closed or not self.is_ours():
@@ -531,7 +494,7 @@ class Saver:
     def _stop(self) -> None:
         self._closed = True
         # If a save is stuck or still pending, its thread may hang, and so would a join.
-        self._pipeline.stop(join=not self._pipeline.stuck and not self.pending())
+        self.pipeline.stop(join=not self.pipeline.stuck and not self.pending())
 
     def end_unattended(self, callback: Callable[[], None]) -> None:
         """Finish the saves under way and call ``callback``, which closes this saver, on a thread.
@@ -539,11 +502,4 @@ class Saver:
         For an owner that nobody refers to. A garbage collection may call this on any thread.
         """
         if not self._closed and self.is_ours():
-            self._pipeline.end_unattended(callback)
-
-    def when_stopped(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the threads have ended: now, or from the last of them.
-
-        The caller must have called ``close``.
-        """
-        self._pipeline.when_stopped(callback)
+            self.pipeline.end_unattended(callback)

@@ -139,7 +139,7 @@ def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
 class SegmentWriter:
     """The writer of one segment. No reader sees the segment before a manifest names it.
 
-    Calls must come from one thread at a time.
+    Calls must come from one thread at a time. ``streams`` writes the streams of its parts.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class SegmentWriter:
         self._packed: dict[str, list[NDArray[Any]]] = {}
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
-        self._streams = streams
+        self.streams = streams
         self._has_natural = False
         self._features: set[str] = set()
 
@@ -203,20 +203,11 @@ class SegmentWriter:
         for codec, lengths in stream_arrays(part).items():
             pieces = [piece for name in lengths for piece in streams.pop(name)]
             path = self.path / stream_array(len(self.parts), codec)
-            pending.append(self._streams.write(path, stream_spec(codec, lengths), pieces))
+            pending.append(self.streams.write(path, stream_spec(codec, lengths), pieces))
         self.parts.append(part)
         self._features |= schema.method_features(index[:, METHOD])
         self._pending += pending
         return pending
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that the encoding of files takes, whatever their size."""
-        return self._streams.scratch_bytes
-
-    def held_bytes(self, size: int) -> int:
-        """Return the memory that ``size`` bytes of streams take until they are written."""
-        return self._streams.held_bytes(size)
 
     def _check_place(self) -> None:
         """Check the way to the segment before the first write of all, which makes it."""

@@ -371,7 +371,7 @@ def _merge() -> Scenario:
             for step in (3, 4, 5):
                 opened.save(step, torch_state(step)).wait(timeout=240)
                 acknowledge(step)
-                opened._saver._chains.compactor.wait(240)
+                opened._saver.chains.compactor.wait(240)
 
     made = _torch("merge", prepared=3, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)

@@ -175,7 +175,9 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
         for step in range(1, 1 + later):
             nudge(state)
             engine.save(step, state).wait(timeout=240)
-        collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
+        collect.collect(
+            engine._root, grace_seconds=0, protected=engine._saver.chains.protected_segments()
+        )
         newer = list(range(1, 1 + later))
         assert engine.steps() == newer
         go.set()

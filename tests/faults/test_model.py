@@ -506,7 +506,7 @@ class Model(RuleBasedStateMachine):
             if self.engine is None:
                 collect.collect(open_root(self.path), grace_seconds=0, writer_is_dead=True)
             else:
-                protected = self.engine._saver.protected_segments()
+                protected = self.engine._saver.chains.protected_segments()
                 collect.collect(open_root(self.path), grace_seconds=0, protected=protected)
         self.disk.revive()
         if self.engine is None:  # it removes forms that compaction has replaced

@@ -355,8 +355,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(
 
 def set_on_busy(engine: Engine, action: str) -> None:
     """Change the option of an open engine."""
-    setup = engine._saver._setup
-    engine._saver._setup = replace(setup, options=replace(setup.options, on_busy=action))
+    engine._saver.options = replace(engine._saver.options, on_busy=action)
 
 
 def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(

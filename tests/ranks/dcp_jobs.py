@@ -288,7 +288,7 @@ def merge(
                 dcp.save(held, checkpoint_id=step, storage_writer=Failing(root, **options))
         dcp.save(held, checkpoint_id=step, storage_writer=writer)
         saver = stream_of(writer._path, writer.settings).follow()
-        compactor = saver._chains.compactor
+        compactor = saver.chains.compactor
         assert compactor is not None
         compactor.wait()
         manifest = deltacheck.open(root).manifest(step)

@@ -157,7 +157,7 @@ def test_a_damaged_step_is_an_error_and_the_one_after_it_comes_whole(
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(errors.Damaged, match="damaged"):
         follower.poll()
-    engine._saver.forget()
+    engine._saver.chains.drop()
     save(engine, state, 2)
     update = follower.poll()
     assert update is not None

@@ -87,7 +87,7 @@ def test_a_thread_that_hangs_stops_neither_the_training_nor_later_saves(
         assert isinstance(handle.exception(240), errors.SaveFailed)
         engine._saver._pulse.patience_seconds = patience_seconds
         go.set()
-        wait_until(lambda: not engine._saver._pipeline.stuck)
+        wait_until(lambda: not engine._saver.pipeline.stuck)
         engine.save(4, {"p": parameter}).wait(timeout=240)
         assert engine.steps() == [0, 4]
         assert torch.equal(engine.restore(4)["p"], torch.full((1000,), 2.0))

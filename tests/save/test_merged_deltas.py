@@ -170,7 +170,7 @@ def train(live: dict[str, Any], step: int) -> dict[str, Any]:
 
 def settle(engine: Engine) -> None:
     """Wait for a merge, so that the next save uses it."""
-    compactor = engine._saver._chains.compactor
+    compactor = engine._saver.chains.compactor
     assert compactor is not None
     compactor.wait(240)
 
@@ -326,7 +326,7 @@ def test_a_merge_of_another_branch_is_not_used(
             one[0], two[step] = min(step, 1), step
             states[step] = {"one": one.clone(), "two": two.clone()}
             engine.save(step, states[step]).wait()
-        compactor = engine._saver._chains.compactor
+        compactor = engine._saver.chains.compactor
         assert compactor is not None
         assert compactor.segments(), "the merge is under way"
         live = engine.restore(3)
@@ -394,7 +394,7 @@ def test_closing_gives_up_a_merge_under_way_and_leaves_nothing_of_it(
 
     def write(*arguments: Any) -> Any:
         begun.set()
-        assert engine._saver._chains.compactor._stop.wait(HANG_SECONDS)  # of ``close``
+        assert engine._saver.chains.compactor._stop.wait(HANG_SECONDS)  # of ``close``
         return write_merged(*arguments)
 
     monkeypatch.setattr("deltacheck.save.chains.compactor.write_merged", write)

@@ -134,7 +134,7 @@ def test_while_the_storage_hangs_every_save_fails_and_training_goes_on(
     assert "still hangs in the save of step 0" in str(handles[2].exception())
     engine._saver._pulse.patience_seconds = patience_seconds
     go.set()
-    wait_until(lambda: not engine._saver._pipeline.stuck)
+    wait_until(lambda: not engine._saver.pipeline.stuck)
     report = engine.save(3, state).result(240)
     assert report is not None
     assert report.failed_saves == 3

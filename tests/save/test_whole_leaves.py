@@ -46,7 +46,7 @@ def arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
 
 def bases(engine: Engine) -> set[str]:
     """Return the leaves that an engine holds a copy of."""
-    leaves = engine._saver._chains.leaves
+    leaves = engine._saver.chains.leaves
     return {path for path, leaf in leaves.items() if leaf.base is not None}
 
 

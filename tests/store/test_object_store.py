@@ -747,7 +747,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
     run.save()
     engine = run.engine
     for _ in range(2):
-        engine._saver.forget()
+        engine._saver.chains.drop()
         run.save()
     engine.restore(1)  # the newest step alone stands on what only the oldest has besides it
     engine.save(4, run.saved[1]).result(240)
@@ -788,7 +788,7 @@ def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(
 ) -> None:
     run = Run(address)
     for _ in range(3):
-        run.engine._saver.forget()
+        run.engine._saver.chains.drop()
         run.save()
     run.engine.close()
     root = open_root(address, storage=STORAGE)
@@ -877,7 +877,7 @@ def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(
 ) -> None:
     run = Run(address, keep=Keep(last=1), options=SaveOptions(grace_seconds=0))
     for _ in range(2):
-        run.engine._saver.forget()
+        run.engine._saver.chains.drop()
         run.save()
     run.engine.close()
     root = open_root(address, storage=STORAGE)
@@ -903,7 +903,7 @@ def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: st
 
 def test_deltas_are_merged_behind_a_run_and_in_compact_on_an_object_store(address: str) -> None:
     run = Run(address, policy=Policy.exact(max_chain_depth=4))
-    compactor = run.engine._saver._chains.compactor
+    compactor = run.engine._saver.chains.compactor
     assert compactor is not None
     for _ in range(8):
         run.save()

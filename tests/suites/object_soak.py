@@ -145,7 +145,7 @@ class Soak:
         )
 
     def collect(self) -> None:
-        protected = set() if self.engine is None else self.engine._saver.protected_segments()
+        protected = set() if self.engine is None else self.engine._saver.chains.protected_segments()
         collect.collect(
             open_root(self.address, storage=STORAGE), grace_seconds=0, protected=protected
         )

@@ -149,13 +149,13 @@ def save(case: Case) -> Any:
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
     break_storage(case, options)
     if case["kind"] in INSIDE:
-        original = pipeline.Pipeline.start_later
+        original = pipeline.Pipeline.start
 
-        def start_later(self: Any, *arguments: Any) -> None:
+        def start(self: Any, *arguments: Any) -> None:
             os.kill(os.getpid(), INSIDE[case["kind"]])
             original(self, *arguments)
 
-        pipeline.Pipeline.start_later = start_later  # type: ignore[method-assign]
+        pipeline.Pipeline.start = start  # type: ignore[method-assign]
     if case["kind"] == "forked child":
         late = save_job.SaveJob.capture
 

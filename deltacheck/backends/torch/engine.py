@@ -180,7 +180,7 @@ class Engine:
             flattening_seconds = time.perf_counter() - begin
             handle = self._save(step, flat, metrics)
             # The handle did not exist yet when the state was flattened.
-            progress_of(handle).add_blocking(flattening_seconds)
+            progress_of(handle).blocking_seconds += flattening_seconds
             return handle
 
     def _save(
@@ -230,7 +230,7 @@ class Engine:
             if is_external(error):
                 return self._saver.fail(step, error)
             raise
-        progress_of(handle).add_blocking(planning_seconds)
+        progress_of(handle).blocking_seconds += planning_seconds
         return handle
 
     def before_update(self) -> None:
@@ -312,7 +312,7 @@ class Engine:
                 delays, and with several ranks in each process, for its own part. An error of it is
                 logged, and the step exists.
         """
-        self._saver.save_log.listen(listener)
+        self._saver.pipeline.save_log.listen(listener)
 
     def signal_to_stop(self, signals: StopSignals) -> int:
         """Return the signal on which the training is to save this step and end.

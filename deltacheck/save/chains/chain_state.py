@@ -240,7 +240,7 @@ class ChainState:
         """
         with self._lock:
             refs = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
-            self._refs = {name: refs[name] for name in refs if name in job.segments}
+            self._refs = {name: refs[name] for name in refs if name in job.segment.segments}
             return self._refs
 
     def committed(self, job: SaveJob, manifest: Manifest) -> None:
@@ -266,7 +266,7 @@ class ChainState:
     def protect_uncertain(self, job: SaveJob) -> None:
         """Protect the segments of a save whose manifest may still appear."""
         with self._lock:
-            self._uncertain |= job.segments
+            self._uncertain |= job.segment.segments
 
 
 def _leaf_state(chain: Chain, base: Any) -> LeafState:

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -127,12 +127,8 @@ def build_manifest(
     return msgspec.structs.replace(manifest, must_understand=manifest.features)
 
 
-def leaf_reports(leaves: Iterable[LeafSave]) -> tuple[LeafReport, ...]:
-    """Return the report of each leaf, in the order of the sources."""
-    return tuple(_leaf_report(leaf) for leaf in leaves)
-
-
-def _leaf_report(leaf: LeafSave) -> LeafReport:
+def leaf_report(leaf: LeafSave) -> LeafReport:
+    """Return the report of a leaf."""
     if leaf.stored_spec is None:
         kind = LeafKind.DERIVED
     elif leaf.entry is None:

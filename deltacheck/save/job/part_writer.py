@@ -113,9 +113,8 @@ class PartWriter:
         Encoding gives at most as many bytes as it reads.
         """
         self._progress.beat()
-        limit = (
-            self._host_cache_bytes - self._writer.scratch_bytes - raw_bytes - self._unsealed_bytes
-        )
+        needed_bytes = self._writer.streams.scratch_bytes + raw_bytes + self._unsealed_bytes
+        limit = self._host_cache_bytes - needed_bytes
         while self._in_flight and self._in_flight_bytes > limit and not self._is_awaited():
             size, pending = self._in_flight.popleft()
             for write in pending:
@@ -158,7 +157,7 @@ class PartWriter:
         del pieces, piece
         self._count(table)
         pending = self._writer.put_part(table, streams)
-        size = self._writer.held_bytes(size)
+        size = self._writer.streams.held_bytes(size)
         self._in_flight.append((size, pending))
         self._in_flight_bytes += size
 

@@ -19,14 +19,14 @@ from deltacheck.policy.causes import cause_of
 from deltacheck.save.job.early_copies import EarlyCopies
 from deltacheck.save.job.leaf_capture import LeafCapture
 from deltacheck.save.job.leaf_state import LeafSave, LeafState
-from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_reports
+from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_report
 from deltacheck.save.job.part_writer import PartWriter
 from deltacheck.save.job.segment_builder import SegmentBuilder
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.progress import Progress
 from deltacheck.save.save_options import cache_bytes_of
-from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
+from deltacheck.store.manifest import Manifest, SegmentRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class SaveJob:
         terms: Return what the manifest says of leaves that are not stored exactly; called after
             every source was captured.
         progress: The state that the caller's handle shows.
+
+    Attributes:
+        segment: The table of its segment: what the save writes, and what its step needs.
     """
 
     def __init__(
@@ -94,22 +97,7 @@ class SaveJob:
         self._capture = LeafCapture(setup, progress, self.leaves, turn.states, self._parts)
         self._copies = EarlyCopies(self.lazy, cache_bytes)
         progress.while_awaited = self._hasten
-        self._segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
-
-    @property
-    def begin(self) -> float:
-        """The time (``perf_counter``) at which the save began."""
-        return self.request.begin
-
-    @property
-    def entries(self) -> Mapping[str, LeafEntry]:
-        """The leaves that this save writes, by path."""
-        return self._segment.entries
-
-    @property
-    def segments(self) -> set[str]:
-        """The segments that the step needs, once it is encoded."""
-        return self._segment.segments
+        self.segment = SegmentBuilder(setup, self.writer, progress, cache_bytes)
 
     @property
     def live_digests(self) -> dict[str, str]:
@@ -158,13 +146,13 @@ class SaveJob:
         """Hand everything that was captured to the disk, and make the segment's table."""
         # The last part first: it is written while keyframes are hashed.
         self._parts.seal()
-        self._segment.put_keyframes(self._capture.keyframes)
-        self._segment.put_rows(self.leaves.values())
-        self._segment.record(self.leaves.values())
+        self.segment.put_keyframes(self._capture.keyframes)
+        self.segment.put_rows(self.leaves.values())
+        self.segment.record(self.leaves.values())
 
     def finish_segment(self) -> SegmentRef | None:
         """Make the segment durable; return ``None`` if no leaf changed and there is none."""
-        return self._segment.finish()
+        return self.segment.finish()
 
     def manifest(
         self, refs: Mapping[str, SegmentRef], failed_saves: int, merged_bytes: int
@@ -177,14 +165,14 @@ class SaveJob:
             merged_bytes: The bytes that were written to shorten chains since the last commit.
         """
         terms = self._terms()
-        terms.check(self._segment.records)
+        terms.check(self.segment.records)
         # Segments of a manifest ascend by name (docs/reference/format.md, section 3).
         manifest = build_manifest(
             self.request,
             self.seq,
             terms,
-            tuple(refs[name] for name in sorted(self._segment.segments)),
-            self._segment.records,
+            tuple(refs[name] for name in sorted(self.segment.segments)),
+            self.segment.records,
             self.setup.store.durability.value,
         )
         return msgspec.structs.replace(
@@ -219,14 +207,14 @@ class SaveJob:
             digest: The digest of the manifest.
             manifest: The manifest.
         """
-        leaves = leaf_reports(self.leaves.values())
+        leaves = tuple(leaf_report(leaf) for leaf in self.leaves.values())
         return SaveReport(
             step=self.request.step,
             seq=self.seq,
             raw_bytes=sum(leaf.raw_bytes for leaf in leaves),
             stored_bytes=stored_bytes,
             blocking_seconds=self.progress.blocking_seconds,
-            durable_seconds=time.perf_counter() - self.begin,
+            durable_seconds=time.perf_counter() - self.request.begin,
             leaves=leaves,
             metrics=dict(self.request.metrics),
             note=self.request.note,

@@ -85,7 +85,7 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
 ) -> None:
     ends: list[str] = []
     waits, is_interrupted = Flag(), Flag()
-    commit, shielded = pipeline.Pipeline._commit, exits.shielded
+    commit, shielded = pipeline.Pipeline._complete, exits.shielded
 
     def fail() -> None:
         is_interrupted.set()
@@ -103,7 +103,7 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
             waits.set()
             yield errors
 
-    monkeypatch.setattr(pipeline.Pipeline, "_commit", commit_late)
+    monkeypatch.setattr(pipeline.Pipeline, "_complete", commit_late)
     monkeypatch.setattr(exits, "shielded", then_wait)
     before = signal.signal(signal.SIGTERM, lambda *_: ends.append("earlier handler"))
     with Engine(tmp_path) as engine:
@@ -122,7 +122,7 @@ def test_the_wait_at_the_end_survives_what_another_handler_raises(
 def test_close_waits_for_the_save_whatever_a_handler_raises(
     tmp_path: Path, on_usr1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closes, is_interrupted, commit = Flag(), Flag(), pipeline.Pipeline._commit
+    closes, is_interrupted, commit = Flag(), Flag(), pipeline.Pipeline._complete
     is_shielded = saver.shielded
 
     def fail() -> None:
@@ -141,7 +141,7 @@ def test_close_waits_for_the_save_whatever_a_handler_raises(
             closes.set()
             yield errors
 
-    monkeypatch.setattr(pipeline.Pipeline, "_commit", commit_late)
+    monkeypatch.setattr(pipeline.Pipeline, "_complete", commit_late)
     monkeypatch.setattr(saver, "shielded", then_close)
     on_usr1(fail)
     engine = Engine(tmp_path)
@@ -234,7 +234,7 @@ def test_a_save_that_is_half_begun_is_not_interrupted(
             events.append("begun")
 
         saver: Any = engine._saver
-        monkeypatch.setattr(saver, "_save", begin)
+        monkeypatch.setattr(saver, "_begin", begin)
         saver.save(0, {"t": "none"}, {}, lambda _: None)
     assert events == ["begun", "handled"]
 
@@ -250,7 +250,7 @@ def test_the_end_of_the_threads_is_not_interrupted(tmp_path: Path, on_usr1: Any)
             events.append("joined")
 
     with Engine(tmp_path) as engine:
-        engine._saver._pipeline._threads.append(Ending())  # type: ignore[arg-type]
+        engine._saver.pipeline._threads.append(Ending())  # type: ignore[arg-type]
     assert events == ["joined", "handled"]
 
 

@@ -200,7 +200,7 @@ class RootStream:
         except BaseException:
             self._writer.release()
             raise
-        self._writer.protect(self._saver.protected_segments)
+        self._writer.protect(self._saver.chains.protected_segments)
         self._writer.protect(lambda: self._merges.protected(opened.store))
         exits.finish_at_exit(self, str(self.path), self.settings.options.exit_timeout_seconds)
 
@@ -312,7 +312,7 @@ class RootStream:
             )
         if self._last_written not in (-1, task.committed):
             # The segments of a save without a step may be collected, so nothing may build on them.
-            saver.forget()
+            saver.chains.drop()
         # Set before the write: if it fails, the next task shows that this save was not committed.
         self._last_written, self._manifest = task.seq, None
         # Its content is the base of the next save only, and takes as much memory as the state.
@@ -320,7 +320,7 @@ class RootStream:
         course = _courses.pop(str(self.path), None)
         if course is not None:
             self._root_writer.course.follow(course)
-        if restored is not None and not saver.has_chains:
+        if restored is not None and not saver.chains.leaves:
             names = [
                 name for name in flat.leaves if name in restored.chains and name in restored.stored
             ]
@@ -352,7 +352,7 @@ class RootStream:
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
         rules = RankRules.of(manifest, agreed.digests)
         # A merge that was planned with this save has begun: its segments are among these.
-        merge_segments, compactions = saver.compactions()
+        merge_segments, compactions = saver.chains.compactions()
         report = Report(
             task.step,
             manifest.segments,
@@ -411,7 +411,7 @@ class RootStream:
             self._saver.close(timeout)
             self._root_writer.root.store.close()
         finally:
-            self._saver.when_stopped(self._release)
+            self._saver.pipeline.when_stopped(self._release)
 
     def _release(self) -> None:
         """Give the root back. Remove its files if this stream has made it, and no step."""

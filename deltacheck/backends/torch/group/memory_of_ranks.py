@@ -97,7 +97,7 @@ def make_room(group: Group, roots: MemoryFirst, saver: Saver, step: int, tiles: 
 
     def start_over() -> None:
         group.forget_segments()
-        saver.start_over()
+        saver.chains.start_over()
 
     def empty_memory() -> None:
         nonlocal is_empty

@@ -105,9 +105,9 @@ class OpenSession:
         deadline = Deadline.after(timeout)
         self.await_arrival(timeout)
         self.session.finish(deadline.left)
-        self.saver.failures.raise_lost()
+        self.saver.pipeline.failures.raise_lost()
 
     def close(self, timeout: float | None = None) -> None:
         """End when the process ends. Steps that are only in memory are copied too."""
         self.end(timeout)
-        self.saver.failures.raise_lost()
+        self.saver.pipeline.failures.raise_lost()
