@@ -28,7 +28,7 @@ from deltacheck.leaf.external_errors import is_external
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.chains.chain_state import Numbers
 from deltacheck.save.handle import SaveHandle, progress_of
-from deltacheck.save.job.failures import FailureCount
+from deltacheck.save.job.save_log import FailureCount
 from deltacheck.save.progress import as_save_failed
 from deltacheck.save.ranks.joint import stored_names
 from deltacheck.save.ranks.rank_setup import RankSetup
@@ -187,23 +187,16 @@ class Item:
             is_committed = self._saver is None or self._last_step_exists()
             if self._saver is not None:
                 self._saver.raise_unseen()
+        saver = self._saver or self._open_in_group(group)
         # Used up even if another process has restored something else: after this save, the
         # restored step is behind the newest one.
         base, self._base = self._base, None
-        store = self.root / MANAGER_STORE
-        opened = group.open(
-            flat,
-            "" if base is None else base[1].nonce,
-            partial(self._take, is_committed),
-            (store, RankSetup.of(store, self._settings)) if self._saver is None else None,
+        opened = group.agree(
+            flat, "" if base is None else base[1].nonce, self._take_number, is_committed
         )
         if not opened.resumes:
             base = None
         with group.sharing_failure():
-            # Creating the store can fail, too, and the others wait for the next exchange.
-            saver = self._saver_of(self.writer or Guest(self.root, self._settings.durability))
-            group.joint.groups = saver.groups
-            group.joint.compactions = saver.chains.compactions
             # Process 0 decides for all: a step is no base for some processes only.
             if not opened.is_committed:
                 saver.chains.drop()
@@ -226,7 +219,9 @@ class Item:
                 self._continue_from(saver, (base[0].of(stored_names(tiles)), base[1]))
             # Process 0 alone writes the manifest.
             gate = Gate.of(place, self._settings, notes) if group.joint.is_first else None
-            make = group.maker(None if gate is None else gate.write_manifest, store)
+            make = group.maker(
+                None if gate is None else gate.write_manifest, self.root / MANAGER_STORE
+            )
             handle = saver.save(
                 place.step,
                 attempt.save.tree,
@@ -242,12 +237,26 @@ class Item:
             raise
         return handle, gate
 
-    def _take(self, is_committed: bool) -> tuple[int, bool]:
-        """Take the root on process 0, and return the next sequence number and ``is_committed``."""
-        if self.writer is None:
-            self.writer = writer_of(self.root, self, self._settings.durability)
+    def _take_number(self) -> int:
+        """Take the number of the next save, on process 0."""
         assert isinstance(self.writer, Writer)
-        return self.writer.numbers.take(self._settings.numbers_of_save), is_committed
+        return self.writer.numbers.take(self._settings.numbers_of_save)
+
+    def _open_in_group(self, group: RankGroup) -> Saver:
+        """Open the root with the other processes, of which process 0 takes the lease."""
+        store, durability = self.root / MANAGER_STORE, self._settings.durability
+        writer = group.open_together(
+            store,
+            RankSetup.of(store, self._settings),
+            partial(writer_of, self.root, self, durability),
+            partial(Guest, self.root, durability),
+            lambda writer: writer.release(self),
+        )
+        with group.sharing_failure():
+            saver = self._saver_of(writer)
+        group.joint.groups = saver.groups
+        group.joint.compactions = saver.chains.compactions
+        return saver
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Continue from a restored step, so that the next save is a delta to it."""

@@ -48,7 +48,7 @@ class _Task(NamedTuple):
 
     path: Path
     leaves_file: bool
-    work: Task
+    work: Task[None]
 
 
 @typed

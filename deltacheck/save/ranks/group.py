@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,9 @@ from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.roots.opening import is_root_or_fresh
 from deltacheck.store.roots.store import Store
+
+_Taken = TypeVar("_Taken")
+_Followed = TypeVar("_Followed")
 
 
 class Group:
@@ -108,6 +111,56 @@ class Group:
             yield remove
         finally:
             remove()
+
+    def open_together(
+        self,
+        root: Place,
+        setup: RankSetup,
+        take: Callable[[], _Taken],
+        follow: Callable[[], _Followed],
+        release: Callable[[_Taken], object],
+        *,
+        call: str = "opens a root",
+        remedy: str = REMEDY,
+    ) -> _Taken | _Followed:
+        """Open a root on every rank, and on none if it fails on one.
+
+        Nothing is left behind if a rank has other options or does not see the folder of rank 0.
+
+        Args:
+            root: The root of this rank, which need not exist.
+            setup: The setup of this rank.
+            take: Make the root unless it exists, and take the right to write to it; called on
+                rank 0.
+            follow: Open it on another rank, after rank 0: no rank may touch a root that rank 0
+                cannot open.
+            release: Give back what ``take`` has taken.
+            call: Names the call in messages.
+            remedy: Ends the message about a folder that differs.
+
+        Raises:
+            RankFailed: The ranks differ in an option or in the folder, or opening failed on a rank.
+                That rank raises its own error itself.
+        """
+        taken: list[_Taken] = []
+        with self.same_setup(root, setup, remedy) as remove_probe:
+
+            def take_first() -> None:
+                # Before the root is made, which must be empty.
+                remove_probe()
+                taken.append(take())
+
+            self.call_on_first(take_first, call)
+        try:
+            with self.sharing_failure():
+                opened = taken[0] if taken else follow()
+            # Every rank waits here, so that none saves to a root that another one could not open.
+            self.call_on_first(lambda: None, call)
+        except BaseException:
+            for of_first in taken:
+                release(of_first)
+            raise
+        return opened
 
     def begin_joint(
         self,

@@ -28,6 +28,11 @@ class Opened(NamedTuple):
     lease: Lease | None
     next_seq: int
 
+    def release(self) -> None:
+        """Give the right to write back."""
+        if self.lease is not None:
+            self.lease.release()
+
 
 def open_alone(path: Place, durability: Durability) -> Opened:
     """Create or open a root and take its lease.

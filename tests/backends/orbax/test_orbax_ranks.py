@@ -186,26 +186,24 @@ def test_processes_compare_options_and_folders_before_their_first_save(
 ) -> None:
     channels = dict(enumerate(Threads(2).ranks()))
     monkeypatch.setattr(collective.coordination, "join", lambda name, seconds: channels[int(name)])
-    flat = tree.flatten({"n": np.arange(3)}, leaves.describe)
     taken: list[int] = []
 
-    def take() -> tuple[int, bool]:
+    def take() -> str:
         # The probe is gone before the store is made.
         assert not list(tmp_path.rglob("probe-*"))
         taken.append(1)
-        return 7, True
+        return "first"
 
     def open_group(rank: int) -> object:
         store = tmp_path / (f"of {rank}" if difference == "folder" else "run") / "deltacheck"
         options = SaveOptions(verify="commit" if rank and difference == "option" else "none")
+        setup = RankSetup.of(store, Settings.of(None, None, options))
         group = collective.RankGroup(str(rank), 60.0)
-        return group.open(
-            flat, "", take, (store, RankSetup.of(store, Settings.of(None, None, options)))
-        )
+        return group.open_together(store, setup, take, lambda: "other", pytest.fail)
 
     results = at_once(2, open_group)
     if not difference:
-        assert results == [collective.OpenAnswer(7, True, False)] * 2
+        assert results == ["first", "other"]
         return
     for result in results:
         assert isinstance(result, RankFailed)

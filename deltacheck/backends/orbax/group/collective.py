@@ -8,7 +8,6 @@ the devices, because that would interleave with the collectives of the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from deltacheck.leaf.structs import inspect_types
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.ranks.group import Group
 from deltacheck.save.ranks.joint import Joint
-from deltacheck.save.ranks.rank_setup import RankSetup
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -62,42 +60,21 @@ class RankGroup(Group):
     def __init__(self, name: str, timeout_seconds: float) -> None:
         super().__init__(coordination.join(name, timeout_seconds))
 
-    def open(
-        self,
-        flat: Flat,
-        restored: str,
-        take: Callable[[], tuple[int, bool]],
-        first: tuple[Path, RankSetup] | None = None,
+    def agree(
+        self, flat: Flat, restored: str, take_number: Callable[[], int], is_committed: bool
     ) -> OpenAnswer:
         """Agree that a save begins.
 
         Args:
             flat: The state of this process.
             restored: The nonce of the step that this process has restored, or an empty string.
-            take: Called on process 0: takes the lease of the root, and returns a sequence number
-                and if Orbax has committed the step before.
-            first: The store, which need not exist, and the setup of this process; ``None`` after
-                the first save.
+            take_number: Take the sequence number of the save; called on process 0.
+            is_committed: Orbax has committed the step before. That of process 0 counts.
 
         Raises:
-            RankFailed: An option, the folder, or a leaf that must be equal on every process is not.
-                The message names it and the process.
+            RankFailed: A leaf that must be equal on every process is not. The message names it and
+                the process.
         """
-        if first is None:
-            return self._agreed(flat, restored, take)
-        with self.same_setup(*first) as remove_probe:
-
-            def take_root() -> tuple[int, bool]:
-                # Before the store is made, which must be empty.
-                remove_probe()
-                return take()
-
-            return self._agreed(flat, restored, take_root)
-
-    def _agreed(
-        self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]
-    ) -> OpenAnswer:
-        """Agree that a save begins, as ``open``, after the setups were compared."""
 
         def decide(messages: list[Any]) -> Any:
             # This runs on process 0 only. An error that it raises reaches all processes.
@@ -107,8 +84,7 @@ class RankGroup(Group):
             resumes = bool(openings[0].restored) and all(
                 opening.restored == openings[0].restored for opening in openings
             )
-            # The lease comes last, when nothing else can fail the opening.
-            return msgspec.to_builtins(OpenAnswer(*take(), resumes))
+            return msgspec.to_builtins(OpenAnswer(take_number(), is_committed, resumes))
 
         message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
         opened: OpenAnswer = msgspec.convert(self.joint.agree(message, decide, "saves"), OpenAnswer)

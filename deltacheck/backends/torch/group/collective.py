@@ -72,32 +72,14 @@ class RankGroup(Group):
             # The ranks agree on one save at a time.
             if settings.options.max_pending != 1:
                 raise ValueError("ranks that save together need max_pending=1")
-        opened: list[Opened] = []
-        setup = RankSetup.of(path, settings, **further)
-        with self.same_setup(path, setup) as remove_probe:
-
-            def take(_: list[Any]) -> int:
-                # Before the root is made, which must be empty.
-                remove_probe()
-                opened.append(open_alone(path, settings.durability))
-                return opened[0].next_seq
-
-            # Rank 0 alone at first: the others must not touch a root that it cannot open.
-            next_seq = self.joint.agree(None, take, "opens a root")
-        try:
-            with self.sharing_failure():
-                rank_root = (
-                    opened[0]
-                    if opened
-                    else Opened(create_store(path, durability=settings.durability), None, next_seq)
-                )
-            # Every rank waits here, so that none saves to a root that another one could not open.
-            self.joint.agree(None, lambda _: None, "opens a root")
-        except BaseException:
-            if opened and opened[0].lease is not None:
-                opened[0].lease.release()
-            raise
-        return rank_root
+        return self.open_together(
+            path,
+            RankSetup.of(path, settings, **further),
+            lambda: open_alone(path, settings.durability),
+            # Number 0, because the ranks take the highest number that one of them proposes.
+            lambda: Opened(create_store(path, durability=settings.durability), None, 0),
+            Opened.release,
+        )
 
     def flatten(self, state: object, *, target: bool = False) -> Flat:
         """Flatten a state with sharded leaves.

@@ -51,32 +51,20 @@ def open_memory(
     """
     # Shorter than the other ranks wait for rank 0, so that they learn of the cause.
     patience_seconds = _PATIENCE * options.io_timeout_seconds
-    tiers: list[Tier] = []  # on rank 0 only
     with group.sharing_failure():
         path = storage.local(memory.path, "a memory tier").absolute()
-    setup = RankSetup(storage.full_name(path), {})
-    try:
-        with group.same_setup(path, setup, _REMEDY) as remove_probe:
-
-            def open_tier() -> None:
-                # Before the root is made, which must be empty.
-                remove_probe()
-                tiers.append(Tier(memory, writer, options, patience_seconds))
-
-            group.call_on_first(open_tier, "opens a memory root")
-        with group.sharing_failure():
-            live = (
-                tiers[0].root
-                if tiers
-                else Root(path, create_store(path, durability=Durability.PROCESS))
-            )
-        # Every rank waits here, so that none saves to a memory that another one could not open.
-        group.call_on_first(lambda: None, "opens a memory root")
-    except BaseException:
-        for tier in tiers:
-            tier.release()
-        raise
-    return MemoryFirst(live, durable, tiers[0] if tiers else None, patience_seconds)
+    opened = group.open_together(
+        path,
+        RankSetup(storage.full_name(path), {}),
+        lambda: Tier(memory, writer, options, patience_seconds),
+        lambda: Root(path, create_store(path, durability=Durability.PROCESS)),
+        Tier.release,
+        call="opens a memory root",
+        remedy=_REMEDY,
+    )
+    if isinstance(opened, Tier):
+        return MemoryFirst(opened.root, durable, opened, patience_seconds)
+    return MemoryFirst(opened, durable, None, patience_seconds)
 
 
 def make_room(group: Group, roots: MemoryFirst, saver: Saver, step: int, tiles: Flat) -> bool:
